@@ -1,0 +1,203 @@
+"""Preflight of adapters: each trap that vLLM or PEFT sets, refused by name."""
+
+import json
+
+import pytest
+
+from weft.contract.adapter import MAX_CONFIG_BYTES, check_adapter
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import InvalidAdapterError, NotReadyError
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+
+F32 = DataType.FLOAT32
+HIDDEN, KV, RANK = 64, 32, 8
+MODULES = {"q_proj": (HIDDEN, HIDDEN), "v_proj": (KV, HIDDEN)}
+NAMES = [f"model.layers.{i}.self_attn.{m}" for i in range(2) for m in MODULES]
+REFERENCE = Reference(
+    "Qwen2ForCausalLM",
+    (
+        TensorMeta("model.embed_tokens.weight", F32, (256, HIDDEN)),
+        *(TensorMeta(f"{n}.weight", F32, MODULES[n.rsplit(".", 1)[1]]) for n in NAMES),
+        *(
+            TensorMeta(f"model.layers.0.mlp.experts.{e}.{p}.weight", F32, (48, HIDDEN))
+            for e in range(2)
+            for p in ("gate_proj", "up_proj")
+        ),
+    ),
+)
+CAPABILITIES = Capabilities(
+    engine_version="0.32.0",
+    base_fingerprint=REFERENCE.fingerprint,
+    architecture="Qwen2ForCausalLM",
+    base_dtype=F32,
+    adapter_dtype=F32,
+    lora_enabled=True,
+    max_lora_rank=16,
+    lora_modules=("q_proj", "v_proj"),
+)
+
+
+def config(**changes):
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 16,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    return json.dumps(settings | changes)
+
+
+def pair(module, rank=RANK, shape=None):
+    out, in_ = shape or MODULES[module.rsplit(".", 1)[1]]
+    prefix = f"base_model.model.{module}"
+    return [
+        TensorMeta(f"{prefix}.lora_A.weight", F32, (rank, in_)),
+        TensorMeta(f"{prefix}.lora_B.weight", F32, (out, rank)),
+    ]
+
+
+METAS = [meta for name in NAMES for meta in pair(name)]
+
+
+def check(metas=METAS, capabilities=CAPABILITIES, **changes):
+    check_adapter(config(**changes), metas, REFERENCE, capabilities)
+
+
+def replace(**changes):
+    return Capabilities(**{**CAPABILITIES.__dict__, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_rslora": True},
+        {"init_lora_weights": "gaussian"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"modules_to_save": None, "trainable_token_indices": None, "layer_replication": None},
+    ],
+)
+def test_what_vllm_serves_is_accepted(changes):
+    check(**changes)
+
+
+def test_rank_pattern_is_accepted_when_the_tensors_have_those_ranks():
+    metas = [m for n in NAMES for m in pair(n, 4 if n.endswith("q_proj") else RANK)]
+    check(metas, rank_pattern={"q_proj": 4})
+    with pytest.raises(InvalidAdapterError, match="has rank 4, the config says 8"):
+        check(metas)
+
+
+def test_layers_to_transform_need_only_those_layers():
+    check(METAS[:4], layers_to_transform=[0])
+    with pytest.raises(InvalidAdapterError, match=r"model\.layers\.1\.self_attn\.q_proj"):
+        check(METAS[:4])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 2]},
+        {"alora_invocation_tokens": [5]},
+        {"layer_replication": [[0, 2]]},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+        {"use_qalora": True},
+    ],
+)
+def test_variants_that_vllm_cannot_serve_are_refused_by_setting(setting):
+    (name,) = setting
+    with pytest.raises(InvalidAdapterError, match=name) as caught:
+        check(**setting)
+    assert caught.value.metadata["setting"] == name
+
+
+@pytest.mark.parametrize(
+    ("metas", "words"),
+    [
+        (METAS[:-1], "has no lora_B"),
+        (METAS[:-2], "config targets 'model.layers.1.self_attn.v_proj'"),
+        ([*METAS, *pair("model.layers.2.self_attn.q_proj")], "does not have"),
+        ([*METAS, *pair("model.layers.0.mlp.up_proj", shape=(48, 64))], "cannot carry a LoRA"),
+        ([*METAS[:-2], *pair(NAMES[-1], shape=(KV, 32))], r"the base needs \(rank,64\)"),
+        ([*METAS[:-2], *pair(NAMES[-1], shape=(48, HIDDEN))], r"the base needs \(32,8\)"),
+        ([*METAS, TensorMeta("model.layers.0.q_proj.lora_A.weight", F32, (8, 64))], "expected"),
+        (
+            [
+                *METAS,
+                TensorMeta("base_model.model.model.embed_tokens.lora_embedding_A", F32, (8, 9)),
+            ],
+            "is not a LoRA weight",
+        ),
+        (
+            [
+                *METAS,
+                TensorMeta("base_model.model.x.q_proj.lora_magnitude_vector", F32, (64,)),
+            ],
+            "is not a LoRA weight",
+        ),
+        (
+            [TensorMeta(METAS[0].name, DataType.INT8, METAS[0].shape), *METAS[1:]],
+            "adapters are floating point",
+        ),
+        (
+            [*METAS, *pair("model.layers.0.mlp.experts.0.gate_proj", shape=(48, HIDDEN))],
+            "LoRA on experts is not served",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_parameter(metas, words):
+    with pytest.raises(InvalidAdapterError, match=words) as caught:
+        check(metas)
+    assert caught.value.metadata["parameter"]
+
+
+def test_half_given_experts_are_refused_where_experts_are_served():
+    experts = [
+        m
+        for e in range(2)
+        for p in ("gate_proj", "up_proj")
+        for m in pair(f"model.layers.0.mlp.experts.{e}.{p}", shape=(48, HIDDEN))
+    ]
+    capable = replace(lora_on_experts=True)
+    check([*METAS, *experts], capable)
+    with pytest.raises(InvalidAdapterError, match="give all experts"):
+        check([*METAS, *experts[:-2]], capable)
+
+
+def test_rank_above_the_engines_is_refused():
+    metas = [m for n in NAMES for m in pair(n, 32)]
+    with pytest.raises(InvalidAdapterError, match="rank 32 is above"):
+        check(metas, r=32)
+
+
+def test_engine_without_lora():
+    with pytest.raises(NotReadyError, match="--enable-lora") as caught:
+        check(capabilities=replace(lora_enabled=False))
+    assert caught.value.reason == "LORA_DISABLED"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"peft_type": "IA3"}', "only LORA"),
+        ('{"peft_type": "LORA", "r": 0, "lora_alpha": 1}', "positive integer"),
+        ('{"peft_type": "LORA", "r": true, "lora_alpha": 1}', "positive integer"),
+        ('{"peft_type": "LORA", "r": 8}', "lora_alpha"),
+        ('"' + "x" * MAX_CONFIG_BYTES + '"', "longer than"),
+    ],
+)
+def test_configs_that_cannot_be_read(text, words):
+    with pytest.raises(InvalidAdapterError, match=words):
+        check_adapter(text, METAS, REFERENCE, CAPABILITIES)

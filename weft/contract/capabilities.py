@@ -1,0 +1,41 @@
+"""What a replica's engine can take, as it declares at registration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.contract.tensors import DataType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """See ``weft.v1.Capabilities``; sizes in bytes of host memory."""
+
+    engine_version: str
+    """vLLM's version."""
+    base_fingerprint: str
+    """``Reference.fingerprint`` of the served model."""
+    architecture: str
+    """First entry of the model's ``architectures``."""
+    base_dtype: DataType
+    """What floats of the base are served in."""
+    adapter_dtype: DataType
+    """What adapters are served in."""
+    backends: tuple[str, ...] = ("gloo",)
+    """Side-group backends, best first."""
+    num_receivers: int = 1
+    """Members this replica adds to a side group."""
+    tensor_parallel_size: int = 1
+    """Workers of the engine."""
+    lora_enabled: bool = False
+    """Whether adapters can be served at all."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter."""
+    lora_modules: tuple[str, ...] = ()
+    """Last name components of the modules that can carry a LoRA."""
+    lora_on_experts: bool = False
+    """Whether LoRA on expert parameters can be served."""
+    staging_capacity_bytes: int = 0
+    """Bound of staged base weights."""
+    adapter_capacity_bytes: int = 0
+    """Bound of the adapter store."""

@@ -1,0 +1,214 @@
+"""The layout of one version: which tensor lies where in which bucket.
+
+A manifest says nothing about content, so pushes of the same model share one, and
+it travels once: everything after names it by its ``layout_digest``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
+from weft.contract.tensors import TensorMeta, shape_text
+
+#: Every tensor starts on a multiple of this, so that any dtype can view it and
+#: vector loads are aligned (0.4 % of space in a 7B model).
+ALIGN_BYTES = 256
+#: Trailer that follows each bucket's payload.
+TRAILER_BYTES = 32
+#: A manifest of more tensors is refused at its header. 1,000,000 is ten times the
+#: largest checkpoint we know of (a 1T mixture of experts, unstacked).
+MAX_TENSORS = 1_000_000
+MAX_NAME_CHARS = 512
+_MAX_DIMS = 8
+
+#: Digest algorithms by number, as in ``weft.v1.DigestAlgorithm``.
+XXH3_64 = 1
+DIGEST_NAMES = {XXH3_64: "xxh3_64"}
+
+_TRAILER = struct.Struct("<QQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """A tensor and its place: bucket index, offset in bytes within the bucket."""
+
+    meta: TensorMeta
+    bucket: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Contiguous bytes that are sent and verified as one."""
+
+    payload_bytes: int
+    num_tensors: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire: payload and trailer, padded to ``ALIGN_BYTES``."""
+        return align_up(self.payload_bytes + TRAILER_BYTES)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Ordered tensors and their buckets. Build it with ``make_manifest``."""
+
+    tensors: tuple[TensorSlot, ...]
+    buckets: tuple[Bucket, ...]
+    digest_algorithm: int
+    layout_digest: bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload bytes of all buckets."""
+        return sum(b.payload_bytes for b in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all buckets as they travel and are staged."""
+        return sum(b.wire_bytes for b in self.buckets)
+
+
+def align_up(num_bytes: int) -> int:
+    """The next multiple of ``ALIGN_BYTES``."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def make_manifest(
+    tensors: Iterable[TensorSlot], buckets: Iterable[Bucket], digest_algorithm: int = XXH3_64
+) -> Manifest:
+    """Check a layout and seal it with its digest.
+
+    Raises:
+        InvalidManifestError: Names the first tensor or bucket that is wrong.
+        CapacityError: More than ``MAX_TENSORS``.
+    """
+    tensors, buckets = tuple(tensors), tuple(buckets)
+    check_num_tensors(len(tensors))
+    _check_layout(tensors, buckets, digest_algorithm)
+    return Manifest(
+        tensors, buckets, digest_algorithm, _layout_digest(tensors, buckets, digest_algorithm)
+    )
+
+
+def check_num_tensors(num_tensors: int) -> None:
+    """Refuse a manifest by its count alone, before its list is read."""
+    if num_tensors > MAX_TENSORS:
+        raise CapacityError(
+            f"a manifest of {num_tensors:,} tensors is larger than the {MAX_TENSORS:,} allowed",
+            reason="MANIFEST_TOO_LARGE",
+        )
+    if num_tensors == 0:
+        raise InvalidManifestError("a manifest of no tensors: there is nothing to push")
+
+
+def check_metas(metas: Sequence[TensorMeta]) -> None:
+    """Refuse names or shapes that no manifest may have; names the first.
+
+    Raises:
+        InvalidManifestError, CapacityError: As ``make_manifest``.
+    """
+    check_num_tensors(len(metas))
+    seen: set[str] = set()
+    for meta in metas:
+        if not 1 <= len(meta.name) <= MAX_NAME_CHARS or not meta.name.isprintable():
+            raise InvalidManifestError(
+                f"tensor name {meta.name[:80]!r} is not 1 to {MAX_NAME_CHARS} printable characters"
+            )
+        if meta.name in seen:
+            raise InvalidManifestError(f"two tensors are named {meta.name!r}")
+        seen.add(meta.name)
+        if len(meta.shape) > _MAX_DIMS or any(dim < 1 for dim in meta.shape):
+            raise InvalidManifestError(
+                f"tensor {meta.name!r} has shape ({shape_text(meta.shape)}): every dim must be at "
+                f"least 1, and there are at most {_MAX_DIMS} (a sharded or emptied parameter "
+                "must be gathered first)"
+            )
+
+
+def _check_layout(
+    tensors: tuple[TensorSlot, ...], buckets: tuple[Bucket, ...], digest_algorithm: int
+) -> None:
+    if digest_algorithm not in DIGEST_NAMES:
+        raise InvalidManifestError(f"digest algorithm {digest_algorithm} is not known")
+    check_metas([slot.meta for slot in tensors])
+    counts = [0] * len(buckets)
+    ends = [0] * len(buckets)
+    for slot in tensors:
+        name = slot.meta.name
+        if not 0 <= slot.bucket < len(buckets):
+            raise InvalidManifestError(
+                f"tensor {name!r} lies in bucket {slot.bucket}, which is not"
+            )
+        if slot.offset_bytes % ALIGN_BYTES:
+            raise InvalidManifestError(
+                f"tensor {name!r} starts at byte {slot.offset_bytes}, which is not a multiple of "
+                f"{ALIGN_BYTES}"
+            )
+        if slot.offset_bytes < ends[slot.bucket]:
+            raise InvalidManifestError(
+                f"tensor {name!r} starts at byte {slot.offset_bytes} of bucket {slot.bucket} and "
+                "overlaps the one before it (tensors of a bucket are listed by offset)"
+            )
+        ends[slot.bucket] = slot.offset_bytes + slot.meta.num_bytes
+        counts[slot.bucket] += 1
+    for index, bucket in enumerate(buckets):
+        if bucket.payload_bytes % ALIGN_BYTES or bucket.payload_bytes < ends[index]:
+            raise InvalidManifestError(
+                f"bucket {index} has {bucket.payload_bytes} payload bytes: need a multiple of "
+                f"{ALIGN_BYTES} that holds its {ends[index]} bytes of tensors"
+            )
+        if bucket.payload_bytes > align_up(ends[index]):
+            raise InvalidManifestError(f"bucket {index} is longer than what it holds")
+        if bucket.num_tensors != counts[index] or not counts[index]:
+            raise InvalidManifestError(
+                f"bucket {index} says it holds {bucket.num_tensors} tensors; "
+                f"{counts[index]} lie there"
+            )
+
+
+def _layout_digest(
+    tensors: tuple[TensorSlot, ...], buckets: tuple[Bucket, ...], digest_algorithm: int
+) -> bytes:
+    """SHA-256 of the text defined at ``weft.v1.ManifestHeader.layout_digest``."""
+    lines = [f"{digest_algorithm}\n"]
+    lines += [f"{b.payload_bytes} {b.num_tensors}\n" for b in buckets]
+    lines += [
+        f"{s.meta.name} {int(s.meta.dtype)} {shape_text(s.meta.shape)} "
+        f"{s.bucket} {s.offset_bytes}\n"
+        for s in tensors
+    ]
+    return hashlib.sha256("".join(lines).encode()).digest()
+
+
+def pack_trailer(digest: int, nonce: int, bucket: int, payload_bytes: int) -> bytes:
+    """The 32 bytes that follow a bucket's payload.
+
+    Source: protos/weft/v1/types.proto, Bucket.
+    """
+    return _TRAILER.pack(digest, nonce, bucket, payload_bytes)
+
+
+def check_trailer(
+    trailer: bytes | memoryview, *, digest: int, nonce: int, bucket: int, payload_bytes: int
+) -> None:
+    """Compare a received trailer with what this side computed and expects.
+
+    Raises:
+        DigestMismatchError: Says which field differs.
+    """
+    got = _TRAILER.unpack(trailer)
+    want = (digest, nonce, bucket, payload_bytes)
+    for field, have, expected in zip(
+        ("digest", "transfer nonce", "bucket index", "payload size"), got, want, strict=True
+    ):
+        if have != expected:
+            raise DigestMismatchError(
+                f"bucket {bucket}: the trailer's {field} is {have:#x}, expected {expected:#x}; "
+                "the bytes that arrived are not those that were sent"
+            )

@@ -1,0 +1,64 @@
+"""Names that people choose, and ``policy@version``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft.contract.errors import InvalidNameError
+
+#: The policy whose bytes are the base model's weights.
+BASE_POLICY = "base"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def check_name(name: str, what: str) -> str:
+    """Return ``name`` if it may name a ``what`` ("policy", "trainer", "replica").
+
+    Raises:
+        InvalidNameError: The rule is 1 to 63 of ``[A-Za-z0-9._-]``, the first one
+            a letter or digit, and no ``..``; so a name is safe in a URL, a path, a
+            Kubernetes label and in ``policy@version``.
+    """
+    if not _NAME.fullmatch(name) or ".." in name:
+        shown = name if len(name) <= 80 else name[:77] + "..."
+        raise InvalidNameError(
+            f"{shown!r} cannot name a {what}: use 1 to 63 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit, without '..'"
+        )
+    return name
+
+
+def check_adapter_name(policy: str) -> str:
+    """Like ``check_name`` for an adapter's policy, which cannot be ``base``."""
+    if policy == BASE_POLICY:
+        raise InvalidNameError("'base' names the base model's weights; choose another name")
+    return check_name(policy, "policy")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class PolicyVersion:
+    """One version of one policy; ``str()`` gives ``math@17``.
+
+    Versions start at 1, grow, and are never reused; ``base@0`` is what an engine
+    was started with.
+    """
+
+    policy: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.policy}@{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Read ``math@17``.
+
+        Raises:
+            InvalidNameError: Not of that form.
+        """
+        policy, at, number = text.rpartition("@")
+        if not at or not number.isascii() or not number.isdigit():
+            raise InvalidNameError(f"{text[:80]!r} is not of the form name@version")
+        return cls(check_name(policy, "policy"), int(number))
