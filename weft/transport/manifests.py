@@ -1,0 +1,49 @@
+"""Manifests by layout digest, fetched once and kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import grpc
+
+from weft.contract.manifest import Manifest
+from weft.rpc.manifest_codec import manifest_from_chunks
+from weft.rpc.status import error_from_rpc
+from weft.v1 import rendezvous_pb2 as pb
+from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+
+#: Layouts kept: one for the base and one for each of some adapters.
+MAX_KEPT = 32
+
+
+class ManifestCache:
+    """Least-recently-used manifests of one process; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Manifest] = OrderedDict()
+
+    def get(
+        self,
+        layout_digest: bytes,
+        stub: RendezvousServiceStub,
+        credential: pb.GroupCredential,
+        timeout_seconds: float,
+    ) -> Manifest:
+        """The manifest, from memory or (blocking) from the coordinator.
+
+        Raises:
+            NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
+            InvalidManifestError: What came is not what the digest names.
+        """
+        manifest = self._kept.pop(layout_digest, None)
+        if manifest is None:
+            request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
+            try:
+                responses = stub.GetManifest(request, timeout=timeout_seconds)
+                manifest = manifest_from_chunks(response.chunk for response in responses)
+            except grpc.RpcError as error:
+                raise error_from_rpc(error) from error
+        self._kept[layout_digest] = manifest
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return manifest

@@ -1,0 +1,80 @@
+"""Joining a side group: channel, store, process group and stream as one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from weft.contract.errors import WeftError
+from weft.rpc.channel import open_channel
+from weft.transport.attendance import Attendance
+from weft.transport.group import SideGroup
+from weft.transport.store import GroupStore
+from weft.v1 import rendezvous_pb2 as pb
+from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+
+# How long one store call may wait for another member's key while connecting.
+_FORMING_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTicket:
+    """What a process needs to join a side group as one of its ranks."""
+
+    group_id: str
+    token: str
+    epoch: int
+    rank: int
+    size: int
+    backend: str
+    host: str
+    """Address of this machine that peers connect to."""
+
+
+class Membership:
+    """One rank's place in a side group, from joining to leaving.
+
+    Args:
+        target: The coordinator, HOST:PORT; a channel of its own is opened.
+        ticket: The place.
+        on_message: See ``Attendance``.
+        on_closed: Called once when the stream ends unasked; the group has been
+            aborted with the same error by then.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        ticket: GroupTicket,
+        *,
+        on_message: Callable[[pb.AttendResponse], None],
+        on_closed: Callable[[WeftError], None],
+    ) -> None:
+        self.ticket = ticket
+        self.credential = pb.GroupCredential(group_id=ticket.group_id, token=ticket.token)
+        self._channel: grpc.Channel = open_channel(target)
+        self.stub = RendezvousServiceStub(self._channel)
+        self._user_on_closed = on_closed
+        store = GroupStore(self.stub, self.credential, _FORMING_SECONDS)
+        self.group = SideGroup(
+            store, ticket.rank, ticket.size, backend=ticket.backend, host=ticket.host
+        )
+        self.attendance = Attendance(
+            self.stub,
+            self.credential,
+            ticket.rank,
+            on_message=on_message,
+            on_closed=self._closed,
+        )
+
+    def leave(self) -> None:
+        """Close the stream, the group and the channel; blocks at most 5 s."""
+        self.attendance.close()
+        self.group.close()
+        self._channel.close()
+
+    def _closed(self, error: WeftError) -> None:
+        self.group.abort(error)
+        self._user_on_closed(error)
