@@ -1,0 +1,98 @@
+"""What the agent needs of an inference engine; vLLM's is in ``vllm_engine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """A receiver's place in a side group; picklable, sent to workers.
+
+    ``rank`` is that of receiver 0; receiver ``i`` has ``rank + i``.
+    """
+
+    coordinator: str
+    """HOST:PORT of the RendezvousService."""
+    trainer_id: str
+    """Whose group it is; a new group replaces the trainer's old one."""
+    group_id: str
+    token: str
+    epoch: int
+    rank: int
+    size: int
+    backend: str
+    host: str
+    """Address of this machine that the side group binds and announces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchTimes:
+    """What a switch cost."""
+
+    pause_seconds: float = 0.0
+    """How long requests were held still."""
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of host memory held for Weft."""
+
+    adapter_bytes: int
+    staging_bytes: int
+
+
+class Engine(Protocol):
+    """A running engine. Every method is a coroutine of the agent's event loop, is
+    bounded by the engine's own step time, and may be cancelled only by ending the
+    process: cancel nothing, set deadlines around it and quarantine on overrun."""
+
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+    """Name of the base model in the OpenAI API."""
+
+    async def join_group(self, spec: GroupSpec) -> None:
+        """Tell the receivers to join; returns before they have joined."""
+
+    async def load_adapter(
+        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+    ) -> SwitchTimes:
+        """Make a staged adapter requestable as ``str(version)`` and flip its alias.
+
+        Raises:
+            NotReadyError: Not staged.
+            DigestMismatchError: Other bytes are staged.
+            LoadFailedError: The engine refused it; nothing changed.
+        """
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        """Load a staged base under a pause that keeps running requests, reset the
+        KV cache, keep every adapter served.
+
+        Raises:
+            NotReadyError, DigestMismatchError: Nothing changed.
+            LoadFailedError: Metadata ``dirty`` says whether weights are mixed; then
+                the engine stays paused.
+        """
+
+    async def discard(self, transfer_id: str) -> None:
+        """Drop what was staged; succeeds if nothing was."""
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        """Stop taking requests for an adapter version; drop it once unused.
+
+        Returns:
+            Whether it is gone; call again later if not.
+        """
+
+    async def memory(self) -> MemoryUse:
+        """What is held now."""

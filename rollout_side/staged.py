@@ -1,0 +1,249 @@
+"""What a worker process holds: staged versions, and the adapters it can serve.
+
+One ``WorkerStore`` a process. The receiver's thread puts staged versions in; the
+worker's methods (on the engine's thread) take them out. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout_side.segment import Segment, SegmentRef
+from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
+from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY, PolicyVersion
+
+
+@dataclass(frozen=True)
+class StagedVersion:
+    """Bytes of one version, received whole and verified.
+
+    ``segment`` holds the manifest's buckets one after the other, each with its
+    trailer, so bucket ``i`` starts at the sum of ``wire_bytes`` before it.
+    """
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    segment: Segment
+    content_digest: bytes
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and view of every tensor, in manifest order; no copy.
+
+        The views are of shared memory that a later push may reuse once this
+        version was dropped: clone what must outlive it, and never write.
+        """
+        starts = bucket_starts(self.manifest)
+        for slot in self.manifest.tensors:
+            begin = starts[slot.bucket] + slot.offset_bytes
+            raw = self.segment.data[begin : begin + slot.meta.num_bytes]
+            dtype = getattr(torch, slot.meta.dtype.torch_name)
+            yield slot.meta.name, raw.view(dtype).view(slot.meta.shape)
+
+
+def bucket_starts(manifest: Manifest) -> list[int]:
+    """First byte of each bucket in a segment."""
+    starts, at = [], 0
+    for bucket in manifest.buckets:
+        starts.append(at)
+        at += bucket.wire_bytes
+    return starts
+
+
+@dataclass(frozen=True)
+class StagedHandle:
+    """A staged version as another worker of the same machine can adopt it; picklable."""
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    segment: SegmentRef
+    content_digest: bytes
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """An adapter version that the engine may load at any time."""
+
+    config_json: str
+    staged: StagedVersion
+
+
+@dataclass
+class Usage:
+    """Bytes of host memory a worker holds for Weft."""
+
+    adapter_bytes: int = 0
+    staging_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass
+class WorkerStore:
+    """Staged versions and adapters of one worker process; thread-safe.
+
+    Args:
+        staging_capacity_bytes: Bound of what is being staged or waits for its
+            commit, the retained base included.
+        adapter_capacity_bytes: Bound of the adapters that can be served.
+    """
+
+    staging_capacity_bytes: int
+    adapter_capacity_bytes: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _staged: dict[str, StagedVersion] = field(default_factory=dict)
+    _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
+    _reserved: dict[str, int] = field(default_factory=dict)
+    _free: list[Segment] = field(default_factory=list)
+
+    # -- the receiver's side ------------------------------------------------
+
+    def reserve(self, transfer_id: str, num_bytes: int, *, adapter: bool) -> Segment:
+        """Memory for a transfer, reused from a dropped version when one fits.
+
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB).
+
+        Raises:
+            CapacityError: The bound would be exceeded; says what holds the memory.
+        """
+        with self._lock:
+            self._check_room(num_bytes, adapter=adapter)
+            for i, segment in enumerate(self._free):
+                if segment.num_bytes == num_bytes:
+                    self._reserved[transfer_id] = num_bytes
+                    return self._free.pop(i)
+            self._free.clear()  # of another layout: give it back before taking more
+            self._reserved[transfer_id] = num_bytes
+        try:
+            return Segment.allocate(num_bytes)
+        except BaseException:
+            self.release(transfer_id, None)
+            raise
+
+    def release(self, transfer_id: str, segment: Segment | None) -> None:
+        """End a reservation without result; ``segment`` may be reused unless None.
+
+        Pass None when an abandoned operation may still write to it.
+        """
+        with self._lock:
+            self._reserved.pop(transfer_id, None)
+            self._recycle(segment)
+
+    def put_staged(self, staged: StagedVersion) -> None:
+        """Turn a reservation into a staged version."""
+        with self._lock:
+            self._reserved.pop(staged.transfer_id, None)
+            self._staged[staged.transfer_id] = staged
+
+    def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
+        adapters = sum(e.staged.segment.num_bytes for e in self._adapters.values())
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        if adapter and adapters + waiting + num_bytes > self.adapter_capacity_bytes:
+            held = ", ".join(map(str, sorted(self._adapters)))
+            raise CapacityError(
+                f"the adapter store holds {adapters:,} of {self.adapter_capacity_bytes:,} bytes "
+                f"({held or 'nothing'}) and {waiting:,} wait for their commit: no room for "
+                f"{num_bytes:,} more; retire versions or start the replica with a larger "
+                "--adapter-memory-gib"
+            )
+        if not adapter and waiting + num_bytes > self.staging_capacity_bytes:
+            raise CapacityError(
+                f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes: no room for "
+                f"{num_bytes:,} more; start the replica with a larger --staging-memory-gib"
+            )
+
+    # -- the engine's side --------------------------------------------------
+
+    def handle(self, transfer_id: str) -> StagedHandle:
+        """For ``adopt`` in another worker.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+        """
+        staged = self._take(transfer_id, keep=True)
+        return StagedHandle(
+            transfer_id, staged.version, staged.manifest, staged.segment.ref, staged.content_digest
+        )
+
+    def adopt(self, handle: StagedHandle) -> None:
+        """Map what another worker of this machine has staged."""
+        segment = Segment.attach(handle.segment)
+        self.put_staged(
+            StagedVersion(
+                handle.transfer_id, handle.version, handle.manifest, segment, handle.content_digest
+            )
+        )
+
+    def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
+        """The staged version, which stays staged.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+            DigestMismatchError: Other bytes than those to be committed.
+        """
+        staged = self._take(transfer_id, keep=True)
+        if staged.content_digest != content_digest:
+            raise DigestMismatchError(
+                f"{staged.version} was staged with digest {staged.content_digest.hex()}, "
+                f"the commit is for {content_digest.hex()}"
+            )
+        return staged
+
+    def keep_adapter(self, transfer_id: str, config_json: str) -> PolicyVersion:
+        """Move a staged adapter into the store that the engine loads from."""
+        staged = self._take(transfer_id, keep=False)
+        with self._lock:
+            self._adapters[staged.version] = AdapterEntry(config_json, staged)
+        return staged.version
+
+    def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
+        """What the engine's loader reads; None when it was dropped."""
+        with self._lock:
+            return self._adapters.get(version)
+
+    def drop_adapter(self, version: PolicyVersion) -> None:
+        """Forget an adapter version; its memory may be reused."""
+        with self._lock:
+            entry = self._adapters.pop(version, None)
+            self._recycle(entry.staged.segment if entry else None)
+
+    def discard(self, transfer_id: str) -> None:
+        """Forget a staged version; its memory may be reused."""
+        with self._lock:
+            staged = self._staged.pop(transfer_id, None)
+            self._recycle(staged.segment if staged else None)
+
+    def usage(self) -> Usage:
+        """What is held now."""
+        with self._lock:
+            waiting = sum(s.segment.num_bytes for s in self._staged.values())
+            return Usage(
+                adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
+                staging_bytes=waiting + sum(self._reserved.values()),
+                free_bytes=sum(s.num_bytes for s in self._free),
+            )
+
+    def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:
+        with self._lock:
+            staged = self._staged.get(transfer_id)
+            if staged is None:
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+            if not keep:
+                del self._staged[transfer_id]
+            return staged
+
+    def _recycle(self, segment: Segment | None) -> None:
+        """Keep one segment a size class for the next push of the same layout."""
+        if segment is not None and segment.num_bytes not in {s.num_bytes for s in self._free}:
+            self._free = [*self._free[-1:], segment]
+
+
+def is_adapter(version: PolicyVersion) -> bool:
+    """Whether a version is an adapter's, not the base's."""
+    return version.policy != BASE_POLICY

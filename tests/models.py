@@ -1,0 +1,176 @@
+"""Tiny random models, adapters of them, and what transformers and PEFT say they answer.
+
+head_dim is 32 (vLLM's CPU attention refuses 16), everything is float32 and seeded.
+Weights are large enough that answers are peaked: a wrong weight is seen at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 256
+LAYERS = 2
+#: Adapters of the tests; vLLM's engines here allow rank 16.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """Save a random model with a tokenizer.
+
+    Args:
+        kind: "qwen2", "llama", "qwen3", "qwen3_moe" or "mixtral".
+        path: Where; returned.
+        seed: Of its weights.
+        tied: Whether lm_head shares the embedding's weight.
+    """
+    config = _config(kind, tied)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.35 if "embed" in name or "lm_head" in name else 0.12)
+            elif name.endswith(".bias"):
+                parameter.normal_(0.0, 0.1)
+            else:
+                parameter.uniform_(0.8, 1.2)
+    model.save_pretrained(path)
+    make_tokenizer(path)
+    return path
+
+
+def _config(kind: str, tied: bool) -> Any:
+    import transformers
+
+    common = {**_COMMON, "tie_word_embeddings": tied}
+    if kind == "qwen2":
+        # Qwen2 has no head_dim of its own in vLLM: hidden_size / heads.
+        return transformers.Qwen2Config(**{**common, "hidden_size": 128})
+    if kind == "llama":
+        return transformers.LlamaConfig(**common)
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**common)
+    if kind == "qwen3_moe":
+        return transformers.Qwen3MoeConfig(
+            **common, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+            decoder_sparse_step=1, norm_topk_prob=True,
+        )
+    if kind == "mixtral":
+        return transformers.MixtralConfig(
+            **common, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        )
+    raise ValueError(f"no tiny model of kind {kind!r}")
+
+
+def make_tokenizer(path: Path) -> None:
+    """Save a tokenizer of one word a token: ``w0`` to ``w255``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words.update({f"w{i}": i for i in range(4, VOCAB)})
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    ).save_pretrained(path)
+
+
+def make_adapter(
+    model: Path, path: Path, *, seed: int, rank: int = 8, targets: Sequence[str] = TARGETS,
+    **settings: Any,
+) -> Path:
+    """Save a random LoRA of ``model`` whose B is not zero.
+
+    Args:
+        model: Directory of the base.
+        path: Where; returned.
+        seed: Of its weights.
+        rank: ``r``; ``lora_alpha`` is twice that unless set.
+        targets: ``target_modules``.
+        settings: Further settings of PEFT's ``LoraConfig``.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(
+        _load(model),
+        LoraConfig(
+            **{
+                "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets),
+                "task_type": "CAUSAL_LM", **settings,
+            }
+        ),
+    )
+    generator = torch.Generator().manual_seed(1000 + seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
+    wrapped.save_pretrained(path, save_embedding_layers=False)
+    return path
+
+
+def adapter_config(adapter: Path) -> str:
+    """The adapter_config.json of a saved adapter, as text."""
+    return json.dumps(json.loads((adapter / "adapter_config.json").read_text()))
+
+
+class Referee:
+    """transformers' and PEFT's log-probabilities of given tokens."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[Path, Path | None], Any] = {}
+
+    def logprobs(
+        self, model: Path, prompt: Sequence[int], tokens: Sequence[int],
+        adapter: Path | None = None,
+    ) -> list[float]:
+        """Log-probability of each of ``tokens`` after ``prompt`` and those before it."""
+        key = (model, adapter)
+        if key not in self._models:
+            loaded = _load(model)
+            if adapter is not None:
+                from peft import PeftModel
+
+                loaded = PeftModel.from_pretrained(loaded, str(adapter))
+            self._models[key] = loaded.eval()
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            logits = self._models[key](input_ids=ids).logits[0].float()
+        log_probs = torch.log_softmax(logits, dim=-1)
+        begin = len(prompt) - 1
+        return [float(log_probs[begin + i, token]) for i, token in enumerate(tokens)]
+
+
+def _load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )

@@ -1,0 +1,9 @@
+"""For trainers: push versioned weights to a pool of rollout replicas.
+
+Needs torch, grpcio and protobuf; never vLLM.
+"""
+
+from trainer_side.publisher import Publisher, PushReport
+from weft.contract.names import PolicyVersion
+
+__all__ = ["PolicyVersion", "Publisher", "PushReport"]

@@ -1,0 +1,116 @@
+"""A trainer's leases, renewed in the background."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+
+import grpc
+
+from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
+from weft.rpc.codec import duration_from_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.publish_pb2_grpc import PublishServiceStub
+
+_log = logging.getLogger(__name__)
+
+_CALL_SECONDS = 10.0
+# Renewed this many times in each time to live: two may be lost.
+_RENEWALS = 3
+
+
+@dataclass
+class _Held:
+    token: int
+    time_to_live_seconds: float
+
+
+class Leases:
+    """The policies that one publisher owns; thread-safe.
+
+    A background thread renews each lease three times in its time to live, and
+    forgets one that was fenced: the next push acquires it anew, or is told who
+    holds it.
+    """
+
+    def __init__(self, stub: PublishServiceStub, trainer_id: str) -> None:
+        self._stub = stub
+        self._trainer_id = trainer_id
+        self._session_id = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="weft-leases", daemon=True)
+        self._thread.start()
+
+    def token(self, policy: str, kind: types_pb2.PolicyKind.ValueType) -> int:
+        """The fencing token of ``policy``'s lease, acquiring it if need be; blocks.
+
+        Raises:
+            PolicyOwnedError: Another trainer holds it.
+            WeftError: As AcquirePolicy.
+        """
+        with self._lock:
+            if policy in self._held:
+                return self._held[policy].token
+        request = pb.AcquirePolicyRequest(
+            trainer_id=self._trainer_id, session_id=self._session_id, policy=policy, kind=kind
+        )
+        try:
+            lease = self._stub.AcquirePolicy(
+                request, timeout=_CALL_SECONDS, wait_for_ready=True
+            ).lease
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        with self._lock:
+            self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
+        return lease.fencing_token
+
+    def held_token(self, policy: str) -> int:
+        """The token held for ``policy``, 0 if none; does not block."""
+        with self._lock:
+            held = self._held.get(policy)
+            return held.token if held else 0
+
+    def forget(self, policy: str) -> None:
+        """Drop what is known of a lease that was fenced."""
+        with self._lock:
+            self._held.pop(policy, None)
+
+    def close(self) -> None:
+        """Release every lease, best effort; blocks at most some seconds."""
+        self._stop.set()
+        self._thread.join(_CALL_SECONDS)
+        with self._lock:
+            held, self._held = self._held, {}
+        for policy, lease in held.items():
+            request = pb.ReleasePolicyRequest(policy=policy, fencing_token=lease.token)
+            try:
+                self._stub.ReleasePolicy(request, timeout=2.0)
+            except grpc.RpcError as error:
+                _log.info("could not release %s: %s", policy, error_from_rpc(error))
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._interval()):
+            with self._lock:
+                held = dict(self._held)
+            for policy, lease in held.items():
+                request = pb.RenewLeaseRequest(policy=policy, fencing_token=lease.token)
+                try:
+                    self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
+                except grpc.RpcError as rpc_error:
+                    error = error_from_rpc(rpc_error)
+                    if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+                        _log.warning("could not renew %s yet: %s", policy, error)
+                    else:
+                        _log.warning("lost the lease of %s: %s", policy, error)
+                        self.forget(policy)
+
+    def _interval(self) -> float:
+        with self._lock:
+            lives = [lease.time_to_live_seconds for lease in self._held.values()]
+        return min(lives, default=3.0) / _RENEWALS

@@ -1,0 +1,140 @@
+"""Checkpoint names: what a wrapped, fused or converted parameter is called on disk.
+
+vLLM loads checkpoint names. transformers keeps some parameters in other names and
+shapes in memory (Mixtral's experts as one tensor) and knows how to go back; asking
+it tensor by tensor keeps memory bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from weft.contract.bucket_plan import layer_of
+
+_log = logging.getLogger(__name__)
+
+# Components that wrappers insert (DDP, FSDP1, activation checkpointing, compile).
+_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A group of parameters and the checkpoint tensors they become.
+
+    ``sources`` are the model's own parameter names, ``targets`` the checkpoint
+    names in order. Most groups have one of each.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    is_identity: bool
+    """One parameter that keeps shape and content, perhaps under another name."""
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without wrapper components, compared as whole components.
+
+    A leading ``module`` is DDP's; a ``module`` further in belongs to the model.
+    """
+    parts = name.split(".")
+    while parts and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPERS - {"module"})
+
+
+def base_name_in_peft(name: str) -> str | None:
+    """The base model's name of a parameter inside a PEFT model; None for LoRA's own.
+
+    ``base_model.model.model.layers.0.q_proj.base_layer.weight`` gives
+    ``model.layers.0.q_proj.weight``.
+    """
+    parts = unwrapped_name(name).split(".")
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    if any(p.startswith("lora_") or p in ("original_module", "token_adapter") for p in parts):
+        return None
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def reverter(model: torch.nn.Module) -> Revert | None:
+    """transformers' own way back to checkpoint names, or None for another model."""
+    if not hasattr(model, "config"):
+        return None
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # no transformers, or one that keeps checkpoint names in memory
+        return None
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return lambda tensors: revert_weight_conversion(model, tensors)
+
+
+def plan_conversions(
+    params: Mapping[str, torch.Tensor], revert: Revert | None
+) -> tuple[list[Conversion], dict[str, torch.Tensor]]:
+    """Group parameters so that each group converts on its own.
+
+    Args:
+        params: Parameter names, in order, with tensors of which only shape and
+            dtype are used.
+        revert: See ``reverter``.
+
+    Returns:
+        The groups in order, and a meta tensor (shape, dtype) for each target.
+        Converting group by group gives exactly what converting all at once would.
+    """
+    meta = {name: torch.empty_like(t, device="meta") for name, t in params.items()}
+    if revert is None:
+        return [Conversion((name,), (name,), True) for name in meta], meta
+    whole = revert(dict(meta))
+    groups: list[Conversion] = []
+    for _, layer in groupby(meta, key=layer_of):
+        groups += _plan_layer(list(layer), meta, whole, revert)
+    if {target for group in groups for target in group.targets} != set(whole):
+        # A conversion across layers: rare, and right only when done at once.
+        _log.warning("this model's checkpoint names need all its tensors at once: more memory")
+        groups = [Conversion(tuple(meta), tuple(whole), False)]
+    return groups, whole
+
+
+def _plan_layer(
+    names: Sequence[str],
+    meta: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    revert: Revert,
+) -> list[Conversion]:
+    """One group a parameter where that agrees with the whole; the rest together.
+
+    A parameter that only converts with others (many-to-one) comes out under a name
+    or shape that the whole does not have, or not at all.
+    """
+    groups: list[Conversion] = []
+    rest: list[str] = []
+    for name in names:
+        out = _try(revert, {name: meta[name]})
+        if out and all(k in whole and whole[k].shape == t.shape for k, t in out.items()):
+            is_identity = len(out) == 1 and next(iter(out.values())) is meta[name]
+            groups.append(Conversion((name,), tuple(out), is_identity))
+        else:
+            rest.append(name)
+    if rest:
+        out = revert({name: meta[name] for name in rest})
+        groups.append(Conversion(tuple(rest), tuple(out), False))
+    return groups
+
+
+def _try(revert: Revert, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    try:
+        return revert(tensors)
+    except Exception:  # noqa: BLE001 (a converter that needs more than one tensor)
+        return {}

@@ -1,0 +1,78 @@
+"""Fill bucket buffers from a source, in memory that is allocated once."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer_side.source import Source
+from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
+from weft.transport.digest import payload_digest
+
+#: One bucket is packed while the one before it is sent.
+NUM_BUFFERS = 2
+
+
+class Packer:
+    """Two reused buffers, and the views into them for one layout.
+
+    Views are made once a layout: making them anew costs more than copying into
+    them for models of many small tensors.
+
+    Args:
+        manifest: The layout to pack. ``buffer_bytes`` of an earlier packer that is
+            large enough may be handed on in ``buffers``.
+    """
+
+    def __init__(self, manifest: Manifest, buffers: list[torch.Tensor] | None = None) -> None:
+        self.manifest = manifest
+        need = max(bucket.wire_bytes for bucket in manifest.buckets)
+        num_buffers = min(NUM_BUFFERS, len(manifest.buckets))
+        kept = [b for b in buffers or [] if b.numel() >= need][:num_buffers]
+        # zeros, not empty: touched memory is sent and filled more than twice as fast
+        kept += [torch.zeros(need, dtype=torch.uint8) for _ in range(num_buffers - len(kept))]
+        self.buffers = kept
+        self._firsts: list[int] = []
+        self._views: list[list[torch.Tensor]] = []
+        self._paddings: list[list[torch.Tensor]] = []
+        position = 0
+        for index, bucket in enumerate(manifest.buckets):
+            buffer = self._buffer(index)
+            self._firsts.append(position)
+            slots = manifest.tensors[position : position + bucket.num_tensors]
+            position += bucket.num_tensors
+            self._views.append(
+                [
+                    buffer[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
+                    .view(getattr(torch, slot.meta.dtype.torch_name))
+                    .view(slot.meta.shape)
+                    for slot in slots
+                ]
+            )
+            ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
+            self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
+
+    def pack(self, index: int, source: Source, nonce: int) -> tuple[torch.Tensor, int]:
+        """Fill bucket ``index`` and seal it with its trailer.
+
+        Blocks for the copies and one pass of digesting. The buffer is that of
+        bucket ``index - 2``, which must have been released.
+
+        Returns:
+            The uint8 wire bytes (owned by the packer, valid until bucket
+            ``index + 2`` is packed) and the payload's digest.
+        """
+        bucket = self.manifest.buckets[index]
+        buffer = self._buffer(index)
+        source.read(self._firsts[index], self._views[index])
+        payload = buffer[: bucket.payload_bytes]
+        # Padding is part of the digest: equal weights must digest equally.
+        if self._paddings[index]:
+            torch._foreach_zero_(self._paddings[index])
+        digest = payload_digest(payload, self.manifest.digest_algorithm)
+        trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
+        end = bucket.payload_bytes + len(trailer)
+        buffer[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        return buffer[: bucket.wire_bytes], digest
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        return self.buffers[index % len(self.buffers)]

@@ -1,0 +1,64 @@
+"""Progress of a push, on a terminal or to a function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol
+
+from trainer_side.sender import Progress
+
+UserProgress = Callable[[str, int, int], None]
+
+
+class ProgressReporter(Protocol):
+    """Gives each push its progress function."""
+
+    def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress | None]:
+        """For the length of one push of ``version``."""
+
+
+def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter:
+    """A bar on a terminal for "auto" (if rich is installed), else what was given."""
+    if callable(progress):
+        return _Calls(progress)
+    if progress == "auto" and sys.stderr.isatty():
+        try:
+            return _Bar()
+        except ImportError:
+            pass
+    return _Silent()
+
+
+class _Silent:
+    @contextmanager
+    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
+        yield None
+
+
+class _Calls:
+    def __init__(self, function: UserProgress) -> None:
+        self._function = function
+
+    @contextmanager
+    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
+        yield lambda done, total: self._function(version, done, total)
+
+
+class _Bar:
+    def __init__(self) -> None:
+        import rich.progress  # noqa: F401 (fail here, not in the middle of a push)
+
+    @contextmanager
+    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            "[bold]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        )  # fmt: skip
+        with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(version, total=total_bytes)
+            yield lambda done, total: bar.update(task, completed=total_bytes * done / total)
