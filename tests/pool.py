@@ -1,0 +1,209 @@
+"""A whole pool in one process: real coordinator, real agents, real gloo, and an
+engine double in vLLM's place. For tests whose subject is not the engine; tests with
+real vLLM stand beside them in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rollout_side.agent import Agent
+from rollout_side.config import AgentConfig
+from rollout_side.engine import GroupSpec, MemoryUse, SwitchTimes
+from rollout_side.receiver import Receiver
+from rollout_side.servicer import ReplicaServicer
+from rollout_side.staged import WorkerStore
+from trainer_side.source import CastRule, make_metas
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import LoadFailedError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+from weft.coordinator.server import Coordinator, CoordinatorConfig
+from weft.rpc.server import Servicer, bind, make_server
+from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+
+_T = TypeVar("_T")
+_WAIT_SECONDS = 20.0
+
+
+class EngineDouble:
+    """Receives and stages like a worker; "serving" is keeping what was loaded."""
+
+    model_name = "double"
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], *, keep_base: bool = True, **capabilities: Any
+    ) -> None:
+        self._keep_base = keep_base
+        metas = make_metas(weights, CastRule(enabled=False))
+        self.reference = Reference("Double", metas)
+        settings: dict[str, Any] = {
+            "engine_version": "double",
+            "base_fingerprint": self.reference.fingerprint,
+            "architecture": "Double",
+            "base_dtype": DataType.FLOAT32,
+            "adapter_dtype": DataType.FLOAT32,
+            "lora_enabled": True,
+            "max_lora_rank": 16,
+            "lora_modules": ("q_proj", "v_proj"),
+            "staging_capacity_bytes": 2**32,
+            "adapter_capacity_bytes": 2**30,
+        }
+        self.capabilities = Capabilities(**settings | capabilities)
+        self.store = WorkerStore(
+            self.capabilities.staging_capacity_bytes, self.capabilities.adapter_capacity_bytes
+        )
+        self.receiver = Receiver(self.store)
+        self.base: dict[str, torch.Tensor] = dict(weights)
+        self.fail_next_load: LoadFailedError | None = None
+        self.in_use: set[PolicyVersion] = set()
+
+    def adapter(self, version: str) -> dict[str, torch.Tensor]:
+        """Copies of a served adapter's tensors."""
+        entry = self.store.adapter(PolicyVersion.parse(version))
+        assert entry is not None, f"{version} is not here"
+        return {name: tensor.clone() for name, tensor in entry.staged.tensors()}
+
+    async def join_group(self, spec: GroupSpec) -> None:
+        self.receiver.join(spec)
+
+    async def load_adapter(
+        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+    ) -> SwitchTimes:
+        self.store.staged(transfer_id, content_digest)
+        self._maybe_fail()
+        self.store.keep_adapter(transfer_id, config_json)
+        return SwitchTimes()
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        staged = self.store.staged(transfer_id, content_digest)
+        self._maybe_fail()
+        if self._keep_base:
+            self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
+        self.store.discard(transfer_id)
+        return SwitchTimes(pause_seconds=0.001)
+
+    async def discard(self, transfer_id: str) -> None:
+        self.store.discard(transfer_id)
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        if version in self.in_use:
+            return False
+        self.store.drop_adapter(version)
+        return True
+
+    async def memory(self) -> MemoryUse:
+        usage = self.store.usage()
+        return MemoryUse(adapter_bytes=usage.adapter_bytes, staging_bytes=usage.staging_bytes)
+
+    def _maybe_fail(self) -> None:
+        error, self.fail_next_load = self.fail_next_load, None
+        if error is not None:
+            raise error
+
+
+async def wait_registered(agent: Agent, running: asyncio.Task[None]) -> None:
+    """Return once the coordinator knows the agent; raise what ended it otherwise."""
+    async with asyncio.timeout(_WAIT_SECONDS):
+        while agent.registration is None or not agent.registration.registered.is_set():
+            if running.done():
+                running.result()
+            await asyncio.sleep(0.005)
+
+
+class Pool:
+    """Coordinator and replicas on an event loop of their own; used from any thread."""
+
+    def __init__(self, catalog: Path, **config: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pool", daemon=True)
+        self._thread.start()
+        self._config = {"listen": "127.0.0.1:0", "catalog": catalog, **config}
+        self._coordinator: Coordinator | None = None
+        self._replicas: dict[str, tuple[Any, asyncio.Task[None]]] = {}
+        self.agents: dict[str, Agent] = {}
+        self.target = ""
+        self.start_coordinator()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run on the pool's loop and wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_WAIT_SECONDS)
+
+    def start_coordinator(self) -> None:
+        """Start (again, on the same port and catalog)."""
+
+        async def start() -> int:
+            self._coordinator = Coordinator(CoordinatorConfig(**self._config))
+            return await self._coordinator.start()
+
+        port = self.run(start())
+        self.target = self._config["listen"] = f"127.0.0.1:{port}"
+
+    def stop_coordinator(self) -> None:
+        """Stop it; replicas and trainers stay."""
+        assert self._coordinator is not None
+        self.run(self._coordinator.stop())
+        self._coordinator = None
+
+    def add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
+        """Start a replica and wait until it has registered."""
+        return self.run(self._add_replica(replica_id, engine))
+
+    async def _add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
+        config = AgentConfig(coordinator=self.target, replica_id=replica_id)
+        agent = Agent(config, engine)
+        servicer = Servicer(
+            "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
+        )
+        server = (await make_server([servicer])).server
+        agent.advertise(bind(server, config.listen))
+        await server.start()
+        task = asyncio.create_task(agent.run())
+        self._replicas[replica_id] = (server, task)
+        self.agents[replica_id] = agent
+        await wait_registered(agent, task)
+        return agent
+
+    def remove_replica(self, replica_id: str) -> None:
+        """Stop a replica: it leaves the pool."""
+        self.run(self._remove_replica(replica_id))
+
+    async def _remove_replica(self, replica_id: str) -> None:
+        server, task = self._replicas.pop(replica_id)
+        agent = self.agents.pop(replica_id)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
+        engine = agent.engine
+        assert isinstance(engine, EngineDouble)
+        engine.receiver.close()
+
+    def close(self) -> None:
+        """Stop everything and the loop's thread."""
+        for replica_id in list(self._replicas):
+            self.remove_replica(replica_id)
+        if self._coordinator is not None:
+            self.stop_coordinator()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_WAIT_SECONDS)
+        self._loop.close()
+
+
+@contextmanager
+def running_pool(catalog: Path, **config: Any) -> Iterator[Pool]:
+    """A pool without replicas, stopped at the end."""
+    pool = Pool(catalog, heartbeat_seconds=0.2, **config)
+    try:
+        yield pool
+    finally:
+        pool.close()

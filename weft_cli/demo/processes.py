@@ -1,0 +1,91 @@
+"""The demo's processes: each with a log file, each ended by its pid."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.contract.errors import TransferTimeoutError, WeftError
+
+_STOP_SECONDS = 8.0
+
+
+class Process:
+    """A child whose output goes to a log file and, line by line, to ``lines``."""
+
+    def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
+        self.name = name
+        self.log_path = log_dir / f"{name}.log"
+        self._log = self.log_path.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True, env={**os.environ, **env}, start_new_session=True,
+        )  # fmt: skip
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
+        """The next line of its output that is wanted.
+
+        Raises:
+            WeftError: It ended first; shows the end of its log.
+            TransferTimeoutError: It said nothing of the kind in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            try:
+                line = self._lines.get(timeout=0.1)
+            except queue.Empty:
+                if self._process.poll() is not None:
+                    raise WeftError(f"{self.name} ended early:\n{self.tail()}") from None
+                continue
+            if wanted(line):
+                return line
+        raise TransferTimeoutError(
+            f"{self.name} was not ready in {timeout_seconds:.0f} s:\n{self.tail()}"
+        )
+
+    def answer(self, timeout_seconds: float) -> dict[str, Any]:
+        """Its next line of JSON."""
+        line = self.line(lambda text: text.startswith("{"), timeout_seconds)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def tail(self, num_lines: int = 15) -> str:
+        """The end of its log."""
+        self._log.flush()
+        return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
+
+    def stop(self) -> None:
+        """End it and, if need be, what it started: TERM first, KILL after 8 s."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._log.write(line)
+            self._lines.put(line.rstrip("\n"))

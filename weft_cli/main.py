@@ -1,0 +1,232 @@
+"""The ``weft`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from weft import __version__
+from weft.contract.errors import WeftError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Weft moves weights from RL trainers to a pool of vLLM rollout replicas.",
+)
+Coordinator = Annotated[
+    str,
+    typer.Option(
+        "--coordinator",
+        "-c",
+        envvar="WEFT_COORDINATOR",
+        metavar="HOST:PORT",
+        help="The coordinator's address.",
+    ),
+]
+LogLevel = Annotated[
+    str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
+]
+
+
+def run() -> None:
+    """Entry point: typed errors become one line and exit code 1, never a traceback."""
+    try:
+        app()
+    except WeftError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error.message} [dim]({error.reason})[/]")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def coordinator(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+    ] = "127.0.0.1:50051",
+    catalog: Annotated[
+        Path, typer.Option(help="SQLite file that outlives restarts: versions, leases, history.")
+    ] = Path("weft.db"),
+    lease_seconds: Annotated[
+        float, typer.Option(help="Time to live of a policy's lease; trainers renew it.")
+    ] = 10.0,
+    heartbeat_seconds: Annotated[float, typer.Option(help="How often replicas report.")] = 2.0,
+    lost_after_seconds: Annotated[
+        float, typer.Option(help="Silence after which a replica is given up.")
+    ] = 10.0,
+    retain: Annotated[
+        int, typer.Option(help="Versions kept for each adapter, the newest included.")
+    ] = 4,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the coordinator: registry, versions, transfers, commit."""
+    from weft.coordinator.server import CoordinatorConfig, serve
+
+    _configure_logging(log_level)
+    config = CoordinatorConfig(
+        listen=listen,
+        catalog=catalog,
+        lease_seconds=lease_seconds,
+        heartbeat_seconds=heartbeat_seconds,
+        lost_after_seconds=lost_after_seconds,
+        retain=retain,
+    )
+    host = listen.rpartition(":")[0]
+    asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": False},
+    epilog="Example: weft rollout -c 127.0.0.1:50051 --http-port 8000 -- ./model --enable-lora",
+)
+def rollout(
+    context: typer.Context,
+    coordinator: Coordinator = "127.0.0.1:50051",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the replica's gRPC service listens.")
+    ] = "127.0.0.1:0",
+    advertise_host: Annotated[
+        str, typer.Option(help="Host that others reach this machine by; default: --listen's.")
+    ] = "",
+    http_host: Annotated[str, typer.Option(help="Host of the OpenAI-compatible server.")] = (
+        "127.0.0.1"
+    ),
+    http_port: Annotated[
+        int, typer.Option(help="Its port; 0 picks a free one.", min=0, max=65535)
+    ] = 8000,
+    http_url: Annotated[
+        str, typer.Option(help="Base URL of it as clients reach it; default: host and port.")
+    ] = "",
+    replica_id: Annotated[
+        str, typer.Option(envvar="WEFT_REPLICA_ID", help="Stable name; default: the host's name.")
+    ] = "",
+    adapter_memory_gib: Annotated[
+        float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
+    ] = 4.0,
+    staging_memory_gib: Annotated[
+        float, typer.Option(help="Host memory for base weights being staged, at most.", min=0.001)
+    ] = 64.0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
+
+    Everything after -- goes to vLLM's server, the model first.
+    """
+    if not context.args:
+        raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
+    _configure_logging(log_level)
+    from rollout_side.config import AgentConfig, default_replica_id
+    from rollout_side.main import RolloutConfig, serve
+
+    config = RolloutConfig(
+        agent=AgentConfig(
+            coordinator=coordinator,
+            replica_id=replica_id or default_replica_id(),
+            listen=listen,
+            advertise_host=advertise_host,
+            http_url=http_url,
+        ),
+        vllm_args=context.args,
+        http_host=http_host,
+        http_port=http_port,
+        adapter_memory_bytes=int(adapter_memory_gib * 2**30),
+        staging_memory_bytes=int(staging_memory_gib * 2**30),
+    )
+    asyncio.run(
+        serve(
+            config,
+            ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True),
+        )
+    )
+
+
+@app.command()
+def status(
+    coordinator: Coordinator = "127.0.0.1:50051",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Refresh until interrupted.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
+) -> None:
+    """Show the pool: replicas, what they serve, the last transfer."""
+    from weft_cli.status import show_status
+
+    show_status(coordinator, watch=watch, json_output=json_output, interval_seconds=interval)
+
+
+@app.command()
+def push(
+    path: Annotated[
+        Path, typer.Argument(help="A PEFT adapter directory, or a safetensors checkpoint.")
+    ],
+    policy: Annotated[
+        str, typer.Option(help="Adapter's name, or 'base' for a checkpoint of the whole model.")
+    ],
+    coordinator: Coordinator = "127.0.0.1:50051",
+    trainer_id: Annotated[str, typer.Option(help="Owner of the policy.")] = "weft-push",
+    require: Annotated[
+        str, typer.Option(help="'all' replicas in contact, or at least so many.")
+    ] = "all",
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole push.", min=1)] = 600.0,
+    cast: Annotated[
+        bool, typer.Option(help="Cast floats to the dtype that the replicas serve.")
+    ] = True,
+    check_finite: Annotated[
+        bool, typer.Option("--check-finite", help="Refuse NaN and infinities.")
+    ] = False,
+) -> None:
+    """Publish an adapter or a checkpoint from disk, as a trainer would."""
+    from weft_cli.push import push_path
+
+    push_path(
+        path,
+        policy,
+        coordinator=coordinator,
+        trainer_id=trainer_id,
+        require=require,
+        timeout_seconds=timeout,
+        cast=cast,
+        check_finite=check_finite,
+    )
+
+
+@app.command()
+def demo(
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave everything running until interrupted.")
+    ] = False,
+) -> None:
+    """Show it all on this machine: two vLLM replicas, two trainers, one coordinator."""
+    from weft_cli.demo.main import run_demo
+
+    sys.exit(run_demo(keep=keep))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Weft and of what it stands on."""
+    from weft_cli.version import print_versions
+
+    print_versions(__version__)
+
+
+def _configure_logging(level: str) -> None:
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise typer.BadParameter(f"--log-level {level!r}: use debug, info or warning")
+    os.environ.setdefault("WEFT_LOG_LEVEL", level)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for name in ("weft", "rollout_side", "trainer_side"):
+        logging.getLogger(name).setLevel(number)

@@ -1,0 +1,60 @@
+"""``weft push``: publish from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer_side import Publisher
+from trainer_side.publisher import Require
+from weft.contract.errors import InvalidRequestError
+from weft.contract.names import BASE_POLICY
+
+
+def push_path(
+    path: Path,
+    policy: str,
+    *,
+    coordinator: str,
+    trainer_id: str,
+    require: str,
+    timeout_seconds: float,
+    cast: bool,
+    check_finite: bool,
+) -> None:
+    """Push ``path`` as ``policy`` and print what it cost.
+
+    Raises:
+        WeftError: The push was refused or failed; nothing changed.
+    """
+    if not path.exists():
+        raise InvalidRequestError(f"{path} does not exist")
+    with Publisher(
+        coordinator,
+        trainer_id=trainer_id,
+        require=_parse_require(require),
+        timeout_seconds=timeout_seconds,
+    ) as publisher:
+        if policy == BASE_POLICY:
+            publisher.push_base(path, cast=cast, check_finite=check_finite)
+        else:
+            publisher.push_adapter(path, policy, cast=cast, check_finite=check_finite)
+        report = publisher.last_report
+        assert report is not None
+    rate = report.total_bytes / max(report.staging_seconds, 1e-9) / 1e9
+    plural = "" if report.num_replicas == 1 else "s"
+    Console().print(
+        f"[bold green]{report.version}[/] is served by {report.num_replicas} replica{plural}: "
+        f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
+        f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f} "
+        f"at {rate:.2f} GB/s, committing {report.committing_seconds:.3f})"
+    )
+
+
+def _parse_require(text: str) -> Require:
+    if text == "all":
+        return "all"
+    if text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise InvalidRequestError(f"--require {text!r}: use 'all' or a number of replicas, at least 1")

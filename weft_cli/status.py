@@ -1,0 +1,139 @@
+"""``weft status``: the pool as a table."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from weft.rpc.channel import open_channel
+from weft.rpc.codec import duration_from_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2 as pb
+from weft.v1 import publish_pb2, types_pb2
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+_CALL_SECONDS = 5.0
+_STATES = {
+    pb.REPLICA_STATE_READY: ("ready", "green"),
+    pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
+    pb.REPLICA_STATE_LOST: ("lost", "red"),
+    pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
+}
+
+
+def show_status(
+    coordinator: str, *, watch: bool, json_output: bool, interval_seconds: float
+) -> None:
+    """Print the pool, once or until interrupted.
+
+    Raises:
+        WeftError: The coordinator does not answer.
+    """
+    with open_channel(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        if not watch:
+            pool = _get_pool(stub)
+            if json_output:
+                print(MessageToJson(pool, preserving_proto_field_name=True))
+            else:
+                Console().print(render(pool))
+            return
+        console = Console()
+        with Live(render(_get_pool(stub)), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_seconds)
+                live.update(render(_get_pool(stub)), refresh=True)
+
+
+def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
+    try:
+        return stub.GetPool(pb.GetPoolRequest(), timeout=_CALL_SECONDS)
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def render(pool: pb.GetPoolResponse) -> RenderableType:
+    """The pool for people: replicas, policies, transfers."""
+    return Group(
+        _headline(pool), _replicas(pool), _policies(pool),
+        *(_transfer("active", t) for t in pool.active_transfers),
+        *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
+    )  # fmt: skip
+
+
+def _headline(pool: pb.GetPoolResponse) -> Text:
+    ready = sum(r.state == pb.REPLICA_STATE_READY for r in pool.replicas)
+    return Text.assemble(
+        ("pool serves ", "dim"), (vector_text(pool.version_vector), "bold"),
+        (f"   {ready} of {len(pool.replicas)} replicas ready", "dim"),
+    )  # fmt: skip
+
+
+def vector_text(vector: types_pb2.VersionVector) -> str:
+    """``base@3  math@2 (1,2)``: the alias behind each name, then what is retained."""
+    parts = [f"base@{vector.base}"]
+    for entry in vector.adapters:
+        others = ",".join(map(str, entry.versions))
+        parts.append(f"{entry.policy}@{entry.alias} ({others})")
+    return "  ".join(parts)
+
+
+def _replicas(pool: pb.GetPoolResponse) -> Table:
+    table = Table(title="replicas", title_justify="left")
+    for column in ("replica", "state", "serves", "model", "OpenAI API", "seen"):
+        table.add_column(column, overflow="fold")
+    for replica in pool.replicas:
+        word, colour = _STATES.get(replica.state, ("unknown", "red"))
+        state = Text(word, colour)
+        if replica.state_reason:
+            state.append(f"\n{replica.state_reason}", "dim")
+        seen = duration_from_proto(replica.since_heartbeat)
+        table.add_row(
+            replica.replica_id,
+            state,
+            vector_text(replica.version_vector),
+            replica.model_name,
+            replica.http_url,
+            f"{seen:.1f} s ago",
+        )
+    return table
+
+
+def _policies(pool: pb.GetPoolResponse) -> Table:
+    table = Table(title="policies", title_justify="left")
+    for column in ("policy", "served", "newest", "owner"):
+        table.add_column(column, overflow="fold")
+    for policy in pool.policies:
+        owner = "-"
+        if policy.HasField("lease"):
+            left = duration_from_proto(policy.lease.time_to_live)
+            owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
+        served = f"{policy.policy}@{policy.served_version}"
+        table.add_row(policy.policy, served, str(policy.last_version), owner)
+    return table
+
+
+def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
+    """One line: what, how much, how fast, how it ended."""
+    state = publish_pb2.TransferState.Name(transfer.state)
+    word = state.removeprefix("TRANSFER_STATE_").lower()
+    forming, staging, committing = (
+        duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
+    )
+    rate = f", {transfer.total_bytes / staging / 1e9:.2f} GB/s" if staging > 0 else ""
+    text = Text.assemble(
+        (f"{which} transfer  ", "dim"),
+        (f"{transfer.version.policy}@{transfer.version.version}", "bold"),
+        f" from {transfer.trainer_id}: {word}, {transfer.total_bytes:,} bytes to "
+        f"{len(transfer.replica_ids)} replicas in {forming + staging + committing:.3f} s "
+        f"(staging {staging:.3f} s{rate})",
+    )
+    if transfer.failure_reason:
+        text.append(f"\n  {transfer.failure_reason}: {transfer.failure_message}", "red")
+    return text
