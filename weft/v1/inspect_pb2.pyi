@@ -597,7 +597,7 @@ class WatchEventsResponse(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """What, as a word: "replica_ready", "replica_pending", "replica_lost",
-    "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
+    "replica_quarantined", "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
     "transfer_committed", "transfer_aborted", "version_retired".
     """
     subject: _builtins.str

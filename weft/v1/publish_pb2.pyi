@@ -531,7 +531,9 @@ class BeginTransferResponse(_message.Message):
 
     @_builtins.property
     def group(self) -> Global___GroupPlan:
-        """The sender's place in the side group."""
+        """The sender's place in the side group; absent when a repeated call finds
+        that the transfer has ended.
+        """
 
     @_builtins.property
     def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -138,11 +138,12 @@ class PublishServiceServicer(object):
         INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
         cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
-        adapter fits another base), LORA_DISABLED; ABORTED/LEASE_FENCED;
+        adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
+        ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +155,8 @@ class PublishServiceServicer(object):
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
-        DEADLINE_EXCEEDED/DEADLINE.
+        DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
+        replica could switch to it), or the reason that a rank gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

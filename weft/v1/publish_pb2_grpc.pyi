@@ -70,11 +70,12 @@ class PublishServiceStub:
     INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
     cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
-    adapter fits another base), LORA_DISABLED; ABORTED/LEASE_FENCED;
+    adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
+    ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and served, or has failed.
@@ -82,7 +83,8 @@ class PublishServiceStub:
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
-    DEADLINE_EXCEEDED/DEADLINE.
+    DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
+    replica could switch to it), or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -132,11 +134,12 @@ class PublishServiceAsyncStub(PublishServiceStub):
     INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
     cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
-    adapter fits another base), LORA_DISABLED; ABORTED/LEASE_FENCED;
+    adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
+    ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and served, or has failed.
@@ -144,7 +147,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
-    DEADLINE_EXCEEDED/DEADLINE.
+    DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
+    replica could switch to it), or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -227,11 +231,12 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
         cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
-        adapter fits another base), LORA_DISABLED; ABORTED/LEASE_FENCED;
+        adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
+        ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
         """
 
     @_abc_1.abstractmethod
@@ -245,7 +250,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
-        DEADLINE_EXCEEDED/DEADLINE.
+        DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
+        replica could switch to it), or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod
