@@ -1,0 +1,1 @@
+"""Channels, servers, status mapping and the codec between protos and contract values."""

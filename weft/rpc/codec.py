@@ -1,0 +1,148 @@
+"""Protos to contract values and back; lists travel in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import InvalidRequestError
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.v1 import registry_pb2, types_pb2
+
+#: Entries of a list in one message: at most 2.2 MiB with the longest names.
+CHUNK_ENTRIES: Final = 4096
+#: Members that one replica may add to a side group.
+MAX_RECEIVERS: Final = 1024
+
+
+def chunk_ranges(count: int) -> Iterator[slice]:
+    """Slices of at most ``CHUNK_ENTRIES`` that cover ``count`` entries."""
+    return (slice(i, i + CHUNK_ENTRIES) for i in range(0, count, CHUNK_ENTRIES))
+
+
+def dtype_from_proto(number: int) -> DataType:
+    """The element type of that number.
+
+    Raises:
+        InvalidRequestError: Unset or unknown.
+    """
+    try:
+        return DataType(number)
+    except ValueError:
+        raise InvalidRequestError(f"{number} is not a data type") from None
+
+
+def dtype_to_proto(dtype: DataType) -> types_pb2.DataType.ValueType:
+    """The enum value of ``dtype``."""
+    return types_pb2.DataType.ValueType(int(dtype))
+
+
+def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
+    """As in Register."""
+    return registry_pb2.Capabilities(
+        engine_version=value.engine_version,
+        base_fingerprint=value.base_fingerprint,
+        architecture=value.architecture,
+        base_dtype=dtype_to_proto(value.base_dtype),
+        adapter_dtype=dtype_to_proto(value.adapter_dtype),
+        backends=value.backends,
+        num_receivers=value.num_receivers,
+        tensor_parallel_size=value.tensor_parallel_size,
+        lora_enabled=value.lora_enabled,
+        max_lora_rank=value.max_lora_rank,
+        lora_modules=value.lora_modules,
+        lora_on_experts=value.lora_on_experts,
+        staging_capacity_bytes=value.staging_capacity_bytes,
+        adapter_capacity_bytes=value.adapter_capacity_bytes,
+    )
+
+
+def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
+    """As in Register.
+
+    Raises:
+        InvalidRequestError: An element type is unset, or the receivers are none or
+            too many.
+    """
+    if not 1 <= message.num_receivers <= MAX_RECEIVERS:
+        raise InvalidRequestError(
+            f"num_receivers is {message.num_receivers}; a replica adds 1 to {MAX_RECEIVERS} members"
+        )
+    return Capabilities(
+        engine_version=message.engine_version,
+        base_fingerprint=message.base_fingerprint,
+        architecture=message.architecture,
+        base_dtype=dtype_from_proto(message.base_dtype),
+        adapter_dtype=dtype_from_proto(message.adapter_dtype),
+        backends=tuple(message.backends),
+        num_receivers=message.num_receivers,
+        tensor_parallel_size=message.tensor_parallel_size,
+        lora_enabled=message.lora_enabled,
+        max_lora_rank=message.max_lora_rank,
+        lora_modules=tuple(message.lora_modules),
+        lora_on_experts=message.lora_on_experts,
+        staging_capacity_bytes=message.staging_capacity_bytes,
+        adapter_capacity_bytes=message.adapter_capacity_bytes,
+    )
+
+
+def vector_to_proto(vector: VersionVector) -> types_pb2.VersionVector:
+    """What is served, adapters by name."""
+    return types_pb2.VersionVector(
+        base=vector.base,
+        adapters=[
+            types_pb2.AdapterVersions(policy=policy, versions=entry.versions, alias=entry.alias)
+            for policy, entry in sorted(vector.adapters.items())
+        ],
+    )
+
+
+def vector_from_proto(message: types_pb2.VersionVector) -> VersionVector:
+    """What is served."""
+    return VersionVector(
+        base=message.base,
+        adapters={
+            entry.policy: AdapterVersions(tuple(sorted(entry.versions)), entry.alias)
+            for entry in message.adapters
+        },
+    )
+
+
+def version_to_proto(version: PolicyVersion) -> types_pb2.PolicyVersion:
+    """``math@17`` as a message."""
+    return types_pb2.PolicyVersion(policy=version.policy, version=version.version)
+
+
+def version_from_proto(message: types_pb2.PolicyVersion) -> PolicyVersion:
+    """``math@17`` from a message; the name is not checked."""
+    return PolicyVersion(message.policy, message.version)
+
+
+def versions_from_proto(messages: Iterable[types_pb2.PolicyVersion]) -> list[PolicyVersion]:
+    """Several of them."""
+    return [version_from_proto(message) for message in messages]
+
+
+def duration_to_proto(seconds: float) -> Duration:
+    """Seconds as a message; negative ones are 0."""
+    message = Duration()
+    message.FromTimedelta(timedelta(seconds=max(0.0, seconds)))
+    return message
+
+
+def duration_from_proto(message: Duration) -> float:
+    """Seconds."""
+    return message.seconds + message.nanos * 1e-9
+
+
+def timestamp_to_proto(unix_seconds: float) -> Timestamp:
+    """Seconds since 1970 as a message."""
+    whole = int(unix_seconds // 1)
+    return Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))

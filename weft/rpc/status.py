@@ -1,0 +1,108 @@
+"""Typed errors to gRPC statuses and back.
+
+A failure travels as a status with one ``google.rpc.ErrorInfo`` (domain
+``weft``); the other side rebuilds the type from its reason.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+
+from weft.contract.errors import (
+    CapacityError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+    WeftError,
+    error_from_reason,
+)
+
+#: ``ErrorInfo.domain`` of every failure that Weft reports.
+DOMAIN: Final = "weft"
+#: When a caller that met a bound should try again.
+RETRY_AFTER_SECONDS: Final = 1
+# Statuses travel as HTTP/2 trailers, of which 8 KiB are accepted in all, and the
+# message is in there twice.
+_MAX_MESSAGE_CHARS: Final = 1500
+_MAX_METADATA_CHARS: Final = 200
+_MAX_METADATA_ENTRIES: Final = 8
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+# Tells gRPC's own retries to leave a typed failure alone: only a broken
+# connection is worth a blind second try.
+_NO_BLIND_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
+
+
+def status_from_error(error: WeftError) -> status_pb2.Status:
+    """The ``google.rpc.Status`` that carries ``error``; overlong text is cut."""
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(error.status), message=_cut(error.message, _MAX_MESSAGE_CHARS)
+    )
+    entries = list(error.metadata.items())[:_MAX_METADATA_ENTRIES]
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=DOMAIN,
+        metadata={key: _cut(value, _MAX_METADATA_CHARS) for key, value in entries},
+    )
+    status.details.add().Pack(info)
+    if isinstance(error, CapacityError):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds = RETRY_AFTER_SECONDS
+        status.details.add().Pack(retry)
+    return status
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+async def abort_with_error(
+    context: grpc.aio.ServicerContext[object, object], error: WeftError
+) -> None:
+    """End a call with ``error``; never returns (``context.abort`` raises)."""
+    status = rpc_status.to_status(status_from_error(error))
+    trailers = (*status.trailing_metadata, _NO_BLIND_RETRY)
+    await context.abort(status.code, status.details, trailers)
+
+
+def error_from_rpc(error: grpc.RpcError) -> WeftError:
+    """The typed error behind a failed call, sync or aio.
+
+    A failure without Weft's details came from the connection or from another
+    server: ``COORDINATOR_AWAY`` when nobody answered, ``DEADLINE`` when the
+    caller's own deadline passed, ``STAGING_FULL`` (a ``CapacityError``) when a
+    bound of gRPC was met.
+    """
+    info = _error_info(error)
+    if info is not None:
+        return error_from_reason(info.reason, _details(error), dict(info.metadata))
+    code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+    text = _details(error) or str(error)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return PeerUnavailableError(f"no answer: {text}", reason="COORDINATOR_AWAY")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return TransferTimeoutError(f"the call's deadline passed: {text}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CapacityError(text)
+    return WeftError(f"{code.name if code else 'UNKNOWN'}: {text}")
+
+
+def _details(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return error.details() or ""
+    return ""
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return None
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return info
+    return None
