@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from tests import models
 from trainer_side.adapter_source import adapter_of_model
@@ -21,10 +19,6 @@ from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer
 from weft.contract.tensors import DataType
 
 KEEP = CastRule(enabled=False)
-
-
-def load(path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def packed(source, bucket_bytes):
@@ -53,7 +47,7 @@ def packed(source, bucket_bytes):
 @pytest.mark.parametrize("bucket_bytes", [20_000, 2**25])
 def test_a_module_travels_as_its_checkpoint(kind, bucket_bytes, tmp_path):
     path = models.make_model(kind, tmp_path / kind)
-    model = load(path)
+    model = models.load_hf(path)
     sent = packed(ModuleSource(model, KEEP), bucket_bytes)
     saved = packed(CheckpointSource(path, KEEP), bucket_bytes)
     assert sent.keys() == saved.keys()
@@ -171,7 +165,7 @@ def test_conversions_that_need_several_parameters_are_grouped_by_layer():
 def test_adapter_of_a_model_and_of_its_directory_are_the_same(tmp_path):
     path = models.make_model("qwen2", tmp_path / "base")
     saved = models.make_adapter(path, tmp_path / "adapter", seed=1)
-    peft_model = PeftModel.from_pretrained(load(path), str(saved))
+    peft_model = models.load_peft(path, saved)
     live = adapter_of_model(peft_model, "default", KEEP, check_base=True)
     read = adapter_of_dir(saved, KEEP)
     assert packed(live.source, 2**20).keys() == packed(read.source, 2**20).keys()

@@ -1,0 +1,296 @@
+"""What every Weft server has: errors as statuses, health, reflection, channelz, a port."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from tests.contract.conftest import Pool
+from weft.contract.errors import (
+    REASONS,
+    CapacityError,
+    InvalidRequestError,
+    NotReadyError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+    UnsupportedError,
+    WeftError,
+    error_from_reason,
+)
+from weft.coordinator.catalog import CatalogError
+from weft.coordinator.config import CoordinatorConfig
+from weft.coordinator.server import Coordinator
+from weft.rpc.channel import open_aio_channel, open_channel
+from weft.rpc.server import Servicer, bind, make_server
+from weft.rpc.status import error_from_rpc, status_from_error
+from weft.v1 import inspect_pb2, inspect_pb2_grpc, registry_pb2, registry_pb2_grpc
+
+_SERVICES = [
+    "weft.v1.InspectService",
+    "weft.v1.PublishService",
+    "weft.v1.RegistryService",
+    "weft.v1.RendezvousService",
+]
+
+
+class _Raising(inspect_pb2_grpc.InspectServiceServicer):
+    """Raises what it is told to, from a unary and from a streaming method."""
+
+    def __init__(self) -> None:
+        self.error: Exception = WeftError("unset")
+        self.calls = 0
+
+    async def GetPool(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls += 1
+        raise self.error
+
+    async def ListPolicies(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await asyncio.sleep(60)
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        yield inspect_pb2.WatchEventsResponse(kind="first")
+        raise self.error
+
+
+@pytest.fixture
+async def raising() -> AsyncIterator[tuple[_Raising, str]]:
+    servicer = _Raising()
+    add = inspect_pb2_grpc.add_InspectServiceServicer_to_server
+    made = await make_server([Servicer("weft.v1.InspectService", servicer, add)])
+    port = bind(made.server, "127.0.0.1:0")
+    await made.server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await made.server.stop(0)
+
+
+async def test_every_reason_arrives_as_its_type(raising: tuple[_Raising, str]) -> None:
+    servicer, target = raising
+    async with open_aio_channel(target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        for reason, kind in REASONS.items():
+            servicer.error = error_from_reason(reason, f"about {reason}", {"member": "r0"})
+            with pytest.raises(grpc.RpcError) as failed:
+                await stub.GetPool(inspect_pb2.GetPoolRequest())
+            error = error_from_rpc(failed.value)
+            assert type(error) is kind
+            assert (error.reason, error.message) == (reason, f"about {reason}")
+            assert error.metadata == {"member": "r0"}
+            assert failed.value.code().name == kind.status
+        assert servicer.calls == len(REASONS)  # typed failures are not retried blindly
+
+
+async def test_streams_fail_as_typed_too(raising: tuple[_Raising, str]) -> None:
+    servicer, target = raising
+    servicer.error = CapacityError("too slow", reason="TOO_SLOW")
+    async with open_aio_channel(target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest())
+        assert (await stream.read()).kind == "first"
+        with pytest.raises(grpc.RpcError) as failed:
+            await stream.read()
+        assert error_from_rpc(failed.value).reason == "TOO_SLOW"
+
+
+async def test_a_bug_is_logged_here_and_internal_there(
+    raising: tuple[_Raising, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, target = raising
+    servicer.error = ZeroDivisionError("secret detail")
+    async with open_aio_channel(target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            await stub.GetPool(inspect_pb2.GetPoolRequest())
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in failed.value.details()
+    assert "secret detail" in caplog.text
+
+
+async def test_a_very_long_message_still_arrives(raising: tuple[_Raising, str]) -> None:
+    servicer, target = raising
+    metadata = {f"key{i}": "v" * 9000 for i in range(50)}
+    servicer.error = InvalidRequestError("ä" * 50_000, metadata=metadata)
+    async with open_aio_channel(target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            await stub.GetPool(inspect_pb2.GetPoolRequest())
+    assert isinstance(error_from_rpc(failed.value), InvalidRequestError)
+
+
+def test_capacity_says_when_to_retry() -> None:
+    status = status_from_error(CapacityError("full"))
+    assert [d.TypeName() for d in status.details] == [
+        "google.rpc.ErrorInfo",
+        "google.rpc.RetryInfo",
+    ]
+
+
+async def test_failures_without_details(raising: tuple[_Raising, str]) -> None:
+    _, target = raising
+    with open_channel("127.0.0.1:1") as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=5)
+        away = error_from_rpc(failed.value)
+        assert isinstance(away, PeerUnavailableError)
+        assert away.reason == "COORDINATOR_AWAY"
+    async with open_aio_channel(target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            await stub.ListReplicas(inspect_pb2.ListReplicasRequest())
+        assert isinstance(error_from_rpc(failed.value), UnsupportedError)
+        elsewhere = registry_pb2_grpc.RegistryServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            await elsewhere.Leave(registry_pb2.LeaveRequest())
+        assert error_from_rpc(failed.value).message.startswith("UNIMPLEMENTED")
+        with pytest.raises(grpc.RpcError) as failed:
+            await stub.ListPolicies(inspect_pb2.ListPoliciesRequest(), timeout=0.05)
+        assert isinstance(error_from_rpc(failed.value), TransferTimeoutError)
+
+
+async def test_a_taken_port_is_a_clear_error(raising: tuple[_Raising, str]) -> None:
+    _, target = raising
+    made = await make_server([])
+    with pytest.raises(NotReadyError, match="another process has the port"):
+        bind(made.server, target)
+    await made.server.stop(0)
+
+
+async def test_health(pool: Pool) -> None:
+    async with open_aio_channel(pool.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", *_SERVICES):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection(pool: Pool, version: str) -> None:
+    name = f"grpc.reflection.{version}.ServerReflection"
+    asks = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=_SERVICES[0]),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=name),
+    ]
+    async with open_aio_channel(pool.target) as channel:
+        method = channel.stream_stream(
+            f"/{name}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        listed, weft, itself = [answer async for answer in method(iter(asks))]
+    names = {service.name for service in listed.list_services_response.service}
+    assert {
+        *_SERVICES,
+        "grpc.health.v1.Health",
+        "grpc.channelz.v1.Channelz",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    } <= names
+    assert weft.file_descriptor_response.file_descriptor_proto
+    assert itself.file_descriptor_response.file_descriptor_proto
+
+
+async def test_channelz(pool: Pool) -> None:
+    async with open_aio_channel(pool.target) as channel:
+        stub = channelz_pb2_grpc.ChannelzStub(channel)
+        assert (await stub.GetServers(channelz_pb2.GetServersRequest())).server
+
+
+async def test_buf_curl_reads_the_pool(pool: Pool) -> None:
+    buf = shutil.which("buf") or shutil.which("buf", path=str(Path(sys.executable).parent))
+    if buf is None:
+        pytest.skip("buf is not installed")
+    await pool.replica()
+    url = f"http://{pool.target}/weft.v1.InspectService/GetPool"
+    for reflect in ("grpc-v1", "grpc-v1alpha"):
+        process = await asyncio.create_subprocess_exec(
+            buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge",
+            "--reflect-protocol", reflect, "-d", "{}", url,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        assert process.returncode == 0, err
+        assert b"REPLICA_STATE_READY" in out
+
+
+# -- the process ---------------------------------------------------------------
+
+
+async def test_two_coordinators_cannot_share_a_catalog_or_a_port(
+    pool: Pool, tmp_path: Path
+) -> None:
+    config = CoordinatorConfig(catalog=pool.catalog, listen="127.0.0.1:0")
+    with pytest.raises(CatalogError):
+        await Coordinator(config).start()
+    config = CoordinatorConfig(catalog=tmp_path / "other.db", listen=pool.target)
+    for _ in range(2):  # a failed start lets go of its catalog
+        with pytest.raises(NotReadyError):
+            await Coordinator(config).start()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"listen": "50051"},
+        {"listen": "host:70000"},
+        {"lease_seconds": 0},
+        {"retain": 0},
+        {"heartbeat_seconds": 9},
+        {"stop_seconds": -1},
+    ],
+)
+def test_config(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(options)).split("_")[0]):
+        CoordinatorConfig(catalog=Path("x"), **options)
+
+
+async def test_waiting_calls_and_streams_end_when_it_stops(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    waiting = asyncio.create_task(trainer.begin())
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    assert pool.coordinator is not None
+    await asyncio.wait_for(pool.coordinator.stop(), 5)
+    for call in (waiting, watch.read()):
+        with pytest.raises(grpc.RpcError) as failed:
+            await call
+        assert error_from_rpc(failed.value).reason == "COORDINATOR_AWAY"
+
+
+_SERVE = """
+import asyncio, sys
+from pathlib import Path
+from weft.coordinator.config import CoordinatorConfig
+from weft.coordinator.server import serve
+config = CoordinatorConfig(catalog=Path(sys.argv[1]), listen="127.0.0.1:0")
+asyncio.run(serve(config, ready=lambda port: print(port, flush=True)))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_stops_in_order_when_told(catalog_path: Path, number: signal.Signals) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, str(catalog_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    with child.stdout, open_channel(f"127.0.0.1:{int(child.stdout.readline())}") as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        watch = stub.WatchEvents(inspect_pb2.WatchEventsRequest())
+        list(watch.initial_metadata())
+        child.send_signal(number)
+        assert child.wait(5) == 0
+        with pytest.raises(grpc.RpcError):
+            next(watch)

@@ -1,0 +1,517 @@
+"""Every status and reason that the protos list, provoked through the real stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.contract.conftest import Pool
+from tests.contract.pool_fakes import (
+    ADAPTER_MANIFEST,
+    CAPABILITIES,
+    REFERENCE,
+    FakeRank,
+    FakeReplica,
+    FakeTrainer,
+    adapter_spec,
+)
+from weft.contract import manifest as contract_manifest
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import (
+    BaseMismatchError,
+    LeaseFencedError,
+    NotAllowedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    StaleEpochError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.tensors import DataType, TensorMeta
+from weft.coordinator import store
+from weft.rpc.codec import duration_to_proto
+from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.v1 import (
+    inspect_pb2,
+    publish_pb2,
+    registry_pb2,
+    rendezvous_pb2,
+    types_pb2,
+)
+
+
+async def _fails(call: Any, code: str, reason: str) -> WeftError:
+    """Await a call that must fail with this status and reason."""
+    with pytest.raises(grpc.RpcError) as failed:
+        await call
+    error = error_from_rpc(failed.value)
+    assert (failed.value.code().name, error.reason) == (code, reason)
+    return error
+
+
+# -- PublishService ------------------------------------------------------------
+
+
+async def test_describe_target(pool: Pool) -> None:
+    trainer = FakeTrainer(pool.target)
+    pool.things.append(trainer)
+    request = publish_pb2.DescribeTargetRequest()
+    error = await _fails(
+        trainer.stub.DescribeTarget(request, timeout=1.5), "UNAVAILABLE", "POOL_EMPTY"
+    )
+    assert isinstance(error, PeerUnavailableError)
+    waiting = asyncio.ensure_future(trainer.stub.DescribeTarget(request, timeout=10))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await pool.replica()
+    described = await waiting
+    assert described.base_fingerprint == REFERENCE.fingerprint
+    assert described.architecture == REFERENCE.architecture
+    assert described.base_dtype == types_pb2.DATA_TYPE_BFLOAT16
+    assert dict(described.base_dtype_exceptions) == {
+        "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
+    }
+    assert described.num_replicas == 1
+
+
+async def test_acquire_policy(pool: Pool) -> None:
+    first = await pool.trainer("t1")
+    second = FakeTrainer(pool.target, "t2")
+    pool.things.append(second)
+    error = await _fails(second.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
+    assert isinstance(error, PolicyOwnedError)
+    assert error.metadata["holder"] == "t1"
+    assert 0 < float(error.metadata["expires_in_seconds"]) <= 10
+    again = await first.acquire()
+    assert again.fencing_token == 1
+    for name in ("../up", "x" * 64, ""):
+        second.policy = name
+        await _fails(second.acquire(), "INVALID_ARGUMENT", "INVALID_NAME")
+    unset = publish_pb2.AcquirePolicyRequest(trainer_id="t", session_id="s", policy="p")
+    await _fails(second.stub.AcquirePolicy(unset), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+async def test_renew_and_release(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    renew = publish_pb2.RenewLeaseRequest(policy="math", fencing_token=1)
+    lease = (await trainer.stub.RenewLease(renew)).lease
+    assert lease.time_to_live.ToTimedelta().total_seconds() == 10
+    release = publish_pb2.ReleasePolicyRequest(policy="math", fencing_token=1)
+    await trainer.stub.ReleasePolicy(release)
+    await trainer.stub.ReleasePolicy(release)
+    error = await _fails(trainer.stub.RenewLease(renew), "ABORTED", "LEASE_FENCED")
+    assert isinstance(error, LeaseFencedError)
+
+
+async def _put(trainer: FakeTrainer, *chunks: types_pb2.ManifestChunk) -> Any:
+    async def requests() -> AsyncIterator[publish_pb2.PutManifestRequest]:
+        for chunk in chunks:
+            yield publish_pb2.PutManifestRequest(chunk=chunk)
+
+    return await trainer.stub.PutManifest(requests())
+
+
+async def test_put_manifest_refuses_what_cannot_be(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    header, buckets, tensors = manifest_to_chunks(ADAPTER_MANIFEST)
+
+    def tensors_with(**changes: Any) -> types_pb2.ManifestChunk:
+        copy = types_pb2.ManifestChunk()
+        copy.CopyFrom(tensors)
+        for name, value in changes.items():
+            setattr(copy.tensors[1], name, value)
+        return copy
+
+    wrong_digest = types_pb2.ManifestChunk()
+    wrong_digest.CopyFrom(header)
+    wrong_digest.header.layout_digest = b"\0" * 32
+    for chunks in (
+        (),
+        (buckets, tensors),
+        (header, header),
+        (header, buckets),
+        (header, buckets, tensors, tensors),
+        (wrong_digest, buckets, tensors),
+        (header, buckets, tensors_with(name=tensors.tensors[0].name)),
+        (header, buckets, tensors_with(offset_bytes=0)),
+        (header, buckets, tensors_with(offset_bytes=3)),
+        (header, buckets, tensors_with(bucket=4)),
+        (header, buckets, tensors_with(dtype=0)),
+    ):
+        await _fails(_put(trainer, *chunks), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+
+
+async def test_ten_million_tensors_are_refused_at_the_header(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    header = types_pb2.ManifestHeader(num_tensors=10_000_000, num_buckets=1)
+    sent = 0
+
+    async def endless() -> AsyncIterator[publish_pb2.PutManifestRequest]:
+        nonlocal sent
+        yield publish_pb2.PutManifestRequest(chunk=types_pb2.ManifestChunk(header=header))
+        while True:
+            sent += 1
+            yield publish_pb2.PutManifestRequest(chunk=types_pb2.ManifestChunk())
+            await asyncio.sleep(0.001)
+
+    call = trainer.stub.PutManifest(endless(), timeout=5)
+    await _fails(call, "RESOURCE_EXHAUSTED", "MANIFEST_TOO_LARGE")
+    assert sent < 1000
+
+
+async def test_a_hundred_thousand_tensors_pass(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    metas = [
+        TensorMeta(f"model.layers.{i // 9}.mlp.experts.{i % 9}.up_proj.weight", DataType.INT8, (8,))
+        for i in range(100_000)
+    ]
+    trainer.manifest = plan_buckets(metas, 2**20)
+    assert await trainer.put_manifest() == trainer.manifest.layout_digest
+    assert await trainer.put_manifest() == trainer.manifest.layout_digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "reason"),
+    [
+        ({"layout_digest": b"?"}, "FAILED_PRECONDITION", "MANIFEST_UNKNOWN"),
+        ({"fencing_token": 99}, "ABORTED", "LEASE_FENCED"),
+        ({"policy": "no way"}, "INVALID_ARGUMENT", "INVALID_NAME"),
+        ({"adapter": None}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(use_dora=True)}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(r=8)}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": types_pb2.AdapterSpec(config_json="{" * 70_000)}, "INVALID_ARGUMENT",
+         "INVALID_ADAPTER"),
+        ({"backend": "nccl"}, "FAILED_PRECONDITION", "BACKEND_MISMATCH"),
+        ({"require": publish_pb2.Requirement(min_replicas=2),
+          "timeout": duration_to_proto(0.2)}, "UNAVAILABLE", "POOL_EMPTY"),
+    ],
+)  # fmt: skip
+async def test_begin_transfer(pool: Pool, changes: dict[str, Any], code: str, reason: str) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    await _fails(trainer.begin(**changes), code, reason)
+    listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
+    assert not listed.transfers
+    assert (await trainer.push()).version.version == 1  # nothing was burnt
+
+
+async def test_begin_transfer_for_another_base(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    spec = adapter_spec()
+    spec.base_fingerprint = "0" * 64
+    error = await _fails(trainer.begin(adapter=spec), "FAILED_PRECONDITION", "BASE_MISMATCH")
+    assert isinstance(error, BaseMismatchError)
+
+
+async def test_begin_transfer_of_a_wrong_base(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer(policy="base")
+    trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
+    await trainer.put_manifest()
+    error = await _fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+    assert "model.norm.weight" in error.message
+
+
+async def test_begin_transfer_without_lora(pool: Pool) -> None:
+    await pool.replica(lora_enabled=False)
+    trainer = await pool.trainer()
+    await _fails(trainer.begin(), "FAILED_PRECONDITION", "LORA_DISABLED")
+
+
+async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Pool) -> None:
+    await pool.replica("r0")
+    await pool.replica("r1", adapter_capacity_bytes=8)
+    trainer = await pool.trainer()
+    with pytest.raises(grpc.RpcError) as failed:
+        await trainer.begin()
+    assert error_from_rpc(failed.value).metadata["replica"] == "r1"
+    details = dict(failed.value.trailing_metadata())["grpc-status-details-bin"]
+    assert b"google.rpc.RetryInfo" in details
+
+
+async def test_begin_transfer_with_a_used_request_id(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push(request_id="once")
+    trainer.manifest = plan_buckets([*(s.meta for s in ADAPTER_MANIFEST.tensors)][::-1])
+    await trainer.put_manifest()
+    await _fails(trainer.begin(request_id="once"), "ALREADY_EXISTS", "REQUEST_CONFLICT")
+
+
+async def test_unknown_transfers(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    for call in (
+        trainer.wait("t-nope"),
+        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
+        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
+    ):
+        error = await _fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
+        assert isinstance(error, NotFoundError)
+
+
+async def test_abort_transfer(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    done = await trainer.push()
+    request = publish_pb2.AbortTransferRequest(transfer_id=done.transfer_id, fencing_token=1)
+    call = trainer.stub.AbortTransfer(request)
+    await _fails(call, "FAILED_PRECONDITION", "ALREADY_COMMITTED")
+    begun = await trainer.begin()
+    request = publish_pb2.AbortTransferRequest(transfer_id=begun.transfer_id, fencing_token=9)
+    await _fails(trainer.stub.AbortTransfer(request), "ABORTED", "LEASE_FENCED")
+
+
+# -- RegistryService -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "code", "reason"),
+    [
+        ({"base_fingerprint": "0" * 64}, "FAILED_PRECONDITION", "BASE_MISMATCH"),
+        ({"backends": ("nccl",)}, "FAILED_PRECONDITION", "BACKEND_MISMATCH"),
+        ({"num_receivers": 0}, "INVALID_ARGUMENT", "INVALID_REQUEST"),
+    ],
+)
+async def test_register(pool: Pool, capabilities: dict[str, Any], code: str, reason: str) -> None:
+    await pool.replica("r0")
+    other = FakeReplica(pool.target, "r1", dataclasses.replace(CAPABILITIES, **capabilities))
+    pool.things.append(await other.start(register=False))
+    await _fails(other.register(), code, reason)
+
+
+async def test_register_names(pool: Pool) -> None:
+    first = await pool.replica("r0")
+    second = FakeReplica(pool.target, "r0")
+    pool.things.append(await second.start(register=False))
+    await _fails(second.register(), "ALREADY_EXISTS", "REQUEST_CONFLICT")
+    second.replica_id = "../r"
+    await _fails(second.register(), "INVALID_ARGUMENT", "INVALID_NAME")
+    answer = await first.register()
+    assert answer.heartbeat_interval.ToTimedelta().total_seconds() == 2
+    assert not answer.reference_wanted
+    assert answer.coordinator_generation == 1
+    leave = registry_pb2.LeaveRequest(replica_id="r0", incarnation=first.incarnation)
+    await first.registry.Leave(leave)
+    await first.registry.Leave(leave)
+    await _fails(first.heartbeat(), "NOT_FOUND", "REPLICA_UNKNOWN")
+    second.replica_id = "r0"
+    await second.register()
+
+
+async def test_put_reference(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = await pool.replica()
+    (chunk,) = reference_to_chunks(REFERENCE)
+    chunk.fingerprint = "0" * 64
+    requests = iter([registry_pb2.PutReferenceRequest(chunk=chunk)])
+    await _fails(replica.registry.PutReference(requests), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+
+    monkeypatch.setattr(contract_manifest, "MAX_TENSORS", 5_000)
+
+    async def flood() -> AsyncIterator[registry_pb2.PutReferenceRequest]:
+        tensor = types_pb2.ReferenceTensor(name="x", dtype=types_pb2.DATA_TYPE_INT8)
+        many = types_pb2.ReferenceChunk(tensors=[tensor] * 4096)
+        while True:
+            yield registry_pb2.PutReferenceRequest(chunk=many)
+
+    call = replica.registry.PutReference(flood(), timeout=20)
+    await _fails(call, "RESOURCE_EXHAUSTED", "MANIFEST_TOO_LARGE")
+
+
+# -- RendezvousService ---------------------------------------------------------
+
+
+async def _rank(pool: Pool, rank: int = 0, token: str = "") -> FakeRank:
+    """A rank of a group that forms and never completes."""
+    replica = await pool.replica()
+    replica.attends = False
+    trainer = await pool.trainer()
+    begun = await trainer.begin()
+    if token:
+        begun.group.token = token
+    made = FakeRank(pool.target, begun.group, rank)
+    pool.things.append(_Closing(made))
+    return made
+
+
+class _Closing:
+    def __init__(self, rank: FakeRank) -> None:
+        self.rank = rank
+
+    async def stop(self) -> None:
+        await self.rank.close()
+
+
+def _store(rank: FakeRank, **operation: Any) -> Any:
+    request = rendezvous_pb2.CallStoreRequest(credential=rank.credential, **operation)
+    return rank.stub.CallStore(request)
+
+
+async def test_call_store(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = await _rank(pool)
+    keys = rendezvous_pb2.StoreKeys
+    await _store(rank, set=rendezvous_pb2.StoreSet(keys=["a"], values=[b"1"]))
+    got = await _store(rank, get=keys(keys=["a"], timeout=duration_to_proto(1)))
+    assert list(got.values) == [b"1"]
+    assert (await _store(rank, add=rendezvous_pb2.StoreAdd(key="n", amount=3))).number == 3
+    assert (await _store(rank, check=keys(keys=["a", "b"]))).number == 0
+    await _store(rank, append=rendezvous_pb2.StoreSet(keys=["a"], values=[b"2"]))
+    swap = rendezvous_pb2.StoreCompareSet(key="a", expected=b"12", desired=b"3")
+    assert list((await _store(rank, compare_set=swap)).values) == [b"3"]
+    await _store(rank, wait=keys(keys=["a"], timeout=duration_to_proto(1)))
+    assert (await _store(rank, count=rendezvous_pb2.StoreCount())).number == 2
+    assert (await _store(rank, delete=keys(keys=["a", "z"]))).number == 1
+    late = _store(rank, wait=keys(keys=["z"], timeout=duration_to_proto(0.02)))
+    error = await _fails(late, "DEADLINE_EXCEEDED", "DEADLINE")
+    assert isinstance(error, TransferTimeoutError)
+    await _fails(_store(rank), "INVALID_ARGUMENT", "PROTOCOL")
+    monkeypatch.setattr(store, "MAX_STORE_BYTES", 10)
+    full = _store(rank, set=rendezvous_pb2.StoreSet(keys=["b"], values=[b"x" * 11]))
+    await _fails(full, "RESOURCE_EXHAUSTED", "STORE_FULL")
+
+
+async def test_a_wait_in_the_store_wakes_when_the_group_is_dropped(pool: Pool) -> None:
+    rank = await _rank(pool)
+    await rank.hello()
+    await rank.hear()
+    keys = rendezvous_pb2.StoreKeys(keys=["never"], timeout=duration_to_proto(30))
+    waiting = asyncio.ensure_future(_store(rank, wait=keys))
+    await asyncio.sleep(0.02)
+    rank.call.cancel()  # the group loses a rank before it has formed
+    error = await _fails(waiting, "ABORTED", "EPOCH_FENCED")
+    assert isinstance(error, StaleEpochError)
+    await _fails(_store(rank, count=rendezvous_pb2.StoreCount()), "ABORTED", "EPOCH_FENCED")
+
+
+async def test_attend(pool: Pool) -> None:
+    rank = await _rank(pool)
+    await rank.hello()
+    assert (await rank.hear()).welcome.num_attending == 1
+    twin = FakeRank(pool.target, rank.group, 0)
+    pool.things.append(_Closing(twin))
+    await twin.hello()
+    await _fails(twin.hear(), "ALREADY_EXISTS", "REQUEST_CONFLICT")
+    for message in ({"prepared": rendezvous_pb2.Prepared()}, {}):
+        rude = FakeRank(pool.target, rank.group, 1)
+        pool.things.append(_Closing(rude))
+        await rude.say(**message)
+        await _fails(rude.hear(), "INVALID_ARGUMENT", "PROTOCOL")
+    stranger = FakeRank(pool.target, rank.group, 7)
+    pool.things.append(_Closing(stranger))
+    await stranger.hello()
+    await _fails(stranger.hear(), "INVALID_ARGUMENT", "PROTOCOL")
+
+
+async def test_a_rank_may_close_its_stream(pool: Pool) -> None:
+    rank = await _rank(pool)
+    await rank.hello()
+    await rank.hear()
+    await rank.call.done_writing()
+    with pytest.raises(EOFError):
+        await rank.hear()
+    assert await rank.call.code() is grpc.StatusCode.OK
+
+
+async def test_attend_a_dropped_group(pool: Pool) -> None:
+    rank = await _rank(pool)
+    rank.credential.group_id = "g-gone"
+    await rank.hello()
+    await _fails(rank.hear(), "ABORTED", "EPOCH_FENCED")
+
+
+async def test_a_wrong_token_opens_nothing(pool: Pool) -> None:
+    rank = await _rank(pool, token="guess")
+    await rank.hello()
+    error = await _fails(rank.hear(), "PERMISSION_DENIED", "BAD_TOKEN")
+    assert isinstance(error, NotAllowedError)
+    call = _store(rank, count=rendezvous_pb2.StoreCount())
+    await _fails(call, "PERMISSION_DENIED", "BAD_TOKEN")
+    request = rendezvous_pb2.GetManifestRequest(credential=rank.credential)
+    await _fails(rank.stub.GetManifest(request).read(), "PERMISSION_DENIED", "BAD_TOKEN")
+
+
+async def test_get_manifest_of_no_transfer(pool: Pool) -> None:
+    rank = await _rank(pool)
+    request = rendezvous_pb2.GetManifestRequest(credential=rank.credential, layout_digest=b"?")
+    error = await _fails(rank.stub.GetManifest(request).read(), "NOT_FOUND", "MANIFEST_UNKNOWN")
+    assert isinstance(error, NotReadyError | NotFoundError)
+
+
+# -- InspectService ------------------------------------------------------------
+
+
+async def test_list_versions(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    inspect = trainer.inspect
+    for _ in range(3):
+        await trainer.push()
+    ask = inspect_pb2.ListVersionsRequest
+    first = await inspect.ListVersions(ask(policy="math", page_size=2))
+    second = await inspect.ListVersions(
+        ask(policy="math", page_size=2, page_token=first.next_page_token)
+    )
+    assert [v.version.version for v in (*first.versions, *second.versions)] == [3, 2, 1]
+    assert not second.next_page_token
+    assert first.versions[0].content_digest.size_bytes == trainer.manifest.total_bytes
+    assert first.versions[0].commit_time.seconds >= first.versions[0].create_time.seconds > 1e9
+    await _fails(inspect.ListVersions(ask(policy="nope")), "NOT_FOUND", "POLICY_UNKNOWN")
+    for page in ({"page_token": "x"}, {"page_size": -1}):
+        call = inspect.ListVersions(ask(policy="math", **page))
+        await _fails(call, "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
+async def test_inspecting_a_push(pool: Pool) -> None:
+    replica = await pool.replica()
+    replica.breaks_at = "never-staged"
+    trainer = await pool.trainer()
+    begun = await trainer.begin()
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    assert got.weft_version
+    assert got.base_fingerprint == REFERENCE.fingerprint
+    assert [t.transfer_id for t in got.active_transfers] == [begun.transfer_id]
+    assert not got.HasField("last_transfer")
+    assert got.policies[0].lease.trainer_id == "trainer"
+    assert got.replicas[0].model_name == "tiny"
+    listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
+    assert listed.transfers[0].state == publish_pb2.TRANSFER_STATE_FORMING
+
+
+async def test_watch_events(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    await pool.replica()
+    await trainer.push()
+    kinds = []
+    async with asyncio.timeout(5):
+        while "transfer_committed" not in kinds:
+            event = await watch.read()
+            assert event.time.seconds > 1e9
+            kinds.append(event.kind)
+    assert kinds == ["replica_ready", "transfer_begun", "transfer_staged", "transfer_committed"]
+    watch.cancel()
+
+
+async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    assert pool.coordinator is not None
+    feed = pool.coordinator._driver._feed  # type: ignore[union-attr]
+    for i in range(1200):
+        feed.publish(0.0, "replica_ready", f"r{i}", "")
+
+    async def read_all() -> None:
+        while True:
+            await watch.read()
+
+    await _fails(asyncio.wait_for(read_all(), 5), "RESOURCE_EXHAUSTED", "TOO_SLOW")

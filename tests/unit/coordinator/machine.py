@@ -1,0 +1,242 @@
+"""A pool that consists of events: drives ``step`` with a clock of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, TypeVar
+
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import WeftError
+from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.versions import VersionVector
+from weft.coordinator import effects, events
+from weft.coordinator.state import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    FreshIds,
+    Layout,
+    Phase,
+    PolicyKind,
+    Settings,
+    State,
+    Transfer,
+    VersionRecord,
+)
+from weft.coordinator.step import step
+
+E = TypeVar("E")
+
+BF16 = DataType.BFLOAT16
+CAPABILITIES = Capabilities(
+    engine_version="0.26",
+    base_fingerprint="f" * 64,
+    architecture="Tiny",
+    base_dtype=BF16,
+    adapter_dtype=BF16,
+    lora_enabled=True,
+    max_lora_rank=16,
+    staging_capacity_bytes=1 << 20,
+    adapter_capacity_bytes=1 << 20,
+)
+LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))]))
+OTHER_LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (8, 8))]))
+SPEC = AdapterSpec('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}', b"config")
+DIGEST = ContentDigest(1, b"\1" * 8, LAYOUT.total_bytes)
+LOAD_FAILED = Failure("LOAD_FAILED", "the engine said no", {"dirty": "false"})
+DIRTY = Failure("LOAD_FAILED", "the engine broke", {"dirty": "true"})
+GONE = Failure("PEER_GONE", "no answer", {})
+
+
+class Machine:
+    """State, clock and everything that was ever emitted."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.state = State(settings=Settings(**settings))
+        self.now = 100.0
+        self.all: list[effects.Effect] = []
+        self.last: list[effects.Effect] = []
+        self.ids = itertools.count(1)
+        self.tokens: dict[str, int] = {}
+        self.refused_rank = -1
+        self.refusal: Failure | None = None
+
+    def do(self, event: events.Event) -> list[effects.Effect]:
+        self.state, self.last = step(self.state, event, self.now)
+        self.all += self.last
+        return self.last
+
+    def pass_time(self, seconds: float, *, beats: bool = True, renews: bool = True) -> None:
+        """Let time pass in small steps; replicas beat and trainers renew meanwhile."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.25)
+            for replica in list(self.state.replicas.values()) if beats else []:
+                self.do(
+                    events.Heartbeat(0, replica.replica_id, replica.incarnation, replica.vector, 0)
+                )
+            for policy, token in self.tokens.items() if renews else []:
+                self.do(events.RenewLease(0, policy, token))
+            self.do(events.Tick())
+
+    def found(self, kind: type[E]) -> list[E]:
+        """Effects of the last step, by type."""
+        return [effect for effect in self.last if isinstance(effect, kind)]
+
+    def ever(self, kind: type[E]) -> list[E]:
+        return [effect for effect in self.all if isinstance(effect, kind)]
+
+    def answer(self, ticket: int) -> effects.Answer:
+        (reply,) = [e for e in self.ever(effects.Reply) if e.ticket == ticket]
+        return reply.answer
+
+    def error(self, ticket: int) -> WeftError:
+        (refusal,) = [e for e in self.ever(effects.Refuse) if e.ticket == ticket]
+        return refusal.error
+
+    def answered(self, ticket: int) -> bool:
+        return any(
+            e.ticket == ticket for e in self.all if isinstance(e, effects.Reply | effects.Refuse)
+        )
+
+    # -- replicas --------------------------------------------------------------
+
+    def register(self, replica_id: str, incarnation: str = "i1", **capabilities: Any) -> int:
+        ticket = next(self.ids)
+        vector = capabilities.pop("vector", VersionVector())
+        self.do(
+            events.Register(
+                ticket=ticket,
+                replica_id=replica_id,
+                incarnation=incarnation,
+                address=f"{replica_id}:1",
+                http_url="",
+                model_name="tiny",
+                capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
+                vector=vector,
+            )
+        )
+        return ticket
+
+    def pool(self, *replica_ids: str) -> Machine:
+        for replica_id in replica_ids:
+            self.register(replica_id)
+        self.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+        return self
+
+    # -- trainers --------------------------------------------------------------
+
+    def acquire(self, policy: str, trainer: str = "t1", session: str = "s1") -> int:
+        ticket = next(self.ids)
+        kind = PolicyKind.BASE if policy == "base" else PolicyKind.ADAPTER
+        self.do(events.AcquirePolicy(ticket, trainer, session, policy, kind))
+        reply = [e for e in self.found(effects.Reply) if e.ticket == ticket]
+        if reply and isinstance(reply[0].answer, effects.LeaseAnswer):
+            self.tokens[policy] = reply[0].answer.lease.fencing_token
+        return ticket
+
+    def begin(self, policy: str = "math", **changes: Any) -> int:
+        ticket = next(self.ids)
+        fields: dict[str, Any] = {
+            "ticket": ticket,
+            "request_id": f"q{ticket}",
+            "policy": policy,
+            "fencing_token": self.tokens.get(policy, 0),
+            "layout": LAYOUT,
+            "adapter": None if policy == "base" else SPEC,
+            "min_replicas": 0,
+            "deadline": self.now + changes.pop("timeout", 60.0),
+            "answer_by": float("inf"),
+            "backend": "gloo",
+            "group_id": "",
+            "ids": FreshIds(f"t{ticket}", ticket, f"g{ticket}", f"secret{ticket}"),
+            "recorded": None,
+        }
+        fields |= changes
+        layout = fields["layout"]
+        fields.setdefault("layout_digest", layout.digest if layout else b"unknown")
+        self.do(events.BeginTransfer(**fields))
+        self.check_fits()
+        return ticket
+
+    def check_fits(self) -> None:
+        """Answer preflight as the driver would; ``refusal`` where it should refuse."""
+        for effect in self.found(effects.CheckFit):
+            refused = effect.key.capabilities.max_lora_rank == self.refused_rank
+            self.do(events.FitChecked(effect.key, self.refusal if refused else None))
+
+    def transfer(self, ticket: int) -> Transfer:
+        name = f"t{ticket}"
+        return self.state.transfers.get(name) or self.state.history[name]
+
+    # -- ranks -----------------------------------------------------------------
+
+    def attend_all(self, ticket: int) -> None:
+        transfer = self.transfer(ticket)
+        for rank in range(self.state.groups[transfer.group_id].size):
+            self.do(events.RankAttends(transfer.group_id, rank))
+
+    def prepare_all(self, ticket: int) -> None:
+        transfer = self.transfer(ticket)
+        for rank in range(1, self.state.groups[transfer.group_id].size):
+            self.do(events.RankPrepared(transfer.group_id, transfer.transfer_id, rank))
+
+    def stage(self, ticket: int, rank: int, digest: ContentDigest = DIGEST) -> None:
+        transfer = self.transfer(ticket)
+        self.do(events.RankStaged(transfer.group_id, transfer.transfer_id, rank, digest))
+
+    def stage_all(self, ticket: int) -> None:
+        transfer = self.transfer(ticket)
+        for rank in range(self.state.groups[transfer.group_id].size):
+            self.stage(ticket, rank)
+
+    def answer_commits(self, ticket: int, **failures: Failure) -> None:
+        """Every replica answers; those named fail."""
+        transfer = self.transfer(ticket)
+        for replica_id in transfer.targets:
+            self.answer_commit(ticket, replica_id, failures.get(replica_id))
+
+    def answer_commit(self, ticket: int, replica_id: str, failure: Failure | None = None) -> None:
+        transfer = self.transfer(ticket)
+        replica = self.state.replicas.get(replica_id)
+        vector = replica.vector if replica else VersionVector()
+        if transfer.kind is PolicyKind.BASE:
+            vector = vector.with_base(transfer.version)
+        else:
+            vector = vector.with_adapter(transfer.policy_version)
+        self.do(
+            events.CommitAnswered(
+                transfer.transfer_id,
+                replica_id,
+                replica.incarnation if replica else "i1",
+                None if failure else vector,
+                0.5,
+                failure,
+            )
+        )
+
+    def run_to(self, phase: Phase, policy: str = "math", **changes: Any) -> int:
+        """A push that has come so far and no further."""
+        ticket = self.begin(policy, **changes)
+        if phase >= Phase.STAGING:
+            if not self.state.groups[self.transfer(ticket).group_id].complete:
+                self.attend_all(ticket)
+            self.prepare_all(ticket)
+        if phase >= Phase.COMMITTING:
+            self.stage_all(ticket)
+        if phase >= Phase.COMMITTED:
+            self.answer_commits(ticket)
+        assert self.transfer(ticket).phase is phase
+        return ticket
+
+    def await_end(self, ticket: int) -> int:
+        waiter = next(self.ids)
+        self.do(events.AwaitTransfer(waiter, f"t{ticket}"))
+        return waiter
+
+
+def saved_versions(machine: Machine) -> list[VersionRecord]:
+    """Records in the order of saving."""
+    return [save.record for save in machine.ever(effects.SaveVersion)]

@@ -1,0 +1,154 @@
+"""The key-value store of a group, and the watermark."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from weft.contract.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    RequestConflictError,
+    StaleEpochError,
+    TransferTimeoutError,
+)
+from weft.coordinator import events, store
+from weft.coordinator.hub import Hub, Watermark
+from weft.coordinator.state import Group, Member
+from weft.coordinator.store import GroupStore
+
+
+async def test_values() -> None:
+    s = GroupStore()
+    s.set(["a", "b"], [b"1", b"2"])
+    assert await s.wait(["b", "a"], 0) == [b"2", b"1"]
+    assert s.check(["a", "b"])
+    assert not s.check(["a", "c"])
+    assert s.add("n", 5) == 5
+    assert s.add("n", -7) == -2
+    assert await s.wait(["n"], 0) == [b"-2"]
+    s.append("a", b"x")
+    assert await s.wait(["a"], 0) == [b"1x"]
+    assert s.compare_set("new", b"", b"v") == b"v"
+    assert s.compare_set("new", b"w", b"z") == b"v"
+    assert s.compare_set("new", b"v", b"z") == b"z"
+    assert s.compare_set("absent", b"w", b"z") == b""
+    assert len(s) == 4
+    assert s.delete(["a", "nope"]) == 1
+    with pytest.raises(InvalidRequestError):
+        s.add("new", 1)
+    with pytest.raises(InvalidRequestError):
+        s.set(["a"], [])
+
+
+async def test_waiters_wake_when_the_last_key_comes() -> None:
+    s = GroupStore()
+    waiting = asyncio.create_task(s.wait(["a", "b"], 5))
+    await asyncio.sleep(0)
+    s.set(["b"], [b"2"])
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    s.set(["a"], [b"1"])
+    assert await waiting == [b"1", b"2"]
+
+
+async def test_a_wait_has_a_deadline_and_leaves_nothing_behind() -> None:
+    s = GroupStore()
+    with pytest.raises(TransferTimeoutError, match="'a' was not set"):
+        await s.wait(["a"], 0.01)
+    assert not s._waiters
+
+
+async def test_dropping_the_group_wakes_everyone() -> None:
+    s = GroupStore()
+    waiting = [asyncio.create_task(s.wait([key], 5)) for key in "aab"]
+    await asyncio.sleep(0)
+    s.close("r1 is gone")
+    for task in waiting:
+        with pytest.raises(StaleEpochError, match="r1 is gone"):
+            await task
+    with pytest.raises(StaleEpochError):
+        s.set(["a"], [b""])
+
+
+def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_STORE_KEYS", 2)
+    monkeypatch.setattr(store, "MAX_STORE_BYTES", 100)
+    s = GroupStore()
+    s.set(["a", "b"], [b"", b""])
+    with pytest.raises(CapacityError) as keys:
+        s.set(["c"], [b""])
+    with pytest.raises(CapacityError) as size:
+        s.append("a", b"x" * 99)
+    assert keys.value.reason == size.value.reason == "STORE_FULL"
+    s.append("a", b"x" * 98)
+    s.delete(["a"])
+    s.append("b", b"x" * 99)
+
+
+def test_the_watermark_is_the_slowest_receiver() -> None:
+    mark = Watermark("t", num_receivers=2, num_buckets=3)
+    assert not mark.report(1, 0)
+    assert not mark.report(1, 1)
+    assert mark.report(2, 0)
+    assert mark.num_verified == 1
+    assert mark.report(2, 1)
+    assert mark.num_verified == 2
+    assert not mark.is_through(1)
+    mark.report(1, 2)
+    assert mark.is_through(1)
+
+
+@pytest.mark.parametrize(("rank", "bucket"), [(1, 1), (1, 7), (0, 0)])
+def test_buckets_are_reported_in_order_by_receivers(rank: int, bucket: int) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        Watermark("t", 2, 3).report(rank, bucket)
+    assert refused.value.reason == "PROTOCOL"
+
+
+def _group() -> Group:
+    return Group("g", "secret", 1, "t1", "s1", "gloo", (Member("r0", "i1", 1, 1),))
+
+
+async def test_who_may_attend() -> None:
+    posted: list[events.Event] = []
+    hub = Hub(posted.append)
+    with pytest.raises(StaleEpochError):
+        hub.attend("g", "secret", 0)
+    hub.open_group(_group())
+    with pytest.raises(NotAllowedError):
+        hub.attend("g", "guess", 0)
+    with pytest.raises(InvalidRequestError):
+        hub.attend("g", "secret", 2)
+    link = hub.attend("g", "secret", 1)
+    with pytest.raises(RequestConflictError):
+        hub.attend("g", "secret", 1)
+    hub.leave(link, "broke")
+    hub.leave(link, "broke")
+    assert posted == [events.RankAttends("g", 1), events.RankGone("g", 1, "broke")]
+    hub.attend("g", "secret", 1)
+    hub.drop_group("g", "enough")
+    with pytest.raises(StaleEpochError, match="enough"):
+        hub.attend("g", "secret", 1)
+
+
+async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
+    hub = Hub(lambda event: None)
+    hub.open_group(_group())
+    link = hub.attend("g", "secret", 0)
+    assert (await link.next()).WhichOneof("message") == "welcome"
+    for n in range(1, 10_001):
+        link.release("t", n)
+    assert (await link.next()).released.num_buckets == 10_000
+    for _ in range(300):
+        hub.send_start("g", "t", 1, 1)
+
+    async def read_all() -> None:
+        while await link.next():
+            pass
+
+    with pytest.raises(CapacityError) as refused:
+        await read_all()
+    assert refused.value.reason == "TOO_SLOW"

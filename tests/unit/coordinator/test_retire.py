@@ -1,0 +1,89 @@
+"""Old versions leave, first the replicas, then the catalog."""
+
+from __future__ import annotations
+
+from tests.unit.coordinator.machine import LOAD_FAILED, Machine
+from weft.contract.names import PolicyVersion
+from weft.coordinator import effects, events
+from weft.coordinator.state import Phase
+
+
+def _after(pushes: int, **settings: int) -> Machine:
+    m = Machine(**settings).pool("r0", "r1")
+    m.acquire("math")
+    group_id = ""
+    for _ in range(pushes):
+        group_id = m.transfer(m.run_to(Phase.COMMITTED, group_id=group_id)).group_id
+    return m
+
+
+def _answer(m: Machine, call: effects.CallRetire, *, keeps: int = 0) -> None:
+    vector = m.state.replicas[call.replica_id].vector
+    for version in call.versions:
+        if version.version != keeps:
+            vector = vector.without_adapter(version)
+    m.do(events.RetireAnswered(call.replica_id, call.incarnation, vector))
+
+
+def test_versions_beyond_the_retention_are_retired_everywhere() -> None:
+    m = _after(3, retain=2)
+    calls = m.found(effects.CallRetire)
+    assert {(c.replica_id, c.versions) for c in calls} == {
+        ("r0", (PolicyVersion("math", 1),)),
+        ("r1", (PolicyVersion("math", 1),)),
+    }
+    _answer(m, calls[0])
+    m.pass_time(0.5)
+    assert not m.ever(effects.SaveRetired)
+    _answer(m, calls[1])
+    m.pass_time(0.5)
+    assert [s.version for s in m.ever(effects.SaveRetired)] == [PolicyVersion("math", 1)]
+    assert m.state.policies["math"].versions == (2, 3)
+    m.pass_time(5)
+    assert len(m.ever(effects.CallRetire)) == 2
+
+
+def test_asked_again_while_a_request_still_uses_it() -> None:
+    m = _after(2, retain=1)
+    for call in m.found(effects.CallRetire):
+        _answer(m, call, keeps=1)
+    before = len(m.ever(effects.CallRetire))
+    m.pass_time(2)
+    assert len(m.ever(effects.CallRetire)) > before
+    assert m.state.policies["math"].versions == (1, 2)
+
+
+def test_an_unanswered_request_is_repeated_but_not_often() -> None:
+    m = _after(2, retain=1)
+    m.pass_time(6.5)
+    assert 6 <= len(m.ever(effects.CallRetire)) <= 8
+
+
+def test_a_lost_replica_holds_nothing_back() -> None:
+    m = _after(2, retain=1)
+    (call,) = [c for c in m.found(effects.CallRetire) if c.replica_id == "r0"]
+    _answer(m, call)
+    m.do(events.Leave(5, "r1", "i1"))
+    m.pass_time(2)
+    assert m.state.policies["math"].versions == (2,)
+
+
+def test_what_an_alias_stands_for_is_never_retired() -> None:
+    m = Machine(retain=1).pool("r0", "r1")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.COMMITTING)
+    m.answer_commits(ticket, r1=LOAD_FAILED)  # r1 still serves math@1
+    m.pass_time(3)
+    assert {c.replica_id for c in m.ever(effects.CallRetire)} == {"r0"}
+    assert 1 in m.state.policies["math"].versions
+
+
+def test_a_base_is_superseded_by_the_next() -> None:
+    m = Machine().pool("r0")
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    assert not m.ever(effects.SaveRetired)
+    m.run_to(Phase.COMMITTED, "base")
+    assert [s.version for s in m.ever(effects.SaveRetired)] == [PolicyVersion("base", 1)]
+    assert m.state.policies["base"].versions == (2,)

@@ -1,0 +1,109 @@
+"""Values survive the wire; lists travel in bounded chunks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import InvalidManifestError, InvalidRequestError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.rpc import codec
+from weft.rpc.channel import MAX_MESSAGE_BYTES
+from weft.rpc.manifest_codec import (
+    manifest_from_chunks,
+    manifest_to_chunks,
+    reference_from_chunks,
+    reference_to_chunks,
+)
+from weft.v1 import registry_pb2, types_pb2
+
+_metas = st.lists(
+    st.builds(
+        TensorMeta,
+        st.text("abc.0123", min_size=1, max_size=12),
+        st.sampled_from(DataType),
+        st.lists(st.integers(1, 50), max_size=3).map(tuple),
+    ),
+    min_size=1,
+    max_size=30,
+    unique_by=lambda meta: meta.name,
+)
+
+
+@given(_metas, st.integers(256, 20_000))
+def test_manifests(metas: list[TensorMeta], capacity: int) -> None:
+    manifest = plan_buckets(metas, capacity)
+    assert manifest_from_chunks(manifest_to_chunks(manifest)) == manifest
+
+
+@given(_metas)
+def test_references(metas: list[TensorMeta]) -> None:
+    reference = Reference("Tiny", tuple(metas))
+    assert reference_from_chunks(reference_to_chunks(reference)) == reference
+
+
+def test_chunks_of_the_longest_names_fit_a_message() -> None:
+    metas = [TensorMeta(f"{i:0512}", DataType.INT8, (1,) * 8) for i in range(10_000)]
+    chunks = list(manifest_to_chunks(plan_buckets(metas, 256)))
+    assert len(chunks) == 1 + 3 + 3
+    assert max(chunk.ByteSize() for chunk in chunks) < MAX_MESSAGE_BYTES * 0.6
+    parts = list(reference_to_chunks(Reference("Tiny", tuple(metas))))
+    assert [len(part.tensors) for part in parts] == [4096, 4096, 1808]
+    assert [bool(part.fingerprint) for part in parts] == [True, False, False]
+
+
+def test_more_buckets_than_tensors_are_refused_at_the_header() -> None:
+    header = types_pb2.ManifestHeader(num_tensors=1, num_buckets=2)
+    with pytest.raises(InvalidManifestError, match="more buckets"):
+        manifest_from_chunks([types_pb2.ManifestChunk(header=header)])
+
+
+def test_capabilities() -> None:
+    value = Capabilities(
+        engine_version="0.26",
+        base_fingerprint="f",
+        architecture="Tiny",
+        base_dtype=DataType.BFLOAT16,
+        adapter_dtype=DataType.FLOAT16,
+        backends=("nccl", "gloo"),
+        num_receivers=2,
+        tensor_parallel_size=4,
+        lora_enabled=True,
+        max_lora_rank=64,
+        lora_modules=("q_proj",),
+        lora_on_experts=True,
+        staging_capacity_bytes=2**40,
+        adapter_capacity_bytes=2**30,
+    )
+    assert codec.capabilities_from_proto(codec.capabilities_to_proto(value)) == value
+    with pytest.raises(InvalidRequestError):
+        codec.capabilities_from_proto(registry_pb2.Capabilities(num_receivers=1))
+
+
+def test_versions() -> None:
+    vector = VersionVector(3, {"b": AdapterVersions((1, 2), 2), "a": AdapterVersions()})
+    message = codec.vector_to_proto(vector)
+    assert [entry.policy for entry in message.adapters] == ["a", "b"]
+    assert codec.vector_from_proto(message) == vector
+    version = PolicyVersion("math", 17)
+    assert codec.version_from_proto(codec.version_to_proto(version)) == version
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.25, 1.5, 86_400.0])
+def test_durations(seconds: float) -> None:
+    assert codec.duration_from_proto(codec.duration_to_proto(seconds)) == seconds
+
+
+def test_durations_are_not_negative() -> None:
+    assert codec.duration_from_proto(codec.duration_to_proto(-1.0)) == 0.0
+
+
+def test_timestamps() -> None:
+    message = codec.timestamp_to_proto(1_700_000_000.5)
+    assert (message.seconds, message.nanos) == (1_700_000_000, 500_000_000)

@@ -1,0 +1,200 @@
+"""The order of a switch's steps and what each failure leaves, with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_side.vllm_engine.answers import Answer
+from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
+from rollout_side.vllm_engine.request_tracker import RequestTracker
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import LoadFailedError, NotReadyError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+
+BASE = PolicyVersion("base", 3)
+
+
+def ok(rank: int = 0, **value: Any) -> Answer:
+    return Answer(
+        ok=True, rank=rank, seconds=0.0, error_reason="", error_message="", metadata={},
+        value=value,
+    )
+
+
+def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
+    return Answer(
+        ok=False, rank=rank, seconds=0.0, error_reason=reason, error_message="no",
+        metadata={"dirty": "true"} if dirty else {}, value={},
+    )
+
+
+class FakeEngine:
+    """Records what is called; answers as told, per method."""
+
+    errored = False
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.calls: list[str] = []
+        self.answers: dict[str, Callable[[], list[Answer]]] = {}
+        self.hang: dict[str, asyncio.Event] = {}
+        self.reset_works = True
+        self.num_ranks = num_ranks
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
+        self.calls.append(method)
+        if method in self.hang:
+            await self.hang[method].wait()
+        if method in self.answers:
+            return self.answers[method]()
+        value = {"handle": b"h"} if method == "weft_handle" else {}
+        return [ok(rank, **value) for rank in range(self.num_ranks)]
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.calls.append("pause")
+
+    async def resume_scheduler_async(self) -> None:
+        self.calls.append("resume")
+
+    async def update_weight_version(self, text: str) -> None:
+        self.calls.append(text)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        assert reset_running_requests
+        self.calls.append("reset")
+        return self.reset_works
+
+
+def make_replica(engine: FakeEngine, load_seconds: float = 5.0) -> VllmReplica:
+    serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
+    parts: Any = EngineParts(
+        engine=engine, app_state=SimpleNamespace(openai_serving_models=serving),
+        http=SimpleNamespace(port=1),  # type: ignore[arg-type]
+        tracker=RequestTracker(), cleanup=contextlib.AsyncExitStack(),
+    )
+    return VllmReplica(
+        parts,
+        capabilities=Capabilities(
+            engine_version="0", base_fingerprint="", architecture="",
+            base_dtype=DataType.FLOAT32, adapter_dtype=DataType.FLOAT32,
+            tensor_parallel_size=engine.num_ranks,
+        ),
+        reference=Reference("", ()), model_name="tiny", worker_pids=(),
+        deadlines=Deadlines(load_seconds=load_seconds, call_seconds=5.0),
+    )
+
+
+async def test_a_switch_of_the_base() -> None:
+    engine = FakeEngine()
+    times = await make_replica(engine).apply_base("t", BASE, b"")
+    assert engine.calls == ["pause", "weft_apply_base", "base@3", "reset", "resume", "weft_discard"]
+    assert times.pause_seconds >= times.load_seconds >= 0
+
+
+async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None:
+    engine = FakeEngine(num_ranks=2)
+    await make_replica(engine).apply_base("t", BASE, b"")
+    assert engine.calls[:3] == ["weft_handle", "weft_adopt", "pause"]
+    assert engine.calls[-2:] == ["resume", "weft_discard"]
+
+
+async def test_nothing_changed_means_that_requests_go_on() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine)
+    engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED")]
+    with pytest.raises(NotReadyError):
+        await replica.apply_base("t", BASE, b"")
+    assert engine.calls == ["pause", "weft_apply_base", "resume"]
+    assert replica.dirty_reason == replica.tracker.refuse_reason == ""
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [failed("LOAD_FAILED", dirty=True), failed("LOAD_FAILED", rank=1, dirty=True)],
+        [failed("NOT_STAGED"), ok(1)],
+    ],
+    ids=["a rank says so", "one rank loaded, one did not"],
+)
+async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[Answer]) -> None:
+    engine = FakeEngine(num_ranks=2)
+    replica = make_replica(engine)
+    engine.answers["weft_apply_base"] = lambda: answers
+    with pytest.raises(Exception, match="rank 0 of 2") as raised:
+        await replica.apply_base("t", BASE, b"")
+    assert raised.value.metadata["dirty"] == "true"  # type: ignore[attr-defined]
+    assert "resume" not in engine.calls
+    assert replica.tracker.refuse_reason
+    engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED"), failed("NOT_STAGED", rank=1)]
+    with pytest.raises(NotReadyError):
+        await replica.apply_base("t", BASE, b"")
+    assert "resume" not in engine.calls, "an earlier failure left the weights mixed"
+    del engine.answers["weft_apply_base"]
+    await replica.apply_base("t", BASE, b"")
+    assert "resume" in engine.calls
+    assert replica.dirty_reason == replica.tracker.refuse_reason == ""
+
+
+async def test_a_cache_that_cannot_be_reset_is_not_served_from() -> None:
+    engine = FakeEngine()
+    engine.reset_works = False
+    replica = make_replica(engine)
+    with pytest.raises(LoadFailedError, match="KV cache"):
+        await replica.apply_base("t", BASE, b"")
+    assert "resume" not in engine.calls
+    assert "KV cache" in replica.dirty_reason
+
+
+@pytest.mark.parametrize("method", ["weft_apply_base", "weft_load_adapter"])
+async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, load_seconds=0.01)
+    engine.hang[method] = asyncio.Event()
+    switch = (
+        replica.apply_base("t", BASE, b"")
+        if method == "weft_apply_base"
+        else replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    )
+    with pytest.raises(LoadFailedError, match=r"within 0.01 s") as raised:
+        await switch
+    assert raised.value.metadata["dirty"] == "true"
+    assert method in replica.dirty_reason
+    engine.hang[method].set()
+    await asyncio.sleep(0)
+
+
+async def test_an_interrupted_switch_is_dirty() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine)
+    engine.hang["weft_apply_base"] = asyncio.Event()
+    task = asyncio.create_task(replica.apply_base("t", BASE, b""))
+    while "weft_apply_base" not in engine.calls:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "interrupted" in replica.dirty_reason
+    engine.hang["weft_apply_base"].set()
+    await asyncio.sleep(0)
+
+
+async def test_a_dead_engine_is_a_dirty_one() -> None:
+    engine = FakeEngine()
+
+    def die() -> list[Answer]:
+        raise RuntimeError("EngineCore encountered an issue")
+
+    engine.answers["weft_join"] = engine.answers["weft_memory"] = die
+    with pytest.raises(LoadFailedError, match="encountered an issue") as raised:
+        await make_replica(engine).memory()
+    assert raised.value.metadata["dirty"] == "true"

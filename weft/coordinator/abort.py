@@ -1,0 +1,58 @@
+"""Giving a transfer up before its commit point: nothing changed anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallDiscard, DropGroup, SaveVersion, SendAbort
+from weft.coordinator.records import record_of
+from weft.coordinator.state import Failure, Phase, Transfer, VersionState
+
+
+def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
+    """End a transfer that is not committed with ``failure``.
+
+    One that still waits never got a version: its callers are refused and nothing
+    is recorded. The group goes too, since a collective may be half done in it.
+    """
+    assert transfer.uncommitted
+    error = failure.error()
+    change.refuse((*transfer.begin_tickets, *transfer.await_tickets), error)
+    if transfer.phase is Phase.WAITING:
+        change.drop_transfer(transfer.transfer_id)
+        return
+    ended = replace(
+        transfer,
+        phase=Phase.ABORTED,
+        failure=failure,
+        end_at=change.now,
+        begin_tickets=(),
+        await_tickets=(),
+    )
+    change.end_transfer(ended)
+    # Not at once: a restart ends a version that is STAGING in the same way.
+    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
+    change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
+    close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
+    for replica_id in transfer.targets:
+        replica = change.state.replicas.get(replica_id)
+        if replica and not replica.lost:
+            change.emit(CallDiscard(transfer.transfer_id, replica_id, replica.address))
+    change.announce(
+        "transfer_aborted",
+        transfer.transfer_id,
+        f"{transfer.policy_version}: {failure.message} [{failure.reason}]",
+    )
+
+
+def close_group(change: Change, group_id: str, why: str) -> None:
+    """Forget a group; whoever waits in it wakes with EPOCH_FENCED."""
+    if group_id in change.state.groups:
+        change.drop_group(group_id)
+        change.emit(DropGroup(group_id, why))
+
+
+def peer_gone(member: str, why: str) -> Failure:
+    """The failure of a transfer that lost a member."""
+    return Failure("PEER_GONE", f"{member} is gone: {why}", {"member": member})

@@ -1,0 +1,181 @@
+"""The commit point and what follows it: every replica switches, or leaves service.
+
+Once the version is COMMITTED in the catalog the pool rolls forward: a replica
+that does not switch is no longer ready (or is quarantined, if its engine may
+hold mixed weights), and the transfer counts as committed if at least one
+replica serves the version.
+
+If none does, the trainer is told LOAD_FAILED, and it depends on what is certain:
+
+- every replica answered LOAD_FAILED with nothing changed: nobody serves the
+  version and nobody ever will, so the commit is withdrawn. The version becomes
+  ABORTED and the pool goes on with the version before;
+- otherwise (a replica is dirty, or its answer is not known) the version stays
+  COMMITTED: some replica may hold it, and going back could serve two truths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.contract.names import BASE_POLICY
+from weft.coordinator import abort, events
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallCommit, SavePolicy, SaveRetired, SaveVersion
+from weft.coordinator.leases import live_lease
+from weft.coordinator.records import record_of
+from weft.coordinator.state import (
+    ContentDigest,
+    Failure,
+    Phase,
+    Policy,
+    PolicyKind,
+    Transfer,
+    VersionState,
+)
+
+
+def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
+    """The commit point: one durable write, and only then are replicas told."""
+    policy = change.state.policies[transfer.policy]
+    lease = live_lease(policy, change.now)
+    if lease is None or lease.fencing_token != transfer.fencing_token:
+        failure = Failure("LEASE_FENCED", f"the lease of {policy.name!r} is no longer held")
+        abort.abort(change, transfer, failure)
+        return
+    replaced = policy.served_version
+    policy = replace(
+        policy,
+        served_version=transfer.version,
+        versions=_with_version(policy, transfer.version),
+    )
+    transfer = replace(
+        transfer,
+        phase=Phase.COMMITTING,
+        commit_at=change.now,
+        content_digest=digest,
+        replaced_version=replaced,
+        switching=frozenset(transfer.targets),
+    )
+    change.put_policy(policy)
+    change.put_transfer(transfer)
+    commit_time = change.state.wall(change.now)
+    change.emit(
+        SaveVersion(record_of(transfer, VersionState.COMMITTED, commit_time)), SavePolicy(policy)
+    )
+    change.announce("transfer_staged", transfer.transfer_id, str(transfer.policy_version))
+    for replica_id in transfer.targets:
+        replica = change.state.replicas[replica_id]
+        change.emit(
+            CallCommit(
+                transfer.transfer_id,
+                replica_id,
+                replica.incarnation,
+                replica.address,
+                transfer.policy_version,
+                transfer.adapter,
+                digest,
+            )
+        )
+
+
+def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
+    """An adapter keeps its older versions; the base is replaced."""
+    return (version,) if policy.kind is PolicyKind.BASE else (*policy.versions, version)
+
+
+def commit_answered(change: Change, event: events.CommitAnswered) -> None:
+    """A replica has switched, or not."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        if event.vector is not None:
+            replica = replace(
+                replica, vector=event.vector, vector_set_at=change.now, commit_failure=""
+            )
+        elif event.failure and event.failure.metadata.get("dirty") == "true":
+            replica = replace(replica, dirty_reason=event.failure.message)
+        elif event.failure:
+            replica = replace(replica, commit_failure=event.failure.message)
+        change.put_replica(replica)
+    transfer = change.state.transfers.get(event.transfer_id)
+    if transfer and transfer.phase is Phase.COMMITTING:
+        pause = max(transfer.pause_seconds, event.pause_seconds)
+        transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
+        note_commit_answer(change, transfer, event.replica_id, event.failure)
+
+
+def note_commit_answer(
+    change: Change, transfer: Transfer, replica_id: str, failure: Failure | None
+) -> None:
+    """Count a replica's outcome (``failure`` is None when it serves the version)."""
+    if replica_id not in transfer.switching:
+        return
+    transfer = replace(transfer, switching=transfer.switching - {replica_id})
+    if failure is None:
+        transfer = replace(transfer, served_by=transfer.served_by | {replica_id})
+    else:
+        transfer = replace(transfer, refusals={**transfer.refusals, replica_id: failure})
+    change.put_transfer(transfer)
+    if not transfer.switching:
+        _end(change, transfer)
+
+
+def _end(change: Change, transfer: Transfer) -> None:
+    ended = replace(
+        transfer, phase=Phase.COMMITTED, end_at=change.now, begin_tickets=(), await_tickets=()
+    )
+    if not transfer.served_by:
+        ended = replace(ended, failure=_nobody_serves(transfer))
+        if all(map(_nothing_changed, transfer.refusals.values())):
+            ended = replace(ended, phase=Phase.ABORTED)
+            _withdraw(change, ended)
+    change.end_transfer(ended)
+    if ended.phase is Phase.COMMITTED and ended.kind is PolicyKind.BASE:
+        _supersede_base(change, ended)
+    if ended.failure:
+        change.refuse(transfer.await_tickets, ended.failure.error())
+    else:
+        for ticket in transfer.await_tickets:
+            change.reply(ticket, ended)
+    seconds = change.now - transfer.begin_at
+    served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
+    change.announce(
+        "transfer_committed" if ended.phase is Phase.COMMITTED else "transfer_aborted",
+        transfer.transfer_id,
+        f"{transfer.policy_version} served by {served}, epoch {transfer.epoch}, "
+        f"{transfer.layout.total_bytes} bytes, {seconds:.3f} seconds"
+        + (f"; {ended.failure.message}" if ended.failure else ""),
+    )
+
+
+def _nothing_changed(failure: Failure) -> bool:
+    return failure.reason == "LOAD_FAILED" and failure.metadata.get("dirty") != "true"
+
+
+def _nobody_serves(transfer: Transfer) -> Failure:
+    replica_id, first = min(transfer.refusals.items())
+    dirty = any(f.metadata.get("dirty") == "true" for f in transfer.refusals.values())
+    return Failure(
+        "LOAD_FAILED",
+        f"no replica could switch to {transfer.policy_version}; {replica_id}: {first.message}",
+        {"member": replica_id, "cause": first.reason, "dirty": "true" if dirty else "false"},
+    )
+
+
+def _withdraw(change: Change, ended: Transfer) -> None:
+    policy = change.state.policies[ended.policy]
+    before: tuple[int, ...] = (ended.replaced_version,) if ended.replaced_version else ()
+    if policy.kind is PolicyKind.ADAPTER:
+        before = tuple(v for v in policy.versions if v != ended.version)
+    policy = replace(policy, served_version=ended.replaced_version, versions=before)
+    change.put_policy(policy)
+    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED)), SavePolicy(policy))
+
+
+def _supersede_base(change: Change, ended: Transfer) -> None:
+    """A base has one version: the one before it is no longer held."""
+    if ended.replaced_version:
+        before = replace(ended, version=ended.replaced_version).policy_version
+        change.emit(SaveRetired(before))
+        change.announce("version_retired", str(before), f"superseded by {ended.policy_version}")
+        assert before.policy == BASE_POLICY

@@ -1,0 +1,63 @@
+"""What a coordinator can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.contract.errors import InvalidRequestError
+from weft.coordinator.state import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """Options of one coordinator process.
+
+    Raises:
+        InvalidRequestError: An option is out of range; names it.
+    """
+
+    catalog: Path
+    """SQLite file that holds versions and fencing tokens; created if absent."""
+    listen: str = "127.0.0.1:50051"
+    """HOST:PORT; port 0 takes a free one."""
+    lease_seconds: float = 10.0
+    """How long a trainer keeps a policy without renewing."""
+    heartbeat_seconds: float = 2.0
+    """How often replicas are asked to be heard."""
+    lost_after_seconds: float = 6.0
+    """Silence after which a replica is given up: three heartbeats."""
+    retain: int = 4
+    """Newest versions of each adapter that stay requestable; the alias always does."""
+    commit_timeout_seconds: float = 120.0
+    """Longest that a replica may take to switch to a committed version."""
+    stop_seconds: float = 5.0
+    """Longest that calls under way may take to end when the process is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "lease_seconds",
+            "heartbeat_seconds",
+            "commit_timeout_seconds",
+        ):
+            if not 0.01 <= getattr(self, name) <= 86_400:
+                raise InvalidRequestError(f"{name} must be between 0.01 and 86400 seconds")
+        if self.lost_after_seconds < self.heartbeat_seconds:
+            raise InvalidRequestError("lost_after_seconds must be at least heartbeat_seconds")
+        if self.retain < 1:
+            raise InvalidRequestError("retain must be at least 1")
+        if not 0 <= self.stop_seconds <= 300:
+            raise InvalidRequestError("stop_seconds must be between 0 and 300")
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65535:
+            raise InvalidRequestError(f"listen is {self.listen!r}; it must be HOST:PORT")
+
+    @property
+    def settings(self) -> Settings:
+        """The options that decisions depend on."""
+        return Settings(
+            lease_seconds=self.lease_seconds,
+            heartbeat_seconds=self.heartbeat_seconds,
+            lost_after_seconds=self.lost_after_seconds,
+            retain=self.retain,
+        )

@@ -1,0 +1,270 @@
+"""What is to be done about an event, in order, once its saves are durable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.contract.errors import WeftError
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.coordinator.state import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    FitKey,
+    Group,
+    Lease,
+    Policy,
+    Transfer,
+    VersionRecord,
+)
+
+# -- saves: one transaction for all of a batch ---------------------------------
+
+
+@dataclass(frozen=True)
+class SavePool:
+    """The pool's base model is fixed."""
+
+    fingerprint: str
+    architecture: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveEpoch:
+    """The newest group's generation."""
+
+    epoch: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """A policy's counters and alias."""
+
+    policy: Policy
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveVersion:
+    """A version's whole record."""
+
+    record: VersionRecord
+    durable: bool = True
+    """False where a restart would come to the same end by itself: written with
+    the next durable save or tick."""
+
+
+@dataclass(frozen=True)
+class SaveRetired:
+    """A committed version is no longer held."""
+
+    version: PolicyVersion
+    durable: bool = False
+
+
+Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired
+
+# -- answers to waiting calls --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeaseAnswer:
+    """To AcquirePolicy and RenewLease."""
+
+    policy: str
+    lease: Lease
+    last_version: int
+    time_to_live: float
+
+
+@dataclass(frozen=True)
+class BeginAnswer:
+    """To BeginTransfer; ``group`` is None when the transfer has ended."""
+
+    transfer_id: str
+    version: PolicyVersion
+    nonce: int
+    replica_ids: tuple[str, ...]
+    group: Group | None
+
+
+@dataclass(frozen=True)
+class RegisterAnswer:
+    """To Register."""
+
+    heartbeat_seconds: float
+    reference_wanted: bool
+    generation: int
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """To Heartbeat."""
+
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """To calls that answer nothing."""
+
+
+Answer = LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | Transfer | Done
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answers a call."""
+
+    ticket: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Fails a call."""
+
+    ticket: int
+    error: WeftError
+
+
+# -- side groups and their streams ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """Makes a group's store and streams available to its members."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
+class DropGroup:
+    """Ends a group's store and streams with EPOCH_FENCED."""
+
+    group_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class SendPrepare:
+    """To every receiver of the group."""
+
+    group_id: str
+    transfer: Transfer
+    time_left: float
+
+
+@dataclass(frozen=True)
+class SendStart:
+    """To every rank of the group; verified buckets are counted from here."""
+
+    group_id: str
+    transfer_id: str
+    num_receivers: int
+    num_buckets: int
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    """To every rank of the group that attends."""
+
+    group_id: str
+    transfer_id: str
+    failure: Failure
+
+
+# -- calls to replicas; their answers come back as events ----------------------
+
+
+@dataclass(frozen=True)
+class CallJoin:
+    """JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    group: Group
+    first_rank: int
+
+
+@dataclass(frozen=True)
+class CallCommit:
+    """CommitTransfer."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    adapter: AdapterSpec | None
+    content_digest: ContentDigest
+
+
+@dataclass(frozen=True)
+class CallDiscard:
+    """DiscardTransfer, best effort: its answer is of no consequence."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+
+
+@dataclass(frozen=True)
+class CallRetire:
+    """RetireVersions."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    versions: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
+class CloseChannel:
+    """No call will go to this address again for a while."""
+
+    address: str
+
+
+# -- others --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckFit:
+    """Preflight of a layout against one kind of replica; answers FitChecked."""
+
+    key: FitKey
+    manifest: Manifest = field(repr=False, compare=False)
+    adapter: AdapterSpec | None
+
+
+@dataclass(frozen=True)
+class Announce:
+    """A line of the log and of WatchEvents."""
+
+    kind: str
+    subject: str
+    message: str
+
+
+Effect = (
+    Save
+    | Reply
+    | Refuse
+    | OpenGroup
+    | DropGroup
+    | SendPrepare
+    | SendStart
+    | SendAbort
+    | CallJoin
+    | CallCommit
+    | CallDiscard
+    | CallRetire
+    | CloseChannel
+    | CheckFit
+    | Announce
+)

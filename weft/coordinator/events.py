@@ -1,0 +1,262 @@
+"""What can happen. Everything random or read from elsewhere comes in with the event.
+
+``ticket`` names the waiting call that an effect will answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.versions import VersionVector
+from weft.coordinator.state import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    FitKey,
+    FreshIds,
+    Layout,
+    PolicyKind,
+    VersionRecord,
+)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class CallerGone:
+    """A waiting call was cancelled."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class AcquirePolicy:
+    """A trainer asks for a policy's lease."""
+
+    ticket: int
+    trainer_id: str
+    session_id: str
+    policy: str
+    kind: PolicyKind
+
+
+@dataclass(frozen=True)
+class RenewLease:
+    """A trainer asks for more time."""
+
+    ticket: int
+    policy: str
+    fencing_token: int
+
+
+@dataclass(frozen=True)
+class ReleasePolicy:
+    """A trainer gives its lease back."""
+
+    ticket: int
+    policy: str
+    fencing_token: int
+
+
+@dataclass(frozen=True)
+class DescribeTarget:
+    """A trainer asks what the pool is; waits until ``deadline``."""
+
+    ticket: int
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginTransfer:
+    """A trainer asks to push a version."""
+
+    ticket: int
+    request_id: str
+    policy: str
+    fencing_token: int
+    layout_digest: bytes
+    layout: Layout | None
+    """Of that digest; None when no such manifest is known."""
+    adapter: AdapterSpec | None
+    min_replicas: int
+    deadline: float
+    answer_by: float
+    backend: str
+    group_id: str
+    ids: FreshIds
+    recorded: VersionRecord | None
+    """What the catalog knows of this trainer's request id."""
+
+
+@dataclass(frozen=True)
+class AwaitTransfer:
+    """A trainer waits for a transfer's end."""
+
+    ticket: int
+    transfer_id: str
+
+
+@dataclass(frozen=True)
+class AbortTransfer:
+    """A trainer gives a transfer up."""
+
+    ticket: int
+    transfer_id: str
+    fencing_token: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register:
+    """A replica joins."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    vector: VersionVector
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A replica lives."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    vector: VersionVector
+    adapter_used_bytes: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A replica goes."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ReferenceKnown:
+    """The tensors of the base model of that fingerprint are known."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class FitChecked:
+    """Preflight has answered; ``failure`` is None where the version fits."""
+
+    key: FitKey
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class RankAttends:
+    """A rank of a group opened its stream."""
+
+    group_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """A rank's stream broke or ended."""
+
+    group_id: str
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RankPrepared:
+    """A receiver is ready for a transfer's bytes."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankStaged:
+    """A rank has sent or verified everything."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+    digest: ContentDigest
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """A rank cannot go on."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class JoinAnswered:
+    """A replica was told to join a group, or could not be."""
+
+    transfer_id: str
+    replica_id: str
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class CommitAnswered:
+    """A replica serves a version (``vector`` is set), or says why not."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    vector: VersionVector | None
+    pause_seconds: float
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class RetireAnswered:
+    """A replica said what it still holds."""
+
+    replica_id: str
+    incarnation: str
+    vector: VersionVector
+
+
+Event = (
+    Tick
+    | CallerGone
+    | AcquirePolicy
+    | RenewLease
+    | ReleasePolicy
+    | DescribeTarget
+    | BeginTransfer
+    | AwaitTransfer
+    | AbortTransfer
+    | Register
+    | Heartbeat
+    | Leave
+    | ReferenceKnown
+    | FitChecked
+    | RankAttends
+    | RankGone
+    | RankPrepared
+    | RankStaged
+    | RankFailed
+    | JoinAnswered
+    | CommitAnswered
+    | RetireAnswered
+)

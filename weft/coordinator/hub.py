@@ -1,0 +1,320 @@
+"""The live side groups: their stores, their rank streams, and the watermark.
+
+The hot path (a report for every bucket and receiver) ends here: only what a
+decision needs becomes an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from weft.contract.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    RequestConflictError,
+    StaleEpochError,
+    WeftError,
+)
+from weft.coordinator import events
+from weft.coordinator.state import ContentDigest, Failure, Group, Layout, Transfer
+from weft.coordinator.store import GroupStore
+from weft.rpc.codec import duration_to_proto, version_to_proto
+from weft.v1 import rendezvous_pb2, types_pb2
+
+_MAX_QUEUED: Final = 256
+_MAX_REMEMBERED: Final = 256
+_MAX_LAYOUTS: Final = 8
+
+
+class RankLink:
+    """One rank's stream: what it must still be told. Bounded; releases coalesce."""
+
+    def __init__(self, group_id: str, rank: int) -> None:
+        self.group_id = group_id
+        self.rank = rank
+        self._queue: deque[rendezvous_pb2.AttendResponse] = deque()
+        self._released: rendezvous_pb2.AttendResponse | None = None
+        self._ended = False
+        self._error: WeftError | None = None
+        self._wake = asyncio.Event()
+
+    def send(self, message: rendezvous_pb2.AttendResponse) -> None:
+        """Queue a message; a rank that reads nothing is cut off."""
+        if len(self._queue) >= _MAX_QUEUED:
+            self.end(CapacityError("the rank does not read its stream", reason="TOO_SLOW"))
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def release(self, transfer_id: str, num_buckets: int) -> None:
+        """Tell the sender how far it may reuse memory; only the newest count is kept."""
+        released = rendezvous_pb2.Released(transfer_id=transfer_id, num_buckets=num_buckets)
+        self._released = rendezvous_pb2.AttendResponse(released=released)
+        self._wake.set()
+
+    def end(self, error: WeftError | None) -> None:
+        """Close the stream after what is queued: with ``error``, or in peace."""
+        if not self._ended:
+            self._ended, self._error = True, error
+        self._wake.set()
+
+    async def next(self) -> rendezvous_pb2.AttendResponse | None:
+        """The next message; None when the stream is to be closed in peace.
+
+        Raises:
+            WeftError: The stream is to be closed.
+        """
+        while True:
+            if self._queue:
+                return self._queue.popleft()
+            if self._released is not None:
+                message, self._released = self._released, None
+                return message
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+
+
+class Watermark:
+    """Counts, for one transfer, the buckets that every receiver has verified."""
+
+    def __init__(self, transfer_id: str, num_receivers: int, num_buckets: int) -> None:
+        self.transfer_id = transfer_id
+        self.num_verified = 0
+        self._num_receivers = num_receivers
+        self._reports = [0] * num_buckets
+        self._next: dict[int, int] = {}
+
+    def report(self, rank: int, bucket: int) -> bool:
+        """Count a report; whether the watermark advanced.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
+        """
+        expected = self._next.get(rank, 0)
+        if bucket != expected or bucket >= len(self._reports) or rank == 0:
+            raise InvalidRequestError(
+                f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
+            )
+        self._next[rank] = bucket + 1
+        self._reports[bucket] += 1
+        before = self.num_verified
+        while (
+            self.num_verified < len(self._reports)
+            and self._reports[self.num_verified] == self._num_receivers
+        ):
+            self.num_verified += 1
+        return self.num_verified > before
+
+    def is_through(self, rank: int) -> bool:
+        """Whether a receiver has reported every bucket."""
+        return self._next.get(rank, 0) == len(self._reports)
+
+
+class _Room:
+    """A live group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group_id = group.group_id
+        self.token = group.token.encode()
+        self.size = group.size
+        self.store = GroupStore()
+        self.links: dict[int, RankLink] = {}
+        self.layouts: OrderedDict[bytes, Layout] = OrderedDict()
+        self.watermark: Watermark | None = None
+
+
+class Hub:
+    """All live groups. On the event loop; no method blocks.
+
+    Args:
+        post: Takes the events that streams give rise to.
+    """
+
+    def __init__(self, post: Callable[[events.Event], None]) -> None:
+        self._post = post
+        self._rooms: dict[str, _Room] = {}
+        self._dropped: OrderedDict[str, str] = OrderedDict()
+
+    def open_group(self, group: Group) -> None:
+        """Let the members in."""
+        self._rooms[group.group_id] = _Room(group)
+
+    def drop_group(self, group_id: str, why: str) -> None:
+        """Close the store and the streams with EPOCH_FENCED."""
+        room = self._rooms.pop(group_id, None)
+        if room is None:
+            return
+        self._dropped[group_id] = why
+        while len(self._dropped) > _MAX_REMEMBERED:
+            self._dropped.popitem(last=False)
+        room.store.close(why)
+        for link in room.links.values():
+            link.end(StaleEpochError(f"the group was dropped: {why}"))
+
+    def close(self, why: str) -> None:
+        """Drop every group."""
+        for group_id in list(self._rooms):
+            self.drop_group(group_id, why)
+
+    def _room(self, group_id: str, token: str) -> _Room:
+        room = self._rooms.get(group_id)
+        if room is None:
+            why = self._dropped.get(group_id, "it is not known here (any more)")
+            raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
+        if not hmac.compare_digest(room.token, token.encode()):
+            raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
+        return room
+
+    def store(self, group_id: str, token: str) -> GroupStore:
+        """A group's store.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Wrong token; no such group.
+        """
+        return self._room(group_id, token).store
+
+    def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
+        """The layout of a transfer of the group."""
+        return self._room(group_id, token).layouts.get(digest)
+
+    def attend(self, group_id: str, token: str, rank: int) -> RankLink:
+        """Open a rank's stream.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Wrong token; no such group.
+            InvalidRequestError: ``PROTOCOL``: the group has no such rank.
+            RequestConflictError: The rank attends already.
+        """
+        room = self._room(group_id, token)
+        if rank >= room.size:
+            raise InvalidRequestError(
+                f"rank {rank} of a group of {room.size} members", reason="PROTOCOL"
+            )
+        if rank in room.links:
+            raise RequestConflictError(f"rank {rank} attends already")
+        link = room.links[rank] = RankLink(group_id, rank)
+        welcome = rendezvous_pb2.Welcome(num_attending=len(room.links))
+        link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
+        self._post(events.RankAttends(group_id, rank))
+        return link
+
+    def leave(self, link: RankLink, why: str) -> None:
+        """A stream has ended; said twice, the second is ignored."""
+        room = self._rooms.get(link.group_id)
+        if room is not None and room.links.get(link.rank) is link:
+            del room.links[link.rank]
+            self._post(events.RankGone(link.group_id, link.rank, why))
+
+    def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
+        """Take what a rank says.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``.
+        """
+        group_id, rank = link.group_id, link.rank
+        match message.WhichOneof("message"):
+            case "bucket_verified":
+                self._verified(link, message.bucket_verified)
+            case "prepared":
+                self._post(events.RankPrepared(group_id, message.prepared.transfer_id, rank))
+            case "staged":
+                self._staged(link, message.staged)
+            case "failed":
+                failed = message.failed
+                self._post(
+                    events.RankFailed(
+                        group_id, failed.transfer_id, rank, failed.reason, failed.message[:2000]
+                    )
+                )
+            case other:
+                raise InvalidRequestError(
+                    f"{other or 'an empty message'} is not expected on an open stream",
+                    reason="PROTOCOL",
+                )
+
+    def _verified(self, link: RankLink, report: rendezvous_pb2.BucketVerified) -> None:
+        room = self._rooms.get(link.group_id)
+        mark = room.watermark if room else None
+        if room is None or mark is None or mark.transfer_id != report.transfer_id:
+            return  # of a transfer that has ended meanwhile
+        if mark.report(link.rank, report.bucket) and 0 in room.links:
+            room.links[0].release(mark.transfer_id, mark.num_verified)
+
+    def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
+        room = self._rooms.get(link.group_id)
+        mark = room.watermark if room else None
+        if mark is None or mark.transfer_id != staged.transfer_id:
+            return
+        if link.rank and not mark.is_through(link.rank):
+            raise InvalidRequestError(
+                f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
+            )
+        given = staged.content_digest
+        digest = ContentDigest(int(given.algorithm), given.value, given.size_bytes)
+        self._post(events.RankStaged(link.group_id, staged.transfer_id, link.rank, digest))
+
+    # -- what the driver carries out -------------------------------------------
+
+    def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
+        """Tell every receiver what comes, and make its manifest available."""
+        room = self._rooms.get(group_id)
+        if room is None:
+            return
+        room.layouts[transfer.layout.digest] = transfer.layout
+        room.layouts.move_to_end(transfer.layout.digest)
+        while len(room.layouts) > _MAX_LAYOUTS:
+            room.layouts.popitem(last=False)
+        prepare = rendezvous_pb2.Prepare(
+            transfer_id=transfer.transfer_id,
+            version=version_to_proto(transfer.policy_version),
+            layout_digest=transfer.layout.digest,
+            nonce=transfer.ids.nonce,
+            kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
+            timeout=duration_to_proto(time_left),
+        )
+        self._send(room, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
+
+    def send_start(
+        self, group_id: str, transfer_id: str, num_receivers: int, num_buckets: int
+    ) -> None:
+        """Tell every rank that bytes may flow, and count from here."""
+        room = self._rooms.get(group_id)
+        if room is not None:
+            room.watermark = Watermark(transfer_id, num_receivers, num_buckets)
+            start = rendezvous_pb2.Start(transfer_id=transfer_id)
+            self._send(room, rendezvous_pb2.AttendResponse(start=start))
+
+    def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
+        """Tell every rank to give the transfer up."""
+        room = self._rooms.get(group_id)
+        if room is not None:
+            abort = rendezvous_pb2.Abort(
+                transfer_id=transfer_id, reason=failure.reason, message=failure.message[:2000]
+            )
+            self._send(room, rendezvous_pb2.AttendResponse(abort=abort))
+
+    def _send(
+        self,
+        room: _Room,
+        message: rendezvous_pb2.AttendResponse,
+        *,
+        receivers_only: bool = False,
+    ) -> None:
+        for rank, link in room.links.items():
+            if rank or not receivers_only:
+                link.send(message)
+
+    def num_verified(self, group_id: str, transfer_id: str) -> int:
+        """Buckets of a transfer under way that every receiver has verified."""
+        room = self._rooms.get(group_id)
+        mark = room.watermark if room else None
+        return mark.num_verified if mark and mark.transfer_id == transfer_id else 0

@@ -1,0 +1,150 @@
+"""InspectService: what is known now. Reads the last durable state; decides nothing."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from weft import __version__
+from weft.contract.errors import InvalidRequestError, NotFoundError
+from weft.contract.names import BASE_POLICY
+from weft.coordinator.catalog import Catalog
+from weft.coordinator.driver import Driver
+from weft.coordinator.feed import Feed
+from weft.coordinator.state import Policy, Transfer
+from weft.coordinator.step import unknown_transfer
+from weft.coordinator.wire import (
+    policy_to_proto,
+    replica_to_proto,
+    transfer_from_record,
+    transfer_to_proto,
+    version_record_to_proto,
+)
+from weft.rpc.codec import vector_to_proto
+from weft.rpc.interceptor import on_call_end
+from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_DEFAULT_PAGE: Final = 100
+_MAX_PAGE: Final = 1000
+_NO_VERSION_ABOVE: Final = 2**62
+
+
+class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
+    """Read-only."""
+
+    def __init__(self, driver: Driver, catalog: Catalog, feed: Feed) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._feed = feed
+
+    async def GetPool(
+        self, request: inspect_pb2.GetPoolRequest, context: Context
+    ) -> inspect_pb2.GetPoolResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        last = next(reversed([*state.history.values()]), None)
+        return inspect_pb2.GetPoolResponse(
+            base_fingerprint=state.fingerprint,
+            version_vector=vector_to_proto(state.vector),
+            replicas=self._replicas(),
+            policies=self._policies(),
+            active_transfers=[self._transfer(t) for t in state.transfers.values()],
+            last_transfer=self._transfer(last) if last else None,
+            weft_version=__version__,
+            coordinator_generation=state.generation,
+        )
+
+    async def ListReplicas(
+        self, request: inspect_pb2.ListReplicasRequest, context: Context
+    ) -> inspect_pb2.ListReplicasResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        return inspect_pb2.ListReplicasResponse(replicas=self._replicas())
+
+    async def ListPolicies(
+        self, request: inspect_pb2.ListPoliciesRequest, context: Context
+    ) -> inspect_pb2.ListPoliciesResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        return inspect_pb2.ListPoliciesResponse(policies=self._policies())
+
+    async def ListVersions(
+        self, request: inspect_pb2.ListVersionsRequest, context: Context
+    ) -> inspect_pb2.ListVersionsResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        if request.policy not in self._driver.state.policies:
+            raise NotFoundError(
+                f"no policy {request.policy[:80]!r} is known", reason="POLICY_UNKNOWN"
+            )
+        before = _NO_VERSION_ABOVE
+        if request.page_token:
+            if not (request.page_token.isascii() and request.page_token.isdigit()):
+                raise InvalidRequestError(
+                    "page_token is not from a response", reason="INVALID_PAGE"
+                )
+            before = min(before, int(request.page_token))
+        if request.page_size < 0:
+            raise InvalidRequestError("page_size is negative", reason="INVALID_PAGE")
+        limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
+        await self._driver.flush()
+        records = self._catalog.list_versions(request.policy, before, limit + 1)
+        more = len(records) > limit
+        records = records[:limit]
+        return inspect_pb2.ListVersionsResponse(
+            versions=map(version_record_to_proto, records),
+            next_page_token=str(records[-1].version.version) if more else "",
+        )
+
+    async def ListTransfers(
+        self, request: inspect_pb2.ListTransfersRequest, context: Context
+    ) -> inspect_pb2.ListTransfersResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
+        return inspect_pb2.ListTransfersResponse(transfers=map(self._transfer, transfers))
+
+    async def GetTransfer(
+        self, request: inspect_pb2.GetTransferRequest, context: Context
+    ) -> inspect_pb2.GetTransferResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        transfer = state.transfers.get(request.transfer_id) or state.history.get(
+            request.transfer_id
+        )
+        if transfer is not None:
+            return inspect_pb2.GetTransferResponse(transfer=self._transfer(transfer))
+        record = self._catalog.find_transfer(request.transfer_id)
+        if record is None:
+            raise unknown_transfer(request.transfer_id)
+        return inspect_pb2.GetTransferResponse(transfer=transfer_from_record(record))
+
+    async def WatchEvents(
+        self, request: inspect_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.WatchEventsResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        watcher = self._feed.watch()
+        on_call_end(context, lambda: self._feed.unwatch(watcher))
+        # Headers now: a reader knows that it misses nothing from here.
+        await context.send_initial_metadata(())
+        while True:
+            yield await watcher.next()
+
+    def _replicas(self) -> list[inspect_pb2.Replica]:
+        state, now = self._driver.state, self._driver.now()
+        return [replica_to_proto(state, r, now) for _, r in sorted(state.replicas.items())]
+
+    def _policies(self) -> list[inspect_pb2.Policy]:
+        def order(policy: Policy) -> tuple[bool, str]:
+            return policy.name != BASE_POLICY, policy.name
+
+        now = self._driver.now()
+        policies = sorted(self._driver.state.policies.values(), key=order)
+        return [policy_to_proto(policy, now) for policy in policies]
+
+    def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
+        driver = self._driver
+        verified = driver.hub.num_verified(transfer.group_id, transfer.transfer_id)
+        return transfer_to_proto(transfer, driver.state, driver.now(), verified)

@@ -1,0 +1,213 @@
+"""Replicas: joining, living, being lost, leaving; and who is ready."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+from weft.contract.errors import (
+    BaseMismatchError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    RequestConflictError,
+    WeftError,
+)
+from weft.contract.names import check_name
+from weft.coordinator import abort, events
+from weft.coordinator.change import Change
+from weft.coordinator.commit import note_commit_answer
+from weft.coordinator.effects import (
+    CloseChannel,
+    Done,
+    HeartbeatAnswer,
+    RegisterAnswer,
+    SavePool,
+)
+from weft.coordinator.state import Failure, Phase, Replica, Standing, State
+
+_EVENT_KINDS = {
+    Standing.READY: "replica_ready",
+    Standing.PENDING_WEIGHTS: "replica_pending",
+    Standing.LOST: "replica_lost",
+    Standing.QUARANTINED: "replica_quarantined",
+}
+
+
+def standing(state: State, replica: Replica) -> tuple[Standing, str]:
+    """Where a replica stands, and why it is not ready."""
+    if replica.lost:
+        return Standing.LOST, "no heartbeat"
+    if replica.dirty_reason:
+        return Standing.QUARANTINED, replica.dirty_reason
+    lacking = state.vector.missing_from(replica.vector)
+    if lacking:
+        # Between the commit point and its own switch it serves what it should.
+        switching = {
+            str(transfer.policy_version)
+            for transfer in state.transfers.values()
+            if replica.replica_id in transfer.switching
+        }
+        lacking = [name for name in lacking if name not in switching]
+    if not lacking:
+        return Standing.READY, ""
+    reason = f"lacks {', '.join(lacking)}"
+    if replica.commit_failure:
+        reason += f" ({replica.commit_failure})"
+    return Standing.PENDING_WEIGHTS, reason
+
+
+def in_contact(state: State) -> list[Replica]:
+    """Replicas that a push goes to, by id."""
+    return sorted((r for r in state.replicas.values() if r.in_contact), key=lambda r: r.replica_id)
+
+
+def announce_standings(change: Change) -> None:
+    """Tell watchers of the replicas whose standing changed."""
+    ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
+    for replica_id in ids:
+        replica = change.state.replicas.get(replica_id)
+        if replica is None:
+            continue
+        now_is, why = standing(change.state, replica)
+        if now_is is not replica.announced:
+            change.put_replica(replace(replica, announced=now_is))
+            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
+
+
+def register(change: Change, event: events.Register) -> None:
+    """Take a replica into the pool, or take note of its new process."""
+    old = change.state.replicas.get(event.replica_id)
+    try:
+        _check_registration(change.state, event, old, change.now)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if old and old.incarnation != event.incarnation:
+        _remove(change, old, "another process of it registered")
+        old = None
+    if old and old.address != event.address:
+        change.emit(CloseChannel(old.address))
+    if not change.state.fingerprint:
+        fingerprint, architecture = (
+            event.capabilities.base_fingerprint,
+            event.capabilities.architecture,
+        )
+        change.state = replace(change.state, fingerprint=fingerprint, architecture=architecture)
+        change.emit(SavePool(fingerprint, architecture))
+    change.put_replica(
+        Replica(
+            replica_id=event.replica_id,
+            incarnation=event.incarnation,
+            address=event.address,
+            http_url=event.http_url,
+            model_name=event.model_name,
+            capabilities=event.capabilities,
+            vector=event.vector,
+            last_heard=change.now,
+            dirty_reason=old.dirty_reason if old else "",
+            announced=old.announced if old else None,
+        )
+    )
+    answer = RegisterAnswer(
+        change.state.settings.heartbeat_seconds,
+        not change.state.reference_known,
+        change.state.generation,
+    )
+    change.reply(event.ticket, answer)
+
+
+def _check_registration(
+    state: State, event: events.Register, old: Replica | None, now: float
+) -> None:
+    check_name(event.replica_id, "replica")
+    given = event.capabilities.base_fingerprint
+    if not event.incarnation or not event.address or not given:
+        raise InvalidRequestError("incarnation, address and base_fingerprint must not be empty")
+    if state.fingerprint and given != state.fingerprint:
+        raise BaseMismatchError(
+            f"replica {event.replica_id!r} serves another base model ({given[:12]}, "
+            f"{event.capabilities.architecture}) than this pool ({state.fingerprint[:12]}, "
+            f"{state.architecture})",
+            metadata={"pool_fingerprint": state.fingerprint, "replica_fingerprint": given},
+        )
+    if old and old.incarnation != event.incarnation and not old.lost:
+        silence = now - old.last_heard
+        if silence < 2 * state.settings.heartbeat_seconds:
+            raise RequestConflictError(
+                f"a live replica is named {event.replica_id!r} (heard {silence:.1f} s ago at "
+                f"{old.address}): give this one another name, or wait until the other is silent "
+                f"for {2 * state.settings.heartbeat_seconds:.0f} s"
+            )
+    others = [
+        set(replica.capabilities.backends)
+        for replica in in_contact(state)
+        if replica.replica_id != event.replica_id
+    ]
+    common = reduce(set.intersection, others, set(event.capabilities.backends))
+    if not common:
+        raise NotReadyError(
+            f"replica {event.replica_id!r} offers the side-group backends "
+            f"{', '.join(event.capabilities.backends) or 'none'}: none in common with the pool",
+            reason="BACKEND_MISMATCH",
+        )
+
+
+def heartbeat(change: Change, event: events.Heartbeat) -> None:
+    """Note that a replica lives and what it serves."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None or replica.lost or replica.incarnation != event.incarnation:
+        error = NotFoundError(
+            f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
+            reason="REPLICA_UNKNOWN",
+        )
+        change.refuse([event.ticket], error)
+        return
+    replica = replace(replica, last_heard=change.now, adapter_used_bytes=event.adapter_used_bytes)
+    # A heartbeat that was on its way during a commit tells what was served before.
+    if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
+        replica = replace(replica, vector=event.vector)
+    change.put_replica(replica)
+    ready = standing(change.state, replica)[0] is Standing.READY
+    change.reply(event.ticket, HeartbeatAnswer(ready))
+
+
+def leave(change: Change, event: events.Leave) -> None:
+    """Forget a replica that says goodbye; leaving twice is no error."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        _remove(change, replica, "it left the pool")
+        change.announce("replica_lost", replica.replica_id, "it left the pool")
+    change.reply(event.ticket, Done())
+
+
+def find_lost(change: Change) -> None:
+    """Give up replicas that have been silent for too long."""
+    settings = change.state.settings
+    for replica in list(change.state.replicas.values()):
+        silence = change.now - replica.last_heard
+        if replica.lost and silence > settings.forget_after_seconds:
+            change.drop_replica(replica.replica_id)
+        elif not replica.lost and silence > settings.lost_after_seconds:
+            change.put_replica(replace(replica, lost=True))
+            change.emit(CloseChannel(replica.address))
+            _end_its_transfers(change, replica, f"no heartbeat for {silence:.1f} s")
+
+
+def _remove(change: Change, replica: Replica, why: str) -> None:
+    change.drop_replica(replica.replica_id)
+    change.emit(CloseChannel(replica.address))
+    _end_its_transfers(change, replica, why)
+
+
+def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
+    """Abort what it takes part in; after the commit point go on without it."""
+    failure = abort.peer_gone(replica.replica_id, why)
+    for transfer in list(change.state.transfers.values()):
+        if replica.replica_id not in transfer.targets:
+            continue
+        if transfer.phase is Phase.COMMITTING:
+            lost = Failure(failure.reason, failure.message, failure.metadata)
+            note_commit_answer(change, transfer, replica.replica_id, lost)
+        elif transfer.uncommitted:
+            abort.abort(change, transfer, failure)

@@ -1,0 +1,133 @@
+"""May this version go to these replicas? Everything is asked before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from weft.contract.adapter import check_adapter
+from weft.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    NotReadyError,
+    WeftError,
+)
+from weft.contract.manifest import Manifest
+from weft.contract.reference import Reference, check_base
+from weft.coordinator import events
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CheckFit
+from weft.coordinator.state import (
+    AdapterSpec,
+    Failure,
+    FitKey,
+    PolicyKind,
+    Replica,
+    State,
+    Transfer,
+)
+
+#: Answers that are remembered: layouts x adapter configs x kinds of replicas.
+MAX_FITS = 4096
+
+
+def check_fit(
+    manifest: Manifest, adapter: AdapterSpec | None, reference: Reference, key: FitKey
+) -> Failure | None:
+    """Hold a layout against the base and a replica's capabilities; O(tensors)."""
+    metas = [slot.meta for slot in manifest.tensors]
+    try:
+        if adapter is None:
+            check_base(metas, reference)
+        else:
+            check_adapter(adapter.config_json, metas, reference, key.capabilities)
+    except WeftError as error:
+        return Failure.of(error)
+    return None
+
+
+def fit_key(transfer: Transfer, replica: Replica) -> FitKey:
+    """What the answer for this replica depends on."""
+    config_digest = transfer.adapter.config_digest if transfer.adapter else b""
+    return FitKey(transfer.layout.digest, config_digest, replica.capabilities)
+
+
+def fit_checked(change: Change, event: events.FitChecked) -> None:
+    """Remember an answer, and forget the oldest ones."""
+    fits = {**change.state.fits, event.key: event.failure}
+    while len(fits) > MAX_FITS:
+        del fits[next(iter(fits))]
+    change.state = replace(
+        change.state, fits=fits, fits_under_way=change.state.fits_under_way - {event.key}
+    )
+
+
+def forget_unanswered(change: Change, event: events.FitChecked) -> None:
+    """Do not remember a preflight that could not be carried out."""
+    if event.failure and event.failure.reason == "INTERNAL":
+        known = {key: fit for key, fit in change.state.fits.items() if key != event.key}
+        change.state = replace(change.state, fits=known)
+
+
+def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> bool:
+    """Whether every answer is there and positive; asks for those that are not.
+
+    Raises:
+        WeftError: The first replica's refusal.
+    """
+    complete = True
+    for key in {fit_key(transfer, replica) for replica in replicas}:
+        if key in change.state.fits:
+            failure = change.state.fits[key]
+            if failure:
+                raise failure.error()
+            continue
+        complete = False
+        if key not in change.state.fits_under_way:
+            assert transfer.layout.manifest is not None
+            change.fit_under_way(key)
+            change.emit(CheckFit(key, transfer.layout.manifest, transfer.adapter))
+    return complete
+
+
+def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) -> None:
+    """Refuse what a replica has no room, no backend or another base for; cheap.
+
+    Raises:
+        BaseMismatchError: The adapter names another base than the pool's.
+        NotReadyError: ``BACKEND_MISMATCH``.
+        CapacityError: ``STAGING_FULL``; metadata names the replica.
+    """
+    spec = transfer.adapter
+    if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
+        raise BaseMismatchError(
+            f"the adapter fits the base {spec.base_fingerprint[:12]}, the pool serves "
+            f"{state.fingerprint[:12]} ({state.architecture})",
+            metadata={
+                "pool_fingerprint": state.fingerprint,
+                "adapter_fingerprint": spec.base_fingerprint,
+            },
+        )
+    need = transfer.layout.wire_bytes
+    for replica in replicas:
+        capabilities = replica.capabilities
+        if transfer.backend not in capabilities.backends:
+            raise NotReadyError(
+                f"replica {replica.replica_id!r} cannot use the side-group backend "
+                f"{transfer.backend!r}; it offers {', '.join(capabilities.backends)}",
+                reason="BACKEND_MISMATCH",
+                metadata={"replica": replica.replica_id},
+            )
+        if transfer.kind is PolicyKind.BASE:
+            room, what = capabilities.staging_capacity_bytes, "staging"
+        elif capabilities.lora_enabled:
+            room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
+            what = "adapter"
+        else:
+            continue  # refused with LORA_DISABLED by check_fit
+        if need > room:
+            raise CapacityError(
+                f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
+                f"this push needs {need}",
+                metadata={"replica": replica.replica_id, "need_bytes": str(need)},
+            )

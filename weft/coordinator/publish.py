@@ -1,0 +1,233 @@
+"""PublishService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft.contract.names import check_name
+from weft.coordinator import effects, events
+from weft.coordinator.catalog import Catalog
+from weft.coordinator.driver import Driver
+from weft.coordinator.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.membership import in_contact
+from weft.coordinator.state import (
+    FreshIds,
+    PolicyKind,
+    Transfer,
+    VersionRecord,
+    VersionState,
+)
+from weft.coordinator.step import already_committed
+from weft.coordinator.wire import (
+    adapter_from_proto,
+    begin_to_proto,
+    lease_to_proto,
+    transfer_from_record,
+    transfer_to_proto,
+)
+from weft.rpc.codec import dtype_to_proto, duration_from_proto
+from weft.rpc.manifest_codec import ManifestDecoder
+from weft.v1 import publish_pb2, publish_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: A push that names no timeout gets this much; one that names more gets at most a day.
+DEFAULT_TIMEOUT_SECONDS: Final = 600.0
+MAX_TIMEOUT_SECONDS: Final = 86_400.0
+#: A wait on behalf of a caller that set no deadline.
+MAX_WAIT_SECONDS: Final = 3_600.0
+
+
+class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
+    """For trainers: own a policy, push versions, learn what became of them."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        catalog: Catalog,
+        manifests: ManifestCache,
+        references: ReferenceCache,
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._manifests = manifests
+        self._references = references
+
+    def _answer_by(self, context: Context) -> float:
+        """When a wait must end so that the caller still gets our answer."""
+        left = context.time_remaining()
+        if left is None:
+            return self._driver.now() + MAX_WAIT_SECONDS
+        return self._driver.now() + left - min(0.25, left * 0.2)
+
+    async def DescribeTarget(
+        self, request: publish_pb2.DescribeTargetRequest, context: Context
+    ) -> publish_pb2.DescribeTargetResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        deadline = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
+        )
+        state = self._driver.state
+        replicas = in_contact(state)
+        if not replicas:
+            raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
+        capabilities = replicas[0].capabilities
+        exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
+        return publish_pb2.DescribeTargetResponse(
+            base_fingerprint=state.fingerprint,
+            architecture=state.architecture,
+            base_dtype=dtype_to_proto(capabilities.base_dtype),
+            base_dtype_exceptions={n: dtype_to_proto(d) for n, d in exceptions.items()},
+            adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
+            base_version=state.vector.base,
+            num_replicas=len(replicas),
+        )
+
+    async def AcquirePolicy(
+        self, request: publish_pb2.AcquirePolicyRequest, context: Context
+    ) -> publish_pb2.AcquirePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        if int(request.kind) not in set(PolicyKind):
+            raise InvalidRequestError("the kind of the policy is not set")
+        answer = await self._driver.call(
+            lambda ticket: events.AcquirePolicy(
+                ticket,
+                request.trainer_id,
+                request.session_id,
+                request.policy,
+                PolicyKind(request.kind),
+            )
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        return publish_pb2.AcquirePolicyResponse(
+            lease=lease_to_proto(answer.policy, answer.lease, answer.time_to_live),
+            last_version=answer.last_version,
+        )
+
+    async def RenewLease(
+        self, request: publish_pb2.RenewLeaseRequest, context: Context
+    ) -> publish_pb2.RenewLeaseResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.RenewLease(ticket, request.policy, request.fencing_token)
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
+        return publish_pb2.RenewLeaseResponse(lease=lease)
+
+    async def ReleasePolicy(
+        self, request: publish_pb2.ReleasePolicyRequest, context: Context
+    ) -> publish_pb2.ReleasePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        await self._driver.call(
+            lambda ticket: events.ReleasePolicy(ticket, request.policy, request.fencing_token)
+        )
+        return publish_pb2.ReleasePolicyResponse()
+
+    async def PutManifest(
+        self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context
+    ) -> publish_pb2.PutManifestResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        decoder = ManifestDecoder()
+        async for request in request_iterator:
+            decoder.add(request.chunk)
+        manifest = await asyncio.to_thread(decoder.finish)
+        layout = self._manifests.put(manifest)
+        return publish_pb2.PutManifestResponse(layout_digest=layout.digest)
+
+    async def BeginTransfer(
+        self, request: publish_pb2.BeginTransferRequest, context: Context
+    ) -> publish_pb2.BeginTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        check_name(request.policy, "policy")
+        adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
+        timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0
+        timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
+        deadline = self._driver.now() + timeout
+        answer_by = min(deadline, self._answer_by(context))
+        answer = await self._driver.call(
+            lambda ticket: events.BeginTransfer(
+                ticket=ticket,
+                request_id=request.request_id,
+                policy=request.policy,
+                fencing_token=request.fencing_token,
+                layout_digest=request.layout_digest,
+                layout=self._manifests.get(request.layout_digest),
+                adapter=adapter,
+                min_replicas=request.require.min_replicas,
+                deadline=deadline,
+                answer_by=answer_by,
+                backend=request.backend,
+                group_id=request.group_id,
+                ids=_fresh_ids(),
+                recorded=self._recorded(request.policy, request.request_id),
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.BeginAnswer)
+        return begin_to_proto(answer)
+
+    def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
+        """What the lease's owner made of this request id before, by the catalog."""
+        policy = self._driver.state.policies.get(policy_name)
+        if policy is None or policy.lease is None or not policy.last_version:
+            return None
+        return self._catalog.find_request(policy.lease.trainer_id, request_id)
+
+    async def AwaitTransfer(
+        self, request: publish_pb2.AwaitTransferRequest, context: Context
+    ) -> publish_pb2.AwaitTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id)
+        if record is not None:
+            if record.failure:
+                raise record.failure.error()
+            return publish_pb2.AwaitTransferResponse(transfer=transfer_from_record(record))
+        answer = await self._driver.call(
+            lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
+        )
+        assert isinstance(answer, Transfer)
+        driver = self._driver
+        message = transfer_to_proto(answer, driver.state, driver.now(), answer.layout.num_buckets)
+        return publish_pb2.AwaitTransferResponse(transfer=message)
+
+    def _forgotten(self, transfer_id: str) -> VersionRecord | None:
+        """The catalog's record of a transfer that the state no longer has."""
+        state = self._driver.state
+        if transfer_id in state.transfers or transfer_id in state.history:
+            return None
+        record = self._catalog.find_transfer(transfer_id)
+        return record if record and record.state is not VersionState.STAGING else None
+
+    async def AbortTransfer(
+        self, request: publish_pb2.AbortTransferRequest, context: Context
+    ) -> publish_pb2.AbortTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id)
+        if record is not None:
+            if record.state is not VersionState.ABORTED:
+                raise already_committed(str(record.version))
+            return publish_pb2.AbortTransferResponse()
+        await self._driver.call(
+            lambda ticket: events.AbortTransfer(
+                ticket, request.transfer_id, request.fencing_token, request.message
+            )
+        )
+        return publish_pb2.AbortTransferResponse()
+
+
+def _fresh_ids() -> FreshIds:
+    return FreshIds(
+        transfer_id=f"t-{secrets.token_hex(8)}",
+        nonce=secrets.randbits(64),
+        group_id=f"g-{secrets.token_hex(8)}",
+        token=secrets.token_urlsafe(32),
+    )

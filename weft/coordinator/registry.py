@@ -1,0 +1,89 @@
+"""RegistryService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from weft.coordinator import effects, events
+from weft.coordinator.driver import Driver
+from weft.coordinator.manifests import ReferenceCache
+from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_from_proto
+from weft.rpc.manifest_codec import ReferenceDecoder
+from weft.v1 import registry_pb2, registry_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """For replicas: join the pool, stay in it, leave it."""
+
+    def __init__(self, driver: Driver, references: ReferenceCache) -> None:
+        self._driver = driver
+        self._references = references
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Context
+    ) -> registry_pb2.RegisterResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        capabilities = capabilities_from_proto(request.capabilities)
+        answer = await self._driver.call(
+            lambda ticket: events.Register(
+                ticket=ticket,
+                replica_id=request.replica_id,
+                incarnation=request.incarnation,
+                address=request.address,
+                http_url=request.http_url,
+                model_name=request.model_name,
+                capabilities=capabilities,
+                vector=vector_from_proto(request.version_vector),
+            )
+        )
+        assert isinstance(answer, effects.RegisterAnswer)
+        return registry_pb2.RegisterResponse(
+            heartbeat_interval=duration_to_proto(answer.heartbeat_seconds),
+            reference_wanted=answer.reference_wanted,
+            coordinator_generation=answer.generation,
+        )
+
+    async def PutReference(
+        self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context
+    ) -> registry_pb2.PutReferenceResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        decoder = ReferenceDecoder()
+        async for request in request_iterator:
+            decoder.add(request.chunk)
+        reference = await asyncio.to_thread(decoder.finish)
+        if self._driver.state.fingerprint in ("", reference.fingerprint):  # no other is of use
+            self._references.put(reference)
+            self._driver.post(events.ReferenceKnown(reference.fingerprint))
+        return registry_pb2.PutReferenceResponse()
+
+    async def Heartbeat(
+        self, request: registry_pb2.HeartbeatRequest, context: Context
+    ) -> registry_pb2.HeartbeatResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.Heartbeat(
+                ticket,
+                request.replica_id,
+                request.incarnation,
+                vector_from_proto(request.version_vector),
+                request.adapter_used_bytes,
+            )
+        )
+        assert isinstance(answer, effects.HeartbeatAnswer)
+        return registry_pb2.HeartbeatResponse(ready=answer.ready)
+
+    async def Leave(
+        self, request: registry_pb2.LeaveRequest, context: Context
+    ) -> registry_pb2.LeaveResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        await self._driver.call(
+            lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
+        )
+        return registry_pb2.LeaveResponse()

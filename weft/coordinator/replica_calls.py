@@ -1,0 +1,160 @@
+"""Calls to replicas: each with a deadline, its outcome posted as an event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.errors import WeftError
+from weft.coordinator import effects, events
+from weft.coordinator.state import Failure
+from weft.coordinator.wire import adapter_to_proto, digest_to_proto, group_to_proto
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import duration_from_proto, vector_from_proto, version_to_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import replica_pb2, replica_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_JOIN_SECONDS: Final = 10.0
+_DISCARD_SECONDS: Final = 5.0
+_RETIRE_SECONDS: Final = 10.0
+
+ReplicaCall = effects.CallJoin | effects.CallCommit | effects.CallDiscard | effects.CallRetire
+
+
+class ReplicaCaller:
+    """Carries out calls concurrently, over one channel for each address.
+
+    Args:
+        generation: Of this coordinator; repeated in every order.
+        post: Takes the outcomes.
+        commit_seconds: Longest that a replica may take to switch.
+    """
+
+    def __init__(
+        self, generation: int, post: Callable[[events.Event], None], commit_seconds: float
+    ) -> None:
+        self._generation = generation
+        self._post = post
+        self._commit_seconds = commit_seconds
+        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, call: ReplicaCall) -> None:
+        """Begin a call; returns at once."""
+        match call:
+            case effects.CallJoin():
+                self._spawn(self._join(call))
+            case effects.CallCommit():
+                self._spawn(self._commit(call))
+            case effects.CallDiscard():
+                self._spawn(self._discard(call))
+            case effects.CallRetire():
+                self._spawn(self._retire(call))
+
+    def close_channel(self, address: str) -> None:
+        """Let go of an address; calls under way have a second to end."""
+        entry = self._channels.pop(address, None)
+        if entry is not None:
+            self._spawn(entry[0].close(grace=1.0))
+
+    async def close(self) -> None:
+        """Cancel what is under way and close every channel."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel, _ in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a call to a replica failed unexpectedly", exc_info=task.exception())
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._channels:
+            channel = open_aio_channel(address)
+            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(channel))
+        return self._channels[address][1]
+
+    async def _join(self, call: effects.CallJoin) -> None:
+        request = replica_pb2.JoinGroupRequest(
+            coordinator_generation=self._generation,
+            trainer_id=call.group.trainer_id,
+            group=group_to_proto(call.group, call.first_rank),
+        )
+        failure = None
+        try:
+            await self._stub(call.address).JoinGroup(request, timeout=_JOIN_SECONDS)
+        except grpc.RpcError as error:
+            failure = _failure(error, call.replica_id)
+        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def _commit(self, call: effects.CallCommit) -> None:
+        request = replica_pb2.CommitTransferRequest(
+            coordinator_generation=self._generation,
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            adapter=adapter_to_proto(call.adapter) if call.adapter else None,
+            content_digest=digest_to_proto(call.content_digest),
+        )
+        vector, pause, failure = None, 0.0, None
+        try:
+            response = await self._stub(call.address).CommitTransfer(
+                request, timeout=self._commit_seconds
+            )
+            vector = vector_from_proto(response.version_vector)
+            pause = duration_from_proto(response.pause)
+        except grpc.RpcError as error:
+            failure = _failure(error, call.replica_id)
+            _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
+                         failure.message)  # fmt: skip
+        self._post(
+            events.CommitAnswered(
+                call.transfer_id, call.replica_id, call.incarnation, vector, pause, failure
+            )
+        )
+
+    async def _discard(self, call: effects.CallDiscard) -> None:
+        request = replica_pb2.DiscardTransferRequest(
+            coordinator_generation=self._generation, transfer_id=call.transfer_id
+        )
+        try:
+            await self._stub(call.address).DiscardTransfer(request, timeout=_DISCARD_SECONDS)
+        except grpc.RpcError as error:
+            _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
+                       call.transfer_id, error_from_rpc(error))  # fmt: skip
+
+    async def _retire(self, call: effects.CallRetire) -> None:
+        request = replica_pb2.RetireVersionsRequest(
+            coordinator_generation=self._generation,
+            versions=map(version_to_proto, call.versions),
+        )
+        try:
+            response = await self._stub(call.address).RetireVersions(
+                request, timeout=_RETIRE_SECONDS
+            )
+        except grpc.RpcError as error:
+            _log.info("replica %s did not retire versions, asked again later: %s",
+                      call.replica_id, error_from_rpc(error))  # fmt: skip
+            return
+        vector = vector_from_proto(response.version_vector)
+        self._post(events.RetireAnswered(call.replica_id, call.incarnation, vector))
+
+
+def _failure(error: grpc.RpcError, replica_id: str) -> Failure:
+    """The outcome of a failed call; no answer at all means that the peer is gone."""
+    typed: WeftError = error_from_rpc(error)
+    reason = "PEER_GONE" if typed.reason == "COORDINATOR_AWAY" else typed.reason
+    return Failure(reason, typed.message, {**typed.metadata, "member": replica_id})

@@ -1,0 +1,93 @@
+"""Retire: adapter versions beyond the retention leave, first replicas, then catalog."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.contract.names import PolicyVersion
+from weft.coordinator import events
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallRetire, SaveRetired
+from weft.coordinator.state import Policy, PolicyKind, Replica, State
+
+EVERY_SECONDS = 1.0
+
+
+def kept_versions(policy: Policy, retain: int) -> frozenset[int]:
+    """The newest ``retain`` versions, and always the one behind the alias."""
+    newest = policy.versions[-retain:] if retain else ()
+    return frozenset((*newest, policy.served_version))
+
+
+def retire(change: Change) -> None:
+    """Ask replicas to drop what they should not hold, and record what none holds.
+
+    O(replicas x adapters): at the end of a transfer, and once a second.
+    """
+    change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
+    kept = {
+        policy.name: kept_versions(policy, state.settings.retain)
+        for policy in state.policies.values()
+        if policy.kind is PolicyKind.ADAPTER
+    }
+    held: set[PolicyVersion] = set()
+    for replica in list(state.replicas.values()):
+        if replica.lost:
+            continue
+        unwanted = _unwanted(replica, kept)
+        held.update(unwanted)
+        if unwanted and change.now >= replica.retire_at and replica.in_contact:
+            retry_at = change.now + state.settings.retire_retry_seconds
+            change.put_replica(replace(replica, retire_at=retry_at))
+            change.emit(
+                CallRetire(
+                    replica.replica_id, replica.incarnation, replica.address, tuple(unwanted)
+                )
+            )
+    _record(change, kept, held)
+
+
+def _unwanted(replica: Replica, kept: dict[str, frozenset[int]]) -> list[PolicyVersion]:
+    """What a replica holds beyond what is kept; never what its alias stands for."""
+    return [
+        PolicyVersion(policy, version)
+        for policy, entry in sorted(replica.vector.adapters.items())
+        for version in entry.versions
+        if version not in kept.get(policy, ()) and version != entry.alias
+    ]
+
+
+def _record(change: Change, kept: dict[str, frozenset[int]], held: set[PolicyVersion]) -> None:
+    for name, keep in kept.items():
+        policy = change.state.policies[name]
+        gone = [
+            version
+            for version in policy.versions
+            if version not in keep
+            and PolicyVersion(name, version) not in held
+            and not _is_alias_somewhere(change.state, name, version)
+        ]
+        if gone:
+            left = tuple(version for version in policy.versions if version not in gone)
+            change.put_policy(replace(policy, versions=left))
+        for version in gone:
+            retired = PolicyVersion(name, version)
+            change.emit(SaveRetired(retired))
+            change.announce("version_retired", str(retired), "no replica holds it any more")
+
+
+def _is_alias_somewhere(state: State, policy: str, version: int) -> bool:
+    return any(
+        entry is not None and entry.alias == version
+        for replica in state.replicas.values()
+        if not replica.lost
+        for entry in [replica.vector.adapters.get(policy)]
+    )
+
+
+def retire_answered(change: Change, event: events.RetireAnswered) -> None:
+    """Note what a replica still holds."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        change.put_replica(replace(replica, vector=event.vector, retire_at=change.now))
+        change.state = replace(change.state, retire_at=change.now)

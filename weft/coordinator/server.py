@@ -1,0 +1,175 @@
+"""A coordinator as a process runs it, or a test or a replica embeds it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from weft.coordinator.catalog import Catalog
+from weft.coordinator.config import CoordinatorConfig
+from weft.coordinator.driver import Driver
+from weft.coordinator.feed import Feed
+from weft.coordinator.inspect import InspectServicer
+from weft.coordinator.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.publish import PublishServicer
+from weft.coordinator.registry import RegistryServicer
+from weft.coordinator.rendezvous import RendezvousServicer
+from weft.coordinator.state import State
+from weft.rpc.server import Servicer, WeftServer, bind, make_server
+from weft.v1 import (
+    inspect_pb2_grpc,
+    publish_pb2_grpc,
+    registry_pb2_grpc,
+    rendezvous_pb2_grpc,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Everything of one coordinator; ``start`` and ``stop`` it on one event loop."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.port = 0
+        self._catalog: Catalog | None = None
+        self._driver: Driver | None = None
+        self._server: WeftServer | None = None
+        self._deciding: asyncio.Task[None] | None = None
+
+    @property
+    def target(self) -> str:
+        """HOST:PORT to dial, once started."""
+        return f"{self.config.listen.rpartition(':')[0]}:{self.port}"
+
+    async def start(self) -> int:
+        """Open the catalog, listen, and decide; returns the port.
+
+        Raises:
+            CatalogError: The catalog is in use, foreign or too new.
+            NotReadyError: The address cannot be listened on.
+        """
+        self._catalog = await asyncio.to_thread(Catalog.open, self.config.catalog)
+        try:
+            await self._start(self._catalog)
+        except BaseException:
+            await self.stop()
+            raise
+        return self.port
+
+    async def _start(self, catalog: Catalog) -> None:
+        manifests, references, feed = ManifestCache(), ReferenceCache(), Feed()
+        state = _initial_state(catalog, self.config)
+        driver = self._driver = Driver(
+            state, catalog, references, feed, commit_seconds=self.config.commit_timeout_seconds
+        )
+        publish = PublishServicer(driver, catalog, manifests, references)
+        inspect = InspectServicer(driver, catalog, feed)
+        registry = RegistryServicer(driver, references)
+        rendezvous = RendezvousServicer(driver.hub, manifests)
+        self._server = await make_server(
+            [
+                Servicer(
+                    "weft.v1.InspectService",
+                    inspect,
+                    inspect_pb2_grpc.add_InspectServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.PublishService",
+                    publish,
+                    publish_pb2_grpc.add_PublishServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.RegistryService",
+                    registry,
+                    registry_pb2_grpc.add_RegistryServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.RendezvousService",
+                    rendezvous,
+                    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server,
+                ),
+            ]
+        )
+        self.port = bind(self._server.server, self.config.listen)
+        self._deciding = driver.start()
+        await self._server.server.start()
+        _log.info(
+            "coordinator listens on %s, generation %s, catalog %s",
+            self.target,
+            state.generation,
+            self.config.catalog,
+        )
+
+    async def wait(self) -> None:
+        """Wait until it is stopped.
+
+        Raises:
+            Exception: It cannot go on: the catalog could not be written.
+        """
+        if self._deciding is not None:
+            await asyncio.shield(self._deciding)
+
+    async def stop(self) -> None:
+        """End what is under way within ``stop_seconds`` and let go of the catalog.
+
+        Idempotent. A transfer that was not committed is aborted at the next start.
+        """
+        server, self._server = self._server, None
+        driver, self._driver = self._driver, None
+        catalog, self._catalog = self._catalog, None
+        if driver is not None:
+            await driver.stop()
+        if server is not None:
+            await server.server.stop(self.config.stop_seconds)
+        if catalog is not None:
+            catalog.close()
+
+
+def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
+    known = catalog.snapshot()
+    return State(
+        settings=config.settings,
+        generation=known.generation,
+        wall_offset_seconds=time.time() - time.monotonic(),
+        fingerprint=known.fingerprint,
+        architecture=known.architecture,
+        epoch=known.epoch,
+        policies={policy.name: policy for policy in known.policies},
+    )
+
+
+async def serve(config: CoordinatorConfig, *, ready: Callable[[int], None] | None = None) -> None:
+    """Run a coordinator until SIGTERM or SIGINT, then stop it in order.
+
+    Args:
+        ready: Told the port, once calls are answered.
+
+    Raises:
+        WeftError: It cannot start; says why.
+        Exception: It cannot go on: the catalog could not be written.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    coordinator = Coordinator(config)
+    try:
+        port = await coordinator.start()
+        if ready is not None:
+            ready(port)
+        told = loop.create_task(stopping.wait())
+        failed = loop.create_task(coordinator.wait())
+        await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if failed.done():
+            failed.result()
+        failed.cancel()
+        _log.info("coordinator stops")
+    finally:
+        await coordinator.stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

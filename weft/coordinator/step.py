@@ -1,0 +1,190 @@
+"""The coordinator's decisions: ``step(state, event, now) -> (state, effects)``.
+
+Pure: no clock, socket, thread or random number. ``now`` is in seconds of one
+monotonic clock. A race is a list of events in some order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.contract.errors import (
+    LeaseFencedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+)
+from weft.coordinator import (
+    abort,
+    admission,
+    commit,
+    events,
+    leases,
+    membership,
+    preflight,
+    retire,
+    staging,
+)
+from weft.coordinator.change import Change
+from weft.coordinator.effects import Done, Effect
+from weft.coordinator.state import Failure, Phase, State
+
+
+def step(state: State, event: events.Event, now: float) -> tuple[State, list[Effect]]:
+    """Decide what one event changes and what is to be done about it.
+
+    Args:
+        state: What was known.
+        event: What happened.
+        now: When, in monotonic seconds; never less than in a former call.
+
+    Returns:
+        What is known now, and the effects in order. Effects other than saves are
+        to be carried out only once the durable saves among them (and among those
+        of former steps) are on disk.
+    """
+    change = Change(state, now)
+    _apply(change, event)
+    admission.admit(change)
+    if isinstance(event, events.FitChecked):
+        preflight.forget_unanswered(change, event)
+    if change.touched_all or change.touched:
+        membership.announce_standings(change)
+    _answer_describers(change)
+    return change.state, change.effects
+
+
+def _apply(change: Change, event: events.Event) -> None:
+    match event:
+        case events.Tick():
+            membership.find_lost(change)
+            leases.expire_leases(change)
+            staging.watch_deadlines(change)
+            if change.now >= change.state.retire_at:
+                retire.retire(change)
+        case events.CallerGone():
+            _forget_caller(change, event.ticket)
+        case events.AcquirePolicy():
+            leases.acquire(change, event)
+        case events.RenewLease():
+            leases.renew(change, event)
+        case events.ReleasePolicy():
+            leases.release(change, event)
+        case events.DescribeTarget():
+            tickets = {**change.state.target_tickets, event.ticket: event.deadline}
+            change.state = replace(change.state, target_tickets=tickets)
+        case events.BeginTransfer():
+            admission.begin(change, event)
+        case events.AwaitTransfer():
+            _await_transfer(change, event)
+        case events.AbortTransfer():
+            _abort_transfer(change, event)
+        case events.Register():
+            membership.register(change, event)
+        case events.Heartbeat():
+            membership.heartbeat(change, event)
+        case events.Leave():
+            membership.leave(change, event)
+        case events.ReferenceKnown():
+            if event.fingerprint == change.state.fingerprint:
+                change.state = replace(change.state, reference_known=True)
+        case events.FitChecked():
+            preflight.fit_checked(change, event)
+        case events.RankAttends():
+            staging.rank_attends(change, event)
+        case events.RankGone():
+            staging.rank_gone(change, event)
+        case events.RankPrepared():
+            staging.rank_prepared(change, event)
+        case events.RankStaged():
+            staging.rank_staged(change, event)
+        case events.RankFailed():
+            staging.rank_failed(change, event)
+        case events.JoinAnswered():
+            admission.join_answered(change, event)
+        case events.CommitAnswered():
+            commit.commit_answered(change, event)
+            if event.transfer_id in change.state.history:
+                retire.retire(change)
+        case events.RetireAnswered():
+            retire.retire_answered(change, event)
+
+
+def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
+    ended = change.state.history.get(event.transfer_id)
+    under_way = change.state.transfers.get(event.transfer_id)
+    if ended and ended.failure:
+        change.refuse([event.ticket], ended.failure.error())
+    elif ended:
+        change.reply(event.ticket, ended)
+    elif under_way:
+        tickets = (*under_way.await_tickets, event.ticket)
+        change.put_transfer(replace(under_way, await_tickets=tickets))
+    else:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+
+
+def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
+    state = change.state
+    transfer = state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
+    if transfer is None:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+    elif transfer.fencing_token != event.fencing_token:
+        error = LeaseFencedError(
+            f"token {event.fencing_token} does not own transfer {event.transfer_id}"
+        )
+        change.refuse([event.ticket], error)
+    elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
+        change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
+    else:
+        if transfer.uncommitted:
+            message = event.message[:500] or "no reason given"
+            failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
+            abort.abort(change, transfer, failure)
+        change.reply(event.ticket, Done())
+
+
+def unknown_transfer(transfer_id: str) -> NotFoundError:
+    """The failure of a call that names no transfer we know of."""
+    return NotFoundError(f"no transfer {transfer_id[:80]!r} is known", reason="TRANSFER_UNKNOWN")
+
+
+def already_committed(version: str) -> NotReadyError:
+    """The failure of aborting too late."""
+    return NotReadyError(
+        f"{version} is committed and cannot be given up", reason="ALREADY_COMMITTED"
+    )
+
+
+def _forget_caller(change: Change, ticket: int) -> None:
+    """A cancelled wait; a transfer that nobody waits to begin is not begun."""
+    if ticket in change.state.target_tickets:
+        tickets = {t: d for t, d in change.state.target_tickets.items() if t != ticket}
+        change.state = replace(change.state, target_tickets=tickets)
+        return
+    for transfer in change.state.transfers.values():
+        begins = tuple(t for t in transfer.begin_tickets if t != ticket)
+        awaits = tuple(t for t in transfer.await_tickets if t != ticket)
+        if transfer.phase is Phase.WAITING and transfer.begin_tickets and not begins:
+            change.drop_transfer(transfer.transfer_id)
+            return
+        if (begins, awaits) != (transfer.begin_tickets, transfer.await_tickets):
+            change.put_transfer(replace(transfer, begin_tickets=begins, await_tickets=awaits))
+            return
+
+
+def _answer_describers(change: Change) -> None:
+    """Answer callers of DescribeTarget when there is something to describe."""
+    waiting = change.state.target_tickets
+    if not waiting:
+        return
+    if change.state.reference_known and membership.in_contact(change.state):
+        for ticket in waiting:
+            change.reply(ticket, Done())
+        waiting = {}
+    else:
+        late = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
+        why = "no replica is in contact that has described its base model"
+        change.refuse(late, PeerUnavailableError(why, reason="POOL_EMPTY"))
+        waiting = {t: d for t, d in waiting.items() if t not in late}
+    change.state = replace(change.state, target_tickets=waiting)

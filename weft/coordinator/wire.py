@@ -1,0 +1,211 @@
+"""The coordinator's values as messages of ``weft.v1``."""
+
+from __future__ import annotations
+
+import hashlib
+
+from weft.contract.adapter import MAX_CONFIG_BYTES
+from weft.contract.errors import InvalidAdapterError
+from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.membership import standing
+from weft.coordinator.state import (
+    AdapterSpec,
+    ContentDigest,
+    Group,
+    Lease,
+    Phase,
+    Policy,
+    Replica,
+    State,
+    Transfer,
+    VersionRecord,
+    VersionState,
+)
+from weft.rpc.codec import (
+    capabilities_to_proto,
+    duration_to_proto,
+    timestamp_to_proto,
+    vector_to_proto,
+    version_to_proto,
+)
+from weft.v1 import inspect_pb2, publish_pb2, types_pb2
+
+
+def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
+    """An adapter's description.
+
+    Raises:
+        InvalidAdapterError: Its config is too long.
+    """
+    config = message.config_json.encode()
+    if len(config) > MAX_CONFIG_BYTES:
+        raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
+    return AdapterSpec(
+        message.config_json,
+        hashlib.sha256(config).digest(),
+        message.base_fingerprint,
+        message.trained_on_base_version,
+    )
+
+
+def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
+    """An adapter's description."""
+    return types_pb2.AdapterSpec(
+        config_json=spec.config_json,
+        base_fingerprint=spec.base_fingerprint,
+        trained_on_base_version=spec.trained_on_base_version,
+    )
+
+
+def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
+    """A digest over content."""
+    return types_pb2.ContentDigest(
+        algorithm=types_pb2.DigestAlgorithm.ValueType(digest.algorithm),
+        value=digest.value,
+        size_bytes=digest.size_bytes,
+    )
+
+
+def group_to_proto(group: Group, rank: int) -> publish_pb2.GroupPlan:
+    """A group as its member ``rank`` must know it."""
+    return publish_pb2.GroupPlan(
+        group_id=group.group_id,
+        token=group.token,
+        epoch=group.epoch,
+        rank=rank,
+        size=group.size,
+        backend=group.backend,
+    )
+
+
+def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
+    """The answer to BeginTransfer; without a group when the transfer has ended."""
+    return publish_pb2.BeginTransferResponse(
+        transfer_id=answer.transfer_id,
+        version=version_to_proto(answer.version),
+        group=group_to_proto(answer.group, 0) if answer.group else None,
+        nonce=answer.nonce,
+        replica_ids=answer.replica_ids,
+    )
+
+
+def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
+    """A lease with the time that is left to it."""
+    return publish_pb2.Lease(
+        policy=policy,
+        trainer_id=lease.trainer_id,
+        fencing_token=lease.fencing_token,
+        time_to_live=duration_to_proto(time_to_live),
+    )
+
+
+def transfer_to_proto(
+    transfer: Transfer, state: State, now: float, num_verified: int
+) -> publish_pb2.Transfer:
+    """A transfer as seen from outside.
+
+    Args:
+        num_verified: Buckets that every receiver has verified, while it stages.
+    """
+    phase = max(transfer.phase, Phase.FORMING)
+    started, committed = transfer.start_at, transfer.commit_at
+    end = transfer.end_at or now
+    message = publish_pb2.Transfer(
+        transfer_id=transfer.transfer_id,
+        version=version_to_proto(transfer.policy_version),
+        trainer_id=transfer.trainer_id,
+        state=publish_pb2.TransferState.ValueType(int(phase)),
+        total_bytes=transfer.layout.total_bytes,
+        num_buckets=transfer.layout.num_buckets,
+        num_buckets_verified=transfer.layout.num_buckets if committed else num_verified,
+        replica_ids=transfer.targets,
+        begin_time=timestamp_to_proto(state.wall(transfer.begin_at)),
+        forming=duration_to_proto((started or end) - transfer.begin_at),
+        layout_digest=transfer.layout.digest,
+        epoch=transfer.epoch,
+        pause=duration_to_proto(transfer.pause_seconds),
+    )
+    if started:
+        message.staging.CopyFrom(duration_to_proto((committed or end) - started))
+    if committed:
+        message.committing.CopyFrom(duration_to_proto(end - committed))
+    if transfer.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(transfer.content_digest))
+    if transfer.failure:
+        message.failure_reason = transfer.failure.reason
+        message.failure_message = transfer.failure.message
+    return message
+
+
+def transfer_from_record(record: VersionRecord) -> publish_pb2.Transfer:
+    """What the catalog still knows of a transfer that is forgotten otherwise."""
+    committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
+    message = publish_pb2.Transfer(
+        transfer_id=record.transfer_id,
+        version=version_to_proto(record.version),
+        trainer_id=record.trainer_id,
+        state=(
+            publish_pb2.TRANSFER_STATE_COMMITTED
+            if committed
+            else publish_pb2.TRANSFER_STATE_ABORTED
+        ),
+        begin_time=timestamp_to_proto(record.create_time),
+        layout_digest=record.layout_digest,
+    )
+    if record.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.total_bytes = record.content_digest.size_bytes
+    if record.failure:
+        message.failure_reason = record.failure.reason
+        message.failure_message = record.failure.message
+    return message
+
+
+def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
+    """A version as recorded."""
+    message = inspect_pb2.Version(
+        version=version_to_proto(record.version),
+        state=inspect_pb2.VersionState.ValueType(int(record.state)),
+        trainer_id=record.trainer_id,
+        transfer_id=record.transfer_id,
+        layout_digest=record.layout_digest,
+        create_time=timestamp_to_proto(record.create_time),
+        trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else 0,
+    )
+    if record.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+    if record.commit_time:
+        message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
+    return message
+
+
+def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
+    """A replica and where it stands."""
+    where, why = standing(state, replica)
+    return inspect_pb2.Replica(
+        replica_id=replica.replica_id,
+        state=inspect_pb2.ReplicaState.ValueType(int(where)),
+        state_reason=why,
+        address=replica.address,
+        http_url=replica.http_url,
+        capabilities=capabilities_to_proto(replica.capabilities),
+        version_vector=vector_to_proto(replica.vector),
+        since_heartbeat=duration_to_proto(now - replica.last_heard),
+        model_name=replica.model_name,
+        adapter_used_bytes=replica.adapter_used_bytes,
+    )
+
+
+def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
+    """A policy, and its owner if there is one."""
+    message = inspect_pb2.Policy(
+        policy=policy.name,
+        kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
+        served_version=policy.served_version,
+        last_version=policy.last_version,
+        versions=policy.versions,
+    )
+    lease = policy.lease
+    if lease and now < lease.expires_at:
+        message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))
+    return message
