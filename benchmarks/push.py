@@ -212,8 +212,8 @@ def _push_adapters(target: str, peft_model: Any, rows: Rows) -> None:
         return statistics.median(getattr(r, name) for r in kept) * 1e3
 
     rows.add(
-        f"adapter of {kept[0].total_bytes / 1e6:.1f} MB to one vLLM replica, call to served: median",
-        f"{median('seconds'):.1f} ms (forming {median('forming_seconds'):.1f}, staging "
+        f"adapter of {kept[0].total_bytes / 1e6:.1f} MB to one vLLM replica, from call to served",
+        f"median {median('seconds'):.1f} ms (forming {median('forming_seconds'):.1f}, staging "
         f"{median('staging_seconds'):.1f}, committing {median('committing_seconds'):.1f})",
         "< 60 ms",
     )

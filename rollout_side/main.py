@@ -79,6 +79,7 @@ async def _serve_engine(
     _log.info(
         "replica %s: gRPC on %s, OpenAI API on %s", config.agent.replica_id, agent.address, http_url
     )
+    await engine.start_http()
     if ready is not None:
         ready(agent.address, http_url)
     tasks = {

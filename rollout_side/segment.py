@@ -32,11 +32,13 @@ class Segment:
     The memory lives as long as this object or any tensor viewing ``data``.
     """
 
-    def __init__(self, fd: int, num_bytes: int, pid: int, *, populate: bool) -> None:
+    def __init__(self, fd: int, num_bytes: int, pid: int, *, owned: bool) -> None:
+        #: Whether this process allocated it; others' memory is not ours to reuse.
+        self.owned = owned
         self._fd = fd
         self._pid = pid
         self.num_bytes = num_bytes
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owned else 0)
         self._map = mmap.mmap(fd, num_bytes, flags=flags)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -46,7 +48,7 @@ class Segment:
         fd = os.memfd_create("weft", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
-            return cls(fd, num_bytes, os.getpid(), populate=True)
+            return cls(fd, num_bytes, os.getpid(), owned=True)
         except BaseException:
             os.close(fd)
             raise
@@ -64,7 +66,7 @@ class Segment:
             raise NotReadyError(
                 f"the worker (pid {ref.pid}) that holds the staged copy is gone: {error}"
             ) from error
-        return cls(fd, ref.num_bytes, os.getpid(), populate=False)
+        return cls(fd, ref.num_bytes, os.getpid(), owned=False)
 
     @property
     def ref(self) -> SegmentRef:

@@ -239,8 +239,10 @@ class WorkerStore:
             return staged
 
     def _recycle(self, segment: Segment | None) -> None:
-        """Keep one segment a size class for the next push of the same layout."""
-        if segment is not None and segment.num_bytes not in {s.num_bytes for s in self._free}:
+        """Keep one segment of a size, and two in all, for pushes of the same layouts."""
+        if segment is None or not segment.owned:
+            return
+        if segment.num_bytes not in {s.num_bytes for s in self._free}:
             self._free = [*self._free[-1:], segment]
 
 

@@ -74,8 +74,12 @@ def _config(kind: str, tied: bool) -> Any:
         return transformers.Qwen3Config(**common)
     if kind == "qwen3_moe":
         return transformers.Qwen3MoeConfig(
-            **common, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
-            decoder_sparse_step=1, norm_topk_prob=True,
+            **common,
+            moe_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
         )
     if kind == "mixtral":
         return transformers.MixtralConfig(
@@ -103,7 +107,12 @@ def make_tokenizer(path: Path) -> None:
 
 
 def make_adapter(
-    model: Path, path: Path, *, seed: int, rank: int = 8, targets: Sequence[str] = TARGETS,
+    model: Path,
+    path: Path,
+    *,
+    seed: int,
+    rank: int = 8,
+    targets: Sequence[str] = TARGETS,
     **settings: Any,
 ) -> Path:
     """Save a random LoRA of ``model`` whose B is not zero.
@@ -119,11 +128,14 @@ def make_adapter(
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(
-        _load(model),
+        load_hf(model),
         LoraConfig(
             **{
-                "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets),
-                "task_type": "CAUSAL_LM", **settings,
+                "r": rank,
+                "lora_alpha": 2 * rank,
+                "target_modules": list(targets),
+                "task_type": "CAUSAL_LM",
+                **settings,
             }
         ),
     )
@@ -133,6 +145,18 @@ def make_adapter(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
     wrapped.save_pretrained(path, save_embedding_layers=False)
+    return path
+
+
+def rename_modules(adapter: Path, path: Path, old: str, new: str) -> Path:
+    """Save a copy of an adapter whose tensors name modules that no model has."""
+    from safetensors.torch import load_file, save_file
+
+    path.mkdir(parents=True)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(adapter_config(adapter).replace(old, new))
     return path
 
 
@@ -148,17 +172,16 @@ class Referee:
         self._models: dict[tuple[Path, Path | None], Any] = {}
 
     def logprobs(
-        self, model: Path, prompt: Sequence[int], tokens: Sequence[int],
+        self,
+        model: Path,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
         adapter: Path | None = None,
     ) -> list[float]:
         """Log-probability of each of ``tokens`` after ``prompt`` and those before it."""
         key = (model, adapter)
         if key not in self._models:
-            loaded = _load(model)
-            if adapter is not None:
-                from peft import PeftModel
-
-                loaded = PeftModel.from_pretrained(loaded, str(adapter))
+            loaded = load_hf(model) if adapter is None else load_peft(model, adapter)
             self._models[key] = loaded.eval()
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
@@ -168,9 +191,17 @@ class Referee:
         return [float(log_probs[begin + i, token]) for i, token in enumerate(tokens)]
 
 
-def _load(model: Path) -> Any:
+def load_hf(model: Path) -> Any:
+    """A saved model, by transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
+
+
+def load_peft(model: Path, adapter: Path) -> Any:
+    """A saved adapter on a saved model, by PEFT."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_hf(model), str(adapter))

@@ -26,7 +26,8 @@ from weft.contract.errors import LoadFailedError
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
-from weft.coordinator.server import Coordinator, CoordinatorConfig
+from weft.coordinator.config import CoordinatorConfig
+from weft.coordinator.server import Coordinator
 from weft.rpc.server import Servicer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
@@ -44,11 +45,11 @@ class EngineDouble:
     ) -> None:
         self._keep_base = keep_base
         metas = make_metas(weights, CastRule(enabled=False))
-        self.reference = Reference("Double", metas)
+        self.reference = Reference("Model", metas)
         settings: dict[str, Any] = {
             "engine_version": "double",
             "base_fingerprint": self.reference.fingerprint,
-            "architecture": "Double",
+            "architecture": "Model",
             "base_dtype": DataType.FLOAT32,
             "adapter_dtype": DataType.FLOAT32,
             "lora_enabled": True,
@@ -124,7 +125,7 @@ async def wait_registered(agent: Agent, running: asyncio.Task[None]) -> None:
 class Pool:
     """Coordinator and replicas on an event loop of their own; used from any thread."""
 
-    def __init__(self, catalog: Path, **config: Any) -> None:
+    def __init__(self, catalog: Path | None, target: str = "", **config: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pool", daemon=True)
         self._thread.start()
@@ -132,8 +133,9 @@ class Pool:
         self._coordinator: Coordinator | None = None
         self._replicas: dict[str, tuple[Any, asyncio.Task[None]]] = {}
         self.agents: dict[str, Agent] = {}
-        self.target = ""
-        self.start_coordinator()
+        self.target = target
+        if catalog is not None:
+            self.start_coordinator()
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run on the pool's loop and wait."""
@@ -197,6 +199,16 @@ class Pool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_WAIT_SECONDS)
         self._loop.close()
+
+
+@contextmanager
+def replicas_of(target: str) -> Iterator[Pool]:
+    """A pool whose coordinator is a process of its own."""
+    pool = Pool(None, target)
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ and the control plane.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -32,6 +33,7 @@ from weft.contract.errors import (
     LeaseFencedError,
     NotReadyError,
     PeerUnavailableError,
+    StaleEpochError,
     TransferTimeoutError,
     WeftError,
 )
@@ -352,21 +354,37 @@ class Publisher:
         deadline: float,
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
+        if not begun.HasField("group"):  # a retried call of a push that has ended
+            return self._outcome(begun.transfer_id, deadline)
         sender = self._sender_for(begun.group)
         try:
-            with self._reporter.push(str(version), manifest.total_bytes) as progress:
-                sender.send(
-                    source,
-                    manifest,
-                    transfer_id=begun.transfer_id,
-                    nonce=begun.nonce,
-                    deadline=deadline,
-                    progress=progress,
-                )
+            # When the group is gone, only the coordinator knows why, or whether the
+            # version was committed all the same.
+            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                self._send(sender, begun, version, source, manifest, deadline)
             return self._outcome(begun.transfer_id, deadline)
         except BaseException as error:
             self._give_up(begun, error)
             raise
+
+    def _send(
+        self,
+        sender: Sender,
+        begun: pb.BeginTransferResponse,
+        version: PolicyVersion,
+        source: Source,
+        manifest: Manifest,
+        deadline: float,
+    ) -> None:
+        with self._reporter.push(str(version), manifest.total_bytes) as progress:
+            sender.send(
+                source,
+                manifest,
+                transfer_id=begun.transfer_id,
+                nonce=begun.nonce,
+                deadline=deadline,
+                progress=progress,
+            )
 
     def _sender_for(self, group: pb.GroupPlan) -> Sender:
         if self._sender is not None:

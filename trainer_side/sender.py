@@ -208,5 +208,5 @@ class Sender:
 
     def _on_closed(self, error: WeftError) -> None:
         with self._condition:
-            self._broken = error
+            self._broken = self._broken or error  # an abort said why already
             self._condition.notify_all()

@@ -69,7 +69,8 @@ def coordinator(
     log_level: LogLevel = "info",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
-    from weft.coordinator.server import CoordinatorConfig, serve
+    from weft.coordinator.config import CoordinatorConfig
+    from weft.coordinator.server import serve
 
     _configure_logging(log_level)
     config = CoordinatorConfig(

@@ -48,7 +48,7 @@ def push_path(
         f"[bold green]{report.version}[/] is served by {report.num_replicas} replica{plural}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f} "
-        f"at {rate:.2f} GB/s, committing {report.committing_seconds:.3f})"
+        f"at {rate:.3g} GB/s, committing {report.committing_seconds:.3f})"
     )
 
 

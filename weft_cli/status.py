@@ -28,7 +28,12 @@ _STATES = {
 
 
 def show_status(
-    coordinator: str, *, watch: bool, json_output: bool, interval_seconds: float
+    coordinator: str,
+    *,
+    watch: bool,
+    json_output: bool,
+    interval_seconds: float,
+    console: Console | None = None,
 ) -> None:
     """Print the pool, once or until interrupted.
 
@@ -42,7 +47,7 @@ def show_status(
             if json_output:
                 print(MessageToJson(pool, preserving_proto_field_name=True))
             else:
-                Console().print(render(pool))
+                (console or Console()).print(render(pool))
             return
         console = Console()
         with Live(render(_get_pool(stub)), console=console, auto_refresh=False) as live:
@@ -126,7 +131,7 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     forming, staging, committing = (
         duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
     )
-    rate = f", {transfer.total_bytes / staging / 1e9:.2f} GB/s" if staging > 0 else ""
+    rate = f", {transfer.total_bytes / staging / 1e9:.3g} GB/s" if staging > 0 else ""
     text = Text.assemble(
         (f"{which} transfer  ", "dim"),
         (f"{transfer.version.policy}@{transfer.version.version}", "bold"),

@@ -92,12 +92,12 @@ def publisher(pool):
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):
     model = peft_of(Model())
     first = lora(model)
-    assert str(publisher.push_adapter(model, "math", check_base=False)) == "math@1"
+    assert str(publisher.push_adapter(model, "math")) == "math@1"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(1)
-    assert str(publisher.push_adapter(model, "math", check_base=False)) == "math@2"
+    assert str(publisher.push_adapter(model, "math")) == "math@2"
     base = Model(seed=5)
     assert str(publisher.push_base(base)) == "base@1"
     for engine in engines:
@@ -229,7 +229,7 @@ def _nan(model):
     [
         (_without, "'layers.2.q_proj.weight' is missing"),
         (_reshaped, r"has shape \(8,32\)"),
-        (_extra, "'more.weight' is not a tensor of Double"),
+        (_extra, "'more.weight' is not a tensor of Model"),
         (_integer, "is int8"),
         (_nan, "holds NaN"),
     ],
@@ -259,9 +259,9 @@ def test_adapters_that_vllm_cannot_serve_are_refused_at_begin(
     pool, engines, publisher, settings, words
 ):
     with pytest.raises(InvalidAdapterError, match=words):
-        publisher.push_adapter(peft_of(Model(), **settings), "math", check_base=False)
+        publisher.push_adapter(peft_of(Model(), **settings), "math")
     assert pool.agents["replica-0"].vector.adapters == {}
-    assert str(publisher.push_adapter(peft_of(Model()), "math", check_base=False)) == "math@1"
+    assert str(publisher.push_adapter(peft_of(Model()), "math")) == "math@1"
 
 
 def test_adapter_for_another_base(pool, engines, publisher):
@@ -324,8 +324,8 @@ def test_a_load_that_fails_everywhere_is_told_to_the_trainer(pool, engines, publ
     for engine in engines:
         engine.fail_next_load = LoadFailedError("out of slots")
     with pytest.raises(LoadFailedError, match="out of slots"):
-        publisher.push_adapter(peft_of(Model()), "math", check_base=False)
-    assert publisher.push_adapter(peft_of(Model()), "math", check_base=False).version == 2
+        publisher.push_adapter(peft_of(Model()), "math")
+    assert publisher.push_adapter(peft_of(Model()), "math").version == 2
 
 
 def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_push(
@@ -345,7 +345,7 @@ def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
         model = peft_of(Model())
         with Publisher(pool.target, trainer_id="trainer-a") as publisher:
             for _ in range(4):
-                publisher.push_adapter(model, "math", check_base=False)
+                publisher.push_adapter(model, "math")
         _until(lambda: agent.vector.adapters["math"] == AdapterVersions((3, 4), 4))
         assert engine.store.adapter(PolicyVersion("math", 1)) is not None
         assert engine.store.adapter(PolicyVersion("math", 2)) is None
@@ -359,7 +359,7 @@ def test_an_adapter_store_without_room_refuses_before_a_byte_moves(tmp_path):
         pool.add_replica("replica-0", engine)
         with Publisher(pool.target, trainer_id="trainer-a") as publisher:
             with pytest.raises(CapacityError, match="replica-0") as caught:
-                publisher.push_adapter(peft_of(Model()), "math", check_base=False)
+                publisher.push_adapter(peft_of(Model()), "math")
             assert caught.value.reason == "STAGING_FULL"
             assert str(publisher.push_base(Model(1))) == "base@1"
 

@@ -58,8 +58,11 @@ def test_names_lead_into_wrapped_experts_only_where_these_are_wrapped() -> None:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_patterns_scale_as_peft_does(module: str, rank: int, alpha: float, rslora: bool) -> None:
     config = {
-        "r": 8, "lora_alpha": 32, "use_rslora": rslora,
-        "rank_pattern": {"q_proj": 4, "1.mlp.up_proj": 16}, "alpha_pattern": {"k_proj": 3},
+        "r": 8,
+        "lora_alpha": 32,
+        "use_rslora": rslora,
+        "rank_pattern": {"q_proj": 4, "1.mlp.up_proj": 16},
+        "alpha_pattern": {"k_proj": 3},
     }
     scaling = alpha / (math.sqrt(rank) if rslora else rank)
     assert bridges.pattern_scaling(config, module) == (rank, pytest.approx(scaling))

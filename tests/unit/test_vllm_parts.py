@@ -154,7 +154,8 @@ def test_names_that_are_taken() -> None:
 
 def test_experts_are_not_named_as_modules() -> None:
     assert lora_modules(["q_proj", "experts", "experts.0.up_proj", "k_proj"]) == (
-        "k_proj", "q_proj",
+        "k_proj",
+        "q_proj",
     )
 
 
@@ -203,8 +204,13 @@ def test_without_files_the_names_are_those_transformers_saves() -> None:
     from transformers import MixtralConfig
 
     config = MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
         architectures=["MixtralForCausalLM"],
     )
     reference = build_reference(None, config, DataType.BFLOAT16)
@@ -213,12 +219,21 @@ def test_without_files_the_names_are_those_transformers_saves() -> None:
 
 
 def test_floats_wider_than_most_keep_their_width() -> None:
-    metas = [TensorMeta(n, d, (1,)) for n, d in (
-        ("a", DataType.FLOAT32), ("b", DataType.FLOAT32), ("c", DataType.BFLOAT16),
-        ("d", DataType.FLOAT8_E4M3FN), ("e", DataType.FLOAT64),
-    )]
+    metas = [
+        TensorMeta(n, d, (1,))
+        for n, d in (
+            ("a", DataType.FLOAT32),
+            ("b", DataType.FLOAT32),
+            ("c", DataType.BFLOAT16),
+            ("d", DataType.FLOAT8_E4M3FN),
+            ("e", DataType.FLOAT64),
+        )
+    ]
     dtypes = [meta.dtype for meta in served_dtypes(metas, DataType.BFLOAT16)]
     assert dtypes == [
-        DataType.BFLOAT16, DataType.BFLOAT16, DataType.BFLOAT16, DataType.FLOAT8_E4M3FN,
+        DataType.BFLOAT16,
+        DataType.BFLOAT16,
+        DataType.BFLOAT16,
+        DataType.FLOAT8_E4M3FN,
         DataType.FLOAT64,
     ]

@@ -24,15 +24,25 @@ BASE = PolicyVersion("base", 3)
 
 def ok(rank: int = 0, **value: Any) -> Answer:
     return Answer(
-        ok=True, rank=rank, seconds=0.0, error_reason="", error_message="", metadata={},
+        ok=True,
+        rank=rank,
+        seconds=0.0,
+        error_reason="",
+        error_message="",
+        metadata={},
         value=value,
     )
 
 
 def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
     return Answer(
-        ok=False, rank=rank, seconds=0.0, error_reason=reason, error_message="no",
-        metadata={"dirty": "true"} if dirty else {}, value={},
+        ok=False,
+        rank=rank,
+        seconds=0.0,
+        error_reason=reason,
+        error_message="no",
+        metadata={"dirty": "true"} if dirty else {},
+        value={},
     )
 
 
@@ -78,18 +88,25 @@ class FakeEngine:
 def make_replica(engine: FakeEngine, load_seconds: float = 5.0) -> VllmReplica:
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
-        engine=engine, app_state=SimpleNamespace(openai_serving_models=serving),
+        engine=engine,
+        app_state=SimpleNamespace(openai_serving_models=serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
-        tracker=RequestTracker(), cleanup=contextlib.AsyncExitStack(),
+        tracker=RequestTracker(),
+        cleanup=contextlib.AsyncExitStack(),
     )
     return VllmReplica(
         parts,
         capabilities=Capabilities(
-            engine_version="0", base_fingerprint="", architecture="",
-            base_dtype=DataType.FLOAT32, adapter_dtype=DataType.FLOAT32,
+            engine_version="0",
+            base_fingerprint="",
+            architecture="",
+            base_dtype=DataType.FLOAT32,
+            adapter_dtype=DataType.FLOAT32,
             tensor_parallel_size=engine.num_ranks,
         ),
-        reference=Reference("", ()), model_name="tiny", worker_pids=(),
+        reference=Reference("", ()),
+        model_name="tiny",
+        worker_pids=(),
         deadlines=Deadlines(load_seconds=load_seconds, call_seconds=5.0),
     )
 

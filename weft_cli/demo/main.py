@@ -67,6 +67,10 @@ class _Demo:
 
 def run_demo(*, keep: bool) -> int:
     """Run it; returns the exit code: 0 only if every difference is within bounds."""
+    # This process makes the model and computes references, one thread like all others.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     work = Path(tempfile.mkdtemp(prefix="weft-demo-"))
     demo = _Demo(work, Console(width=max(100, Console().width)))
     began = time.monotonic()
@@ -120,7 +124,9 @@ def _run(demo: _Demo, began: float) -> None:
     answered = ", ".join(f"{name} {n}" for name, n in sorted(traffic.answered.items()))
     demo.say(f"requests answered meanwhile, by the version each names: {answered}; none failed")
     demo.say(f"\n$ weft status -c {demo.coordinator}")
-    show_status(demo.coordinator, watch=False, json_output=False, interval_seconds=1)
+    show_status(
+        demo.coordinator, watch=False, json_output=False, interval_seconds=1, console=demo.console
+    )
     _show_grpcurl(demo)
 
 
@@ -129,6 +135,8 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
     coordinator = demo.start(
         "coordinator", "-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
         "--catalog", str(demo.work / "weft.db"),
+        # Starting two engines on two cores starves everything else for seconds.
+        "--lost-after-seconds", "60",
     )  # fmt: skip
     from weft_cli.demo.tiny_model import make_model
 
@@ -262,7 +270,3 @@ def _wait_for_interrupt(demo: _Demo) -> None:
             time.sleep(1)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-
-
-# The demo's own process computes references: one thread, like everything else here.
-os.environ.setdefault("OMP_NUM_THREADS", "1")

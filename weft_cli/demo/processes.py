@@ -71,6 +71,16 @@ class Process:
         self._log.flush()
         return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
 
+    def signal(self, signum: int, timeout_seconds: float) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self._process.send_signal(signum)
+        return self._process.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """End it by SIGKILL, without a chance to say goodbye."""
+        self.signal(signal.SIGKILL, _STOP_SECONDS)
+        self.stop()
+
     def stop(self) -> None:
         """End it and, if need be, what it started: TERM first, KILL after 8 s."""
         if self._process.poll() is None:

@@ -18,7 +18,9 @@ def make_model(path: Path, seed: int = 0, **sizes: int) -> None:
     config's.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

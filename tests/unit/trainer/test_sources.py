@@ -184,5 +184,5 @@ def test_adapter_requests_that_make_no_sense(tmp_path):
         adapter_of_model(nn.Linear(2, 2), "default", KEEP, check_base=True)
     with pytest.raises(InvalidRequestError, match=r"adapter_config\.json"):
         adapter_of_dir(tmp_path, KEEP)
-    with pytest.raises(InvalidRequestError, match="no .safetensors file"):
+    with pytest.raises(InvalidRequestError, match=r"no \.safetensors file"):
         CheckpointSource(tmp_path, KEEP)

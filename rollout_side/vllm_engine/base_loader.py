@@ -1,0 +1,155 @@
+"""Loading a staged base into a running model, in a worker.
+
+vLLM's layerwise reload: parameters go to the meta device, each layer is rebuilt
+when its last weight has come, and its values are copied into the old storage (so
+captured graphs stay valid). Nothing of it is atomic: once it is open, a failure
+leaves mixed weights, which is reported as *dirty*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rollout_side.staged import StagedVersion
+from rollout_side.vllm_engine import bridges, cpu_fixes
+from weft.contract.errors import LoadFailedError
+from weft.contract.reference import Reference, check_base
+
+_log = logging.getLogger(__name__)
+_BASE_LAYER = ".base_layer"
+
+
+def apply_base(worker: Any, staged: StagedVersion, reference: Reference) -> None:
+    """Replace the model's weights by a staged version. Call it while paused.
+
+    Adapters that were loaded come back at their next use. The staged memory is not
+    referenced afterwards, so it may be overwritten once every rank is done.
+
+    Raises:
+        InvalidManifestError: It is not exactly what the model consists of; nothing
+            changed.
+        LoadFailedError: Metadata ``dirty`` is "true": the weights are mixed. The
+            next base that loads repairs it.
+    """
+    check_base([slot.meta for slot in staged.manifest.tensors], reference)
+    model = worker.model_runner.get_model()
+    with bridges.vllm_config_context(worker.vllm_config):
+        try:
+            _reload(worker, model, staged)
+            bridges.reset_lora_state(worker.model_runner)
+        except BaseException as error:
+            _close(worker, model)
+            raise LoadFailedError(
+                f"loading {staged.version} failed midway, the weights are mixed: "
+                f"{type(error).__name__}: {error}",
+                metadata={"dirty": "true"},
+            ) from error
+
+
+def _reload(worker: Any, model: torch.nn.Module, staged: StagedVersion) -> None:
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    if worker.device.type == "cpu":
+        cpu_fixes.rebuild_moe_kernels(model)
+    reload.initialize_layerwise_reload(model)
+    rename = bridges.base_names(model)
+    num_given = 0
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_given
+        for name, tensor in staged.tensors():
+            num_given += 1
+            yield rename(name), tensor
+
+    loaded = model.load_weights(given())  # type: ignore[operator]
+    if num_given != len(staged.manifest.tensors):
+        raise LoadFailedError(
+            f"the model took {num_given} of {len(staged.manifest.tensors)} tensors"
+        )
+    idle, tied = _layers_without_weights(model)
+    if idle:
+        raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
+    reload.finalize_layerwise_reload(model, worker.model_config)
+    if worker.device.type == "cpu":
+        cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
+    _check_loaded(model, loaded, quantized=worker.model_config.quantization is not None)
+
+
+def _layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """Layers with parameters of their own that no weight has come for.
+
+    vLLM will put their old values back and log a warning.
+
+    Returns:
+        Names of those that should have got some, and of those that share every
+        parameter with a layer that did (a tied lm_head).
+    """
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    waiting: dict[str, set[int]] = {}
+    loaded: set[int] = set()
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        parameters = dict(layer._parameters)
+        if info.kernel_tensors is not None:
+            parameters.update(info.kernel_tensors[0])
+        idle = info.can_load() and info.load_numel <= 0 and (info.load_numel_total or 0) > 0
+        if not idle:
+            loaded.update(id(p) for p in parameters.values() if p is not None)
+        elif info.kernel_tensors is not None and info.kernel_tensors[0]:
+            waiting[name] = {id(p) for p in info.kernel_tensors[0].values()}
+    tied = [name for name, parameters in waiting.items() if parameters <= loaded]
+    idle_names = [
+        name
+        for name in waiting
+        if name not in tied and not _is_attention(model.get_submodule(name))
+    ]
+    return idle_names, tied
+
+
+def _is_attention(layer: torch.nn.Module) -> bool:
+    """Whether its parameters are scales that a checkpoint need not hold."""
+    return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
+
+
+def _check_loaded(model: torch.nn.Module, loaded: object, *, quantized: bool) -> None:
+    """Refuse parameters that nobody reported as loaded, or that stayed on meta.
+
+    As vLLM's own loader does: models that report nothing, and quantised ones (whose
+    processing adds parameters), are only checked for meta.
+    """
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise LoadFailedError(f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more got no value")
+    if not isinstance(loaded, set | frozenset | list | tuple) or quantized:
+        return
+    names = {str(name).replace(_BASE_LAYER, "") for name in loaded}
+    missing = [
+        name for name, _ in model.named_parameters() if name.replace(_BASE_LAYER, "") not in names
+    ]
+    if missing:
+        raise LoadFailedError(f"parameter {missing[0]!r} and {len(missing) - 1} more got no value")
+
+
+def _close(worker: Any, model: torch.nn.Module) -> None:
+    """End a reload that failed, so that the engine lives and another one can open.
+
+    The weights are mixed afterwards; nothing may be generated until then.
+    """
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    with contextlib.suppress(Exception):
+        reload.finalize_layerwise_reload(model, worker.model_config)
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            with contextlib.suppress(Exception):
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    with contextlib.suppress(Exception):
+        bridges.reset_lora_state(worker.model_runner)
+    _log.error("a base update failed midway; the weights are mixed until the next one")

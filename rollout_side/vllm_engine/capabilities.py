@@ -1,0 +1,72 @@
+"""What a vLLM engine can take, read from its config and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+
+
+def data_type(torch_dtype: object) -> DataType:
+    """The contract's name for a torch dtype (``torch.bfloat16``).
+
+    Raises:
+        KeyError: One that no manifest can hold.
+    """
+    return DataType[str(torch_dtype).removeprefix("torch.").upper()]
+
+
+def lora_modules(expected: Iterable[str]) -> tuple[str, ...]:
+    """Last name components, sorted, of modules that can carry a LoRA.
+
+    Args:
+        expected: As vLLM's loader names them (``q_proj``, ``experts.0.up_proj``).
+            Those of experts are left out: ``lora_on_experts`` stands for them.
+    """
+    return tuple(sorted({name for name in expected if not is_expert(name)}))
+
+
+def is_expert(module: str) -> bool:
+    """Whether a module named by vLLM's loader is one of experts."""
+    return module.partition(".")[0] == "experts"
+
+
+def make_capabilities(
+    vllm_config: Any,
+    reference: Reference,
+    *,
+    engine_version: str,
+    expected_modules: Iterable[str],
+    staging_capacity_bytes: int,
+    adapter_capacity_bytes: int,
+) -> Capabilities:
+    """Gather what a replica declares.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        reference: Of the served model.
+        engine_version: vLLM's.
+        expected_modules: From the workers (``weft_open``).
+        staging_capacity_bytes: Bound of staged base weights.
+        adapter_capacity_bytes: Bound of the adapter store.
+    """
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    base_dtype = data_type(model.dtype)
+    expected = list(expected_modules)
+    return Capabilities(
+        engine_version=engine_version,
+        base_fingerprint=reference.fingerprint,
+        architecture=reference.architecture,
+        base_dtype=base_dtype,
+        adapter_dtype=base_dtype if lora is None else data_type(lora.lora_dtype),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        lora_enabled=lora is not None,
+        max_lora_rank=0 if lora is None else lora.max_lora_rank,
+        lora_modules=lora_modules(expected),
+        lora_on_experts=any(is_expert(name) for name in expected),
+        staging_capacity_bytes=staging_capacity_bytes,
+        adapter_capacity_bytes=adapter_capacity_bytes,
+    )

@@ -1,0 +1,206 @@
+"""Start vLLM: engine processes, OpenAI application, workers' Weft side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from argparse import Namespace
+from typing import Any
+
+from rollout_side.vllm_engine import bridges, reference
+from rollout_side.vllm_engine.answers import check_answers
+from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
+from rollout_side.vllm_engine.http_server import HttpServer, bind
+from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
+from rollout_side.vllm_engine.request_tracker import RequestTracker
+from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.contract.reference import Reference
+
+#: Mixed into vLLM's workers.
+WORKER_EXTENSION = "rollout_side.vllm_engine.worker.WeftWorker"
+#: Made on the receiving rank, with the worker's store.
+DEFAULT_RECEIVER = "rollout_side.receiver:Receiver"
+_SHUTDOWN_SECONDS = 10
+
+
+async def open_engine(
+    vllm_args: list[str],
+    *,
+    http_host: str,
+    http_port: int,
+    adapter_memory_bytes: int,
+    staging_memory_bytes: int,
+    receiver_factory: str = DEFAULT_RECEIVER,
+    deadlines: Deadlines | None = None,
+) -> VllmReplica:
+    """Start an engine on the running event loop, which it blocks meanwhile (minutes).
+
+    Args:
+        vllm_args: As for ``vllm serve``: MODEL first, or ``--model``.
+        http_host: Where the OpenAI server will listen.
+        http_port: 0 takes a free one; see ``VllmReplica.http_port``.
+        adapter_memory_bytes: Bound of the adapter store.
+        staging_memory_bytes: Bound of staged base weights.
+        receiver_factory: Dotted path ``module:name`` of a callable from a
+            ``WorkerStore`` to a receiver.
+        deadlines: Bounds of the engine's work; the defaults suit most models.
+
+    Returns:
+        A replica that does not listen yet. It is ended by ``shutdown``.
+
+    Raises:
+        UnsupportedError: vLLM's version, or an argument that Weft cannot honour.
+        InvalidRequestError: vLLM refused its arguments, or the address is taken.
+        Exception: vLLM's own, if the engine does not start.
+    """
+    version = bridges.installed_version()
+    bridges.check_version(version)
+    # gRPC does not survive a fork, nor does a loop with threads.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    parts = bridges.server_parts()
+    args = parse_args(vllm_args, parts)
+    async with contextlib.AsyncExitStack() as stack:
+        sock = bind(http_host, http_port)
+        stack.callback(sock.close)
+        engine = await stack.enter_async_context(parts.build_engine(args))
+        tracker = RequestTracker()
+        app = await _build_app(parts, args, engine)
+        http = _http_server(app, args, sock, tracker)
+        config = engine.vllm_config
+        described = reference.build_reference(
+            reference.local_model_dir(config.model_config.model, config.model_config.revision),
+            config.model_config.hf_config,
+            data_type(config.model_config.dtype),
+        )
+        values = check_answers(
+            await engine.collective_rpc(
+                "weft_open",
+                args=(
+                    _open_config(
+                        described, receiver_factory, adapter_memory_bytes, staging_memory_bytes
+                    ),
+                ),
+            )
+        )
+        return VllmReplica(
+            EngineParts(
+                engine=engine,
+                app_state=app.state,
+                http=http,
+                tracker=tracker,
+                cleanup=stack.pop_all(),
+            ),
+            capabilities=make_capabilities(
+                config,
+                described,
+                engine_version=version,
+                expected_modules=values[0]["lora_modules"],
+                staging_capacity_bytes=staging_memory_bytes,
+                adapter_capacity_bytes=adapter_memory_bytes,
+            ),
+            reference=described,
+            model_name=app.state.openai_serving_models.base_model_paths[0].name,
+            worker_pids=tuple(value["pid"] for value in values),
+            deadlines=deadlines or Deadlines(),
+        )
+
+
+def parse_args(vllm_args: list[str], parts: bridges.ServerParts) -> Namespace:
+    """Read ``vllm serve``'s arguments and add what Weft needs.
+
+    Raises:
+        UnsupportedError: An argument that Weft cannot honour; says what to do.
+        InvalidRequestError: vLLM refused them; its parser has printed why.
+    """
+    parser = parts.make_arg_parser(parts.argument_parser())
+    try:
+        args = parser.parse_args(list(vllm_args))
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise  # --help
+        raise InvalidRequestError(
+            f"vLLM refused its arguments {' '.join(vllm_args)!r}; it has printed why"
+        ) from None
+    if getattr(args, "model_tag", None):
+        args.model = args.model_tag
+    refuse_unsupported(args)
+    args.worker_extension_cls = WORKER_EXTENSION
+    parts.validate_args(args)
+    return args  # type: ignore[no-any-return]
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Refuse what would make a replica wrong, before anything is started.
+
+    Raises:
+        UnsupportedError: Names the argument and the way out.
+    """
+    if (getattr(args, "data_parallel_size", 1) or 1) > 1:
+        raise UnsupportedError(
+            f"--data-parallel-size {args.data_parallel_size}: one engine a replica; start more "
+            "replicas instead, the pool is the data parallelism"
+        )
+    if (getattr(args, "pipeline_parallel_size", 1) or 1) > 1:
+        raise UnsupportedError(
+            f"--pipeline-parallel-size {args.pipeline_parallel_size}: no rank would hold all "
+            "layers, which Weft cannot load yet; use --tensor-parallel-size"
+        )
+    if getattr(args, "worker_extension_cls", ""):
+        raise UnsupportedError(
+            f"--worker-extension-cls {args.worker_extension_cls}: Weft needs this place for its "
+            f"own ({WORKER_EXTENSION}); derive yours from that class and import it there"
+        )
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise UnsupportedError(
+            f"--api-server-count {args.api_server_count}: adapters are made known to one API "
+            "server, which shares the replica's process"
+        )
+    if getattr(args, "nnodes", 1) and getattr(args, "nnodes", 1) > 1:
+        raise UnsupportedError("--nnodes: the ranks of a replica must share one machine")
+    for flag in ("headless", "grpc", "uds"):
+        if getattr(args, flag, None):
+            raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
+
+
+async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -> Any:
+    tasks = await engine.get_supported_tasks()
+    app = parts.build_app(args, tasks, engine.model_config)
+    await parts.init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+def _http_server(
+    app: Any, args: Namespace, sock: socket.socket, tracker: RequestTracker
+) -> HttpServer:
+    tls = {
+        name: getattr(args, name)
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+        if getattr(args, name, None)
+    }
+    server = HttpServer(
+        tracker.wrap(app),
+        sock,
+        tls=tls,
+        settings={
+            "log_level": args.uvicorn_log_level,
+            "access_log": not args.disable_uvicorn_access_log,
+            "timeout_graceful_shutdown": _SHUTDOWN_SECONDS,
+            "log_config": None,
+        },
+    )
+    app.state.server = server.server  # vLLM's error handlers stop it when the engine died
+    return server
+
+
+def _open_config(
+    described: Reference, receiver_factory: str, adapter_bytes: int, staging_bytes: int
+) -> dict[str, Any]:
+    """``worker.OpenConfig`` as plain values."""
+    return {
+        "staging_memory_bytes": staging_bytes,
+        "adapter_memory_bytes": adapter_bytes,
+        "receiver_factory": receiver_factory,
+        "architecture": described.architecture,
+        "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
+    }

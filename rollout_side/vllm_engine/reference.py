@@ -1,0 +1,159 @@
+"""What the served base model consists of, by checkpoint name.
+
+From the headers of its safetensors files, since a checkpoint's names are what
+vLLM's loaders take. Without such files, from a model built without memory.
+No engine is needed for either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.contract.errors import UnsupportedError
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+
+_INDEX = "model.safetensors.index.json"
+# Tensors of old checkpoints that are computed, never trained; loaders skip them.
+_COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+# Safetensors' names of element types.
+_DTYPES = {
+    "F64": DataType.FLOAT64,
+    "F32": DataType.FLOAT32,
+    "F16": DataType.FLOAT16,
+    "BF16": DataType.BFLOAT16,
+    "F8_E4M3": DataType.FLOAT8_E4M3FN,
+    "F8_E5M2": DataType.FLOAT8_E5M2,
+    "I64": DataType.INT64,
+    "I32": DataType.INT32,
+    "I16": DataType.INT16,
+    "I8": DataType.INT8,
+    "U8": DataType.UINT8,
+    "BOOL": DataType.BOOL,
+}
+
+
+def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataType) -> Reference:
+    """Describe the served model.
+
+    Args:
+        model_dir: Where its files lie; None or without safetensors files: the names
+            are those that transformers would save.
+        hf_config: transformers' config of the model.
+        served_dtype: What the engine serves floats in.
+
+    Returns:
+        Every tensor a push must hold, in order of name, with the dtype that a sender
+        casts it to.
+
+    Raises:
+        UnsupportedError: Neither way works; says why.
+    """
+    architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
+    metas = _from_files(model_dir) if model_dir is not None else []
+    metas = metas or _from_meta_model(hf_config)
+    tied = bool(getattr(hf_config.get_text_config(), "tie_word_embeddings", False))
+    kept = [meta for meta in metas if not _is_skipped(meta.name, tied=tied)]
+    kept.sort(key=lambda meta: meta.name)
+    return Reference(architecture, served_dtypes(kept, served_dtype))
+
+
+def served_dtypes(metas: Iterable[TensorMeta], served_dtype: DataType) -> tuple[TensorMeta, ...]:
+    """Replace stored dtypes by those to be sent.
+
+    Floats are sent as they are served, except those that the checkpoint keeps wider
+    than most (a float32 router bias among bfloat16 weights): these keep their own.
+    Anything else keeps its own, too.
+    """
+    metas = tuple(metas)
+    sizes = Counter(meta.dtype for meta in metas if meta.dtype.is_float)
+    usual = sizes.most_common(1)[0][0] if sizes else served_dtype
+
+    def dtype(meta: TensorMeta) -> DataType:
+        wider = meta.dtype.itemsize_bytes > usual.itemsize_bytes
+        return meta.dtype if not meta.dtype.is_float or wider else served_dtype
+
+    return tuple(TensorMeta(meta.name, dtype(meta), meta.shape) for meta in metas)
+
+
+def _is_skipped(name: str, *, tied: bool) -> bool:
+    return name.endswith(_COMPUTED) or (tied and name == "lm_head.weight")
+
+
+def _from_files(model_dir: Path) -> list[TensorMeta]:
+    """Names, shapes and dtypes from headers; no tensor is read."""
+    from safetensors import safe_open
+
+    metas: dict[str, TensorMeta] = {}
+    for path in _weight_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                part = file.get_slice(name)
+                dtype = _DTYPES.get(str(part.get_dtype()))
+                if dtype is None:
+                    raise UnsupportedError(
+                        f"{name!r} in {path} is {part.get_dtype()}, which cannot be pushed"
+                    )
+                metas[name] = TensorMeta(name, dtype, tuple(part.get_shape()))
+    return list(metas.values())
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    """The files that vLLM would load: those in the index, else all of the model's."""
+    index = model_dir / _INDEX
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [model_dir / name for name in sorted(names)]
+    files = sorted(model_dir.glob("*.safetensors"))
+    other = ("adapter_model", "consolidated", "training_args")
+    return [path for path in files if not path.name.startswith(other)] or files
+
+
+def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
+    """Names that transformers saves the model under, from a model without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        tensors = _saved_names(model, dict(model.named_parameters()))
+    except Exception as error:  # any model's own code may run here
+        raise UnsupportedError(
+            "the served model has no safetensors files, and transformers cannot describe it "
+            f"({type(error).__name__}: {error}); serve it from safetensors files"
+        ) from error
+    return [
+        TensorMeta(name, DataType[str(t.dtype).removeprefix("torch.").upper()], tuple(t.shape))
+        for name, t in tensors.items()
+    ]
+
+
+def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Undo the renames and merges that transformers makes when it loads."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before 5.0 module names are checkpoint names
+        return tensors
+    reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
+    return reverted
+
+
+def local_model_dir(model: str, revision: str | None) -> Path | None:
+    """Where vLLM has read a model from: a directory, or the Hugging Face cache.
+
+    Returns:
+        None if it cannot be found without network.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # no hub client, not cached, not a repository
+        return None

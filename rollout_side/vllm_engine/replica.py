@@ -1,0 +1,367 @@
+"""A running vLLM engine with its OpenAI server, as ``rollout_side.engine.Engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from rollout_side.engine import GroupSpec, MemoryUse, SwitchTimes
+from rollout_side.vllm_engine import adapter_hook, bridges
+from rollout_side.vllm_engine.answers import check_answers
+from rollout_side.vllm_engine.http_server import HttpServer
+from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.served_models import ServedModels
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotReadyError,
+    PeerUnavailableError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+#: Between a request's last output and the engine's forgetting it there may be one
+#: more step; an adapter is dropped only after this long without a request.
+GRACE_SECONDS = 0.1
+_WATCH_SECONDS = 1.0
+_STOP_SECONDS = 15.0
+_NOTHING_DONE = (NotReadyError, DigestMismatchError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """Bounds of the engine's own work; on overrun its state is unknown."""
+
+    load_seconds: float = 600.0
+    """Loading an adapter or a base in the workers, and each step of a switch."""
+    call_seconds: float = 120.0
+    """Any other call to the workers: it waits for the engine's step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What ``launch.open_engine`` has started; a ``VllmReplica`` takes it over."""
+
+    engine: Any
+    """vLLM's ``AsyncLLM``."""
+    app_state: Any
+    """Of vLLM's FastAPI application."""
+    http: HttpServer
+    tracker: RequestTracker
+    cleanup: contextlib.AsyncExitStack
+    """Ends the engine's processes."""
+
+
+class VllmReplica:
+    """One vLLM engine. Every method runs on the event loop that opened it.
+
+    Switches of weights are serialised here; generation goes on beside them, except
+    for the pause that ``apply_base`` reports.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        capabilities: Capabilities,
+        reference: Reference,
+        model_name: str,
+        worker_pids: tuple[int, ...],
+        deadlines: Deadlines,
+    ) -> None:
+        self.capabilities = capabilities
+        self.reference = reference
+        self.model_name = model_name
+        self.worker_pids = worker_pids
+        self.engine = parts.engine
+        self.tracker = parts.tracker
+        self.models = ServedModels(parts.app_state.openai_serving_models)
+        self._http = parts.http
+        self._cleanup = parts.cleanup
+        self._deadlines = deadlines
+        self._lock = asyncio.Lock()
+        self._dirty = ""
+        self._unfinished: set[asyncio.Future[Any]] = set()
+
+    # -- the process ----------------------------------------------------------
+
+    @property
+    def http_port(self) -> int:
+        """Port of the OpenAI server."""
+        return self._http.port
+
+    @property
+    def dirty_reason(self) -> str:
+        """Why the weights may be mixed; empty when they are not."""
+        return self._dirty
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's processes run."""
+        return not self.engine.errored
+
+    async def start_http(self) -> None:
+        """Listen; returns once the OpenAI server takes connections.
+
+        Raises:
+            PeerUnavailableError: It did not start.
+        """
+        await self._http.start()
+
+    async def serve_http(self) -> None:
+        """Listen, and return when the server has stopped (``shutdown``).
+
+        Raises:
+            PeerUnavailableError: The server did not start, or the engine has died.
+        """
+        await self.start_http()
+        while not await self._http.stopped(_WATCH_SECONDS):
+            if not self.is_alive:
+                raise PeerUnavailableError(
+                    "vLLM's engine has died; its log says why", metadata={"member": "engine"}
+                )
+
+    async def shutdown(self, timeout_seconds: float = 10.0) -> None:
+        """Stop listening, let running requests end until the deadline, end the engine.
+
+        Succeeds if it was called before.
+        """
+        await self._http.stop(timeout_seconds)
+        if self.is_alive:
+            with contextlib.suppress(WeftError):
+                await self._call("weft_close", timeout_seconds=_STOP_SECONDS)
+        await bridges.end(self.engine, _STOP_SECONDS)
+        await self._cleanup.aclose()
+
+    # -- rollout_side.engine.Engine -------------------------------------------
+
+    async def join_group(self, spec: GroupSpec) -> None:
+        """See ``Engine``."""
+        await self._call("weft_join", dataclasses.asdict(spec))
+
+    async def discard(self, transfer_id: str) -> None:
+        """See ``Engine``."""
+        await self._call("weft_discard", transfer_id)
+
+    async def memory(self) -> MemoryUse:
+        """See ``Engine``."""
+        values = await self._call("weft_memory")
+        return MemoryUse(
+            adapter_bytes=sum(value["adapter_bytes"] for value in values),
+            staging_bytes=sum(value["staging_bytes"] for value in values),
+        )
+
+    async def load_adapter(
+        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+    ) -> SwitchTimes:
+        """See ``Engine``. A version that is served already succeeds at once.
+
+        Raises:
+            InvalidNameError: The name stands for something else on this replica.
+            NotReadyError: Not staged, LoRA is off, or the version is being retired.
+            DigestMismatchError: Other bytes are staged or served.
+            LoadFailedError: The engine refused it; nothing changed. With metadata
+                ``dirty`` it did not answer in time.
+        """
+        async with self._lock:
+            self.models.check_new(version)
+            if self.models.is_served(version, content_digest):
+                return SwitchTimes()
+            begin = time.perf_counter()
+            await self._share(transfer_id, content_digest)
+            number = self.models.next_id()
+            try:
+                await self._call(
+                    "weft_load_adapter",
+                    transfer_id,
+                    config_json,
+                    content_digest,
+                    number,
+                    timeout_seconds=self._deadlines.load_seconds,
+                )
+            except WeftError as error:
+                if not self._note_dirty(error) and not isinstance(error, _NOTHING_DONE):
+                    # Ranks that took it must drop it again.
+                    await self._call("weft_drop_adapter", version.policy, version.version, number)
+                    await self._call("weft_discard", transfer_id)
+                raise
+            self.models.add(version, adapter_hook.lora_request(version, number), content_digest)
+            seconds = time.perf_counter() - begin
+        _log.info("loaded policy_version=%s seconds=%.4f", version, seconds)
+        return SwitchTimes(load_seconds=seconds)
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        """See ``Engine``. A base that loads also repairs a dirty engine.
+
+        Raises:
+            NotReadyError, DigestMismatchError, InvalidManifestError: Nothing changed.
+            LoadFailedError: With metadata ``dirty`` "true" the engine stays paused and
+                HTTP requests are refused until a base loads.
+        """
+        async with self._lock:
+            await self._share(transfer_id, content_digest)
+            begin = time.perf_counter()
+            try:
+                await self._bounded(bridges.pause_keeping(self.engine), "pausing")
+                load_begin = time.perf_counter()
+                await self._call(
+                    "weft_apply_base",
+                    transfer_id,
+                    content_digest,
+                    timeout_seconds=self._deadlines.load_seconds,
+                    mixed_is_dirty=True,
+                )
+                load_seconds = time.perf_counter() - load_begin
+                await self._forget_old_base(version)
+            except BaseException as error:
+                if isinstance(error, WeftError):
+                    self._note_dirty(error)
+                else:  # cancelled between two steps: the workers' state is unknown
+                    self._mark_dirty(f"switching to {version} was interrupted: {error!r}")
+                if not self._dirty:
+                    await self._bounded(bridges.resume(self.engine), "resuming")
+                raise
+            self._dirty = self.tracker.refuse_reason = ""
+            await self._bounded(bridges.resume(self.engine), "resuming")
+            pause_seconds = time.perf_counter() - begin
+            await self._call("weft_discard", transfer_id)
+        _log.info(
+            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f",
+            version,
+            load_seconds,
+            pause_seconds,
+        )
+        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        """See ``Engine``. Waits ``GRACE_SECONDS`` at most, never for a request.
+
+        Raises:
+            NotReadyError: An alias stands for this version.
+        """
+        async with self._lock:
+            served = self.models.remove(version, self.tracker.mark())
+            if served is None:
+                return True
+            assert served.removed_at is not None
+            if self._in_use(version, served.removed_at):
+                return False
+            await asyncio.sleep(GRACE_SECONDS)
+            if self._in_use(version, served.removed_at):
+                return False
+            number = served.request.lora_int_id
+            await self._call("weft_drop_adapter", version.policy, version.version, number)
+            self.models.forget(version)
+        _log.info("retired policy_version=%s", version)
+        return True
+
+    def _in_use(self, version: PolicyVersion, removed_at: int) -> bool:
+        """Whether a request may still look the version up, or has it."""
+        if not self.tracker.passed(removed_at):
+            return True
+        return str(version) in bridges.loras_in_use(self.engine)
+
+    # -- steps ------------------------------------------------------------------
+
+    async def _share(self, transfer_id: str, content_digest: bytes) -> None:
+        """Let every rank map what the receiving rank staged.
+
+        With one rank there is nothing to share: the load itself checks the staging.
+
+        Raises:
+            NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
+        """
+        if self.capabilities.tensor_parallel_size == 1:
+            return
+        values = await self._call("weft_handle", transfer_id)
+        handle = next(value["handle"] for value in values if value["handle"])
+        await self._call("weft_adopt", handle, content_digest)
+
+    async def _forget_old_base(self, version: PolicyVersion) -> None:
+        """After a load: name the version, drop every KV block of the old weights."""
+        await self._bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
+        reset = await self._bounded(
+            self.engine.reset_prefix_cache(reset_running_requests=True), "resetting the KV cache"
+        )
+        if reset is not True:
+            raise LoadFailedError(
+                "the engine could not reset its KV cache; old blocks would be used under new "
+                "weights",
+                metadata={"dirty": "true"},
+            )
+
+    def _note_dirty(self, error: WeftError) -> bool:
+        if error.metadata.get("dirty") == "true":
+            self._mark_dirty(error.message)
+            return True
+        return False
+
+    def _mark_dirty(self, reason: str) -> None:
+        self._dirty = reason
+        self.tracker.refuse_reason = f"the replica's weights are being repaired: {reason}"
+        _log.error("the engine is dirty and refuses requests: %s", reason)
+
+    async def _call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_seconds: float | None = None,
+        mixed_is_dirty: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Call a worker method on all ranks.
+
+        Raises:
+            WeftError: Of the first rank that failed; LoadFailedError, dirty, if the
+                engine is gone or too slow.
+        """
+        # Never pass vLLM's own timeout: its expiry would leave replies queued.
+        answers = await self._bounded(
+            self.engine.collective_rpc(method, args=args),
+            method,
+            timeout_seconds=timeout_seconds,
+        )
+        return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
+
+    async def _bounded(
+        self, work: Awaitable[T], what: str, *, timeout_seconds: float | None = None
+    ) -> T:
+        """Await without ever cancelling: the engine would go on with it anyhow.
+
+        Raises:
+            LoadFailedError: Metadata ``dirty`` "true"; the deadline passed (the work
+                goes on unattended), or the engine is gone.
+        """
+        timeout_seconds = timeout_seconds or self._deadlines.call_seconds
+        task = asyncio.ensure_future(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._finished)
+        done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
+        if not done:
+            raise LoadFailedError(
+                f"the engine did not finish {what} within {timeout_seconds:g} s",
+                metadata={"dirty": "true", "overrun": "true"},
+            )
+        try:
+            return task.result()
+        except Exception as error:
+            raise LoadFailedError(
+                f"the engine failed at {what}: {type(error).__name__}: {error}",
+                metadata={"dirty": "true"},
+            ) from error
+
+    def _finished(self, task: asyncio.Future[Any]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: an unattended one has been reported as an overrun

@@ -1,0 +1,157 @@
+"""The adapters that vLLM's OpenAI server knows: exact versions and aliases.
+
+vLLM's own registry, ``OpenAIServingModels.lora_requests``, maps a requested name
+to a ``LoRARequest``. An exact version maps to its own; an alias maps to that of the
+version it stands for, so a response names the version that produced it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_side.vllm_engine import adapter_hook
+from weft.contract.errors import (
+    DigestMismatchError,
+    InvalidNameError,
+    NotReadyError,
+    UnsupportedError,
+)
+from weft.contract.names import PolicyVersion
+
+#: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
+FIRST_LORA_ID = 2**20
+END_LORA_ID = 2**31
+
+
+@dataclass
+class ServedAdapter:
+    """An adapter version that can be requested, or could until ``removed_at``."""
+
+    request: Any
+    content_digest: bytes
+    removed_at: int | None = None
+    """The tracker's mark when its name was removed."""
+
+
+class ServedModels:
+    """Names of adapters in vLLM's registry. Used from one event loop only.
+
+    Args:
+        serving_models: vLLM's ``OpenAIServingModels``; its listing is replaced.
+    """
+
+    def __init__(self, serving_models: Any) -> None:
+        self._serving = serving_models
+        self._ids = itertools.count(FIRST_LORA_ID)
+        self._served: dict[PolicyVersion, ServedAdapter] = {}
+        self._aliases: dict[str, PolicyVersion] = {}
+        serving_models.show_available_models = self._show_available_models
+
+    def next_id(self) -> int:
+        """An integer id that no adapter had.
+
+        Raises:
+            UnsupportedError: All 2**31 - 2**20 are used; restart the replica.
+        """
+        number = next(self._ids)
+        if number >= END_LORA_ID:
+            raise UnsupportedError("all adapter ids are used; restart the replica")
+        return number
+
+    def check_new(self, version: PolicyVersion) -> None:
+        """Refuse a name that stands for something else here.
+
+        Raises:
+            InvalidNameError: The base model, or an adapter from a file, has it.
+        """
+        for name in (version.policy, str(version)):
+            if self._serving.is_base_model(name):
+                raise InvalidNameError(
+                    f"{name!r} is the name of the base model here; give the adapter another, "
+                    "or start the replica with another --served-model-name"
+                )
+            request = self._serving.lora_requests.get(name)
+            if request is not None and not request.lora_path.startswith(adapter_hook.SCHEME):
+                raise InvalidNameError(
+                    f"{name!r} is an adapter that was loaded from {request.lora_path}; "
+                    "give yours another name"
+                )
+
+    def find(self, version: PolicyVersion) -> ServedAdapter | None:
+        """What is known of a version, removed or not."""
+        return self._served.get(version)
+
+    def is_served(self, version: PolicyVersion, content_digest: bytes) -> bool:
+        """Whether this very adapter can be requested already.
+
+        Raises:
+            DigestMismatchError: The version is served with other content.
+            NotReadyError: It is being retired.
+        """
+        served = self._served.get(version)
+        if served is None:
+            return False
+        if served.content_digest != content_digest:
+            raise DigestMismatchError(
+                f"{version} is served with digest {served.content_digest.hex()}, "
+                f"not {content_digest.hex()}; versions are never changed"
+            )
+        if served.removed_at is not None:
+            raise NotReadyError(f"{version} is being retired; wait until it is gone")
+        return True
+
+    def add(self, version: PolicyVersion, request: Any, content_digest: bytes) -> None:
+        """Make a version requestable, and flip its alias unless that is newer."""
+        self._served[version] = ServedAdapter(request, content_digest)
+        registry = self._serving.lora_requests
+        registry[str(version)] = request
+        current = self._aliases.get(version.policy)
+        if current is None or current.version <= version.version:
+            registry[version.policy] = request
+            self._aliases[version.policy] = version
+
+    def remove(self, version: PolicyVersion, mark: int) -> ServedAdapter | None:
+        """Take a version's name away; requests that have it go on.
+
+        Returns:
+            Its record, with the mark of the first removal; None if unknown.
+
+        Raises:
+            NotReadyError: An alias stands for it.
+        """
+        served = self._served.get(version)
+        if served is None:
+            return None
+        if self._aliases.get(version.policy) == version:
+            raise NotReadyError(f"{version} is what {version.policy!r} stands for; never retired")
+        self._serving.lora_requests.pop(str(version), None)
+        if served.removed_at is None:
+            served.removed_at = mark
+        return served
+
+    def forget(self, version: PolicyVersion) -> None:
+        """Drop the record of a removed version."""
+        self._served.pop(version, None)
+
+    async def _show_available_models(self) -> Any:
+        """vLLM's /v1/models: the base, each version once, each alias.
+
+        vLLM would list an alias under its target's name. An alias's ``root`` says
+        what it stands for.
+        """
+        models = await self._serving.registry.show_available_models()
+        base = models.data[0]
+        card_type, permission_type = type(base), type(base.permission[0])
+        for name, request in self._serving.lora_requests.items():
+            alias = name != request.lora_name
+            models.data.append(
+                card_type(
+                    id=name,
+                    root=request.lora_name if alias else request.lora_path,
+                    parent=request.base_model_name or base.id,
+                    permission=[permission_type()],
+                )
+            )
+        return models

@@ -1,0 +1,204 @@
+"""What Weft adds to vLLM's workers: their ``worker_extension_cls``.
+
+vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
+methods on the engine's thread, between steps. They return at once (loading
+excepted) and never raise: see ``answers``. Arguments and values are plain, since
+they travel by msgpack.
+
+Importing this module installs the adapter loader and the CPU corrections, so no
+plugin entry point is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import pkgutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollout_side.engine import GroupSpec
+from rollout_side.staged import StagedHandle, WorkerStore
+from rollout_side.vllm_engine import adapter_hook, cpu_fixes
+from rollout_side.vllm_engine.answers import guarded
+from rollout_side.vllm_engine.base_loader import apply_base
+from weft.contract.errors import NotReadyError, RequestConflictError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+
+adapter_hook.install()
+cpu_fixes.install_row_mask()
+
+#: The local rank that receives; the others of its machine map what it staged.
+RECEIVER_RANK = 0
+
+
+class ReceiverLike(Protocol):
+    """What a worker needs of ``rollout_side.receiver.Receiver``."""
+
+    def join(self, spec: GroupSpec) -> None:
+        """Join a side group in a thread of its own; returns at once."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+@dataclass
+class WorkerState:
+    """What a worker process keeps for Weft."""
+
+    store: WorkerStore
+    reference: Reference
+    receiver: ReceiverLike | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenConfig:
+    """How a worker begins; sent as a plain dict."""
+
+    staging_memory_bytes: int
+    adapter_memory_bytes: int
+    receiver_factory: str
+    """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
+    architecture: str
+    tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
+    """Name, ``DataType`` and shape of everything a base must hold."""
+
+    def reference(self) -> Reference:
+        """The tensors as contract values."""
+        metas = (TensorMeta(n, DataType(d), tuple(s)) for n, d, s in self.tensors)
+        return Reference(self.architecture, tuple(metas))
+
+
+class WeftWorker:
+    """Methods that vLLM's workers get; every name begins with ``weft_``.
+
+    vLLM refuses an extension whose attributes its worker class has already.
+    """
+
+    @guarded
+    def weft_open(self: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the store and, on the receiving rank, the receiver. Once a process."""
+        if getattr(self, "weft_state", None) is not None:
+            raise RequestConflictError("weft_open was called before on this worker")
+        settings = OpenConfig(**config)
+        store = WorkerStore(
+            staging_capacity_bytes=settings.staging_memory_bytes,
+            adapter_capacity_bytes=settings.adapter_memory_bytes,
+        )
+        state = WorkerState(store, settings.reference())
+        if self.local_rank == RECEIVER_RANK:
+            state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
+        self.weft_state = state
+        adapter_hook.set_store(store)
+        manager = getattr(self.model_runner, "lora_manager", None)
+        expected: set[str] = set()
+        if manager is not None:
+            expected = adapter_hook.expected_modules(manager._adapter_manager)
+        return {
+            "pid": os.getpid(),
+            "is_receiver": state.receiver is not None,
+            "lora_modules": sorted(expected),
+        }
+
+    @guarded
+    def weft_join(self: Any, spec: Mapping[str, Any]) -> None:
+        """Let the receiver join a side group; returns before it has."""
+        state = _state(self)
+        if state.receiver is not None:
+            state.receiver.join(GroupSpec(**spec))
+
+    @guarded
+    def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
+        """A staged version for the other ranks; empty from those that do not receive."""
+        state = _state(self)
+        if state.receiver is None:
+            return {"handle": b""}
+        return {"handle": pickle.dumps(state.store.handle(transfer_id))}
+
+    @guarded
+    def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
+        """Map what the receiving rank staged, unless this is that rank."""
+        state = _state(self)
+        staged: StagedHandle = pickle.loads(handle)
+        if state.receiver is None:
+            state.store.adopt(staged)
+        state.store.staged(staged.transfer_id, content_digest)
+
+    @guarded
+    def weft_load_adapter(
+        self: Any, transfer_id: str, config_json: str, content_digest: bytes, lora_int_id: int
+    ) -> dict[str, Any]:
+        """Move a staged adapter to the store and load it; undone if that fails."""
+        store = _state(self).store
+        store.staged(transfer_id, content_digest)
+        if self.lora_config is None:
+            raise NotReadyError(
+                "the replica was started without --enable-lora", reason="LORA_DISABLED"
+            )
+        version = store.keep_adapter(transfer_id, config_json)
+        begin = time.perf_counter()
+        try:
+            self.add_lora(adapter_hook.lora_request(version, lora_int_id))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.remove_lora(lora_int_id)
+            store.drop_adapter(version)
+            raise
+        return {"load_seconds": time.perf_counter() - begin}
+
+    @guarded
+    def weft_drop_adapter(self: Any, policy: str, version: int, lora_int_id: int) -> None:
+        """Forget an adapter that no request uses any more."""
+        store = _state(self).store
+        with contextlib.suppress(Exception):  # it may not be loaded, or LoRA is off
+            self.remove_lora(lora_int_id)
+        store.drop_adapter(PolicyVersion(policy, version))
+
+    @guarded
+    def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
+        """Load a staged base; call it while paused. It stays staged.
+
+        Ranks share the receiving rank's copy, so it must not be discarded before
+        every rank has answered.
+        """
+        state = _state(self)
+        staged = state.store.staged(transfer_id, content_digest)
+        begin = time.perf_counter()
+        apply_base(self, staged, state.reference)
+        return {"load_seconds": time.perf_counter() - begin}
+
+    @guarded
+    def weft_discard(self: Any, transfer_id: str) -> None:
+        """Forget a staged version; its memory may be reused at once."""
+        _state(self).store.discard(transfer_id)
+
+    @guarded
+    def weft_memory(self: Any) -> dict[str, Any]:
+        """Bytes that this process holds; the receiving rank's count for all."""
+        state = _state(self)
+        if state.receiver is None:
+            return {"adapter_bytes": 0, "staging_bytes": 0}
+        usage = state.store.usage()
+        return {
+            "adapter_bytes": usage.adapter_bytes,
+            "staging_bytes": usage.staging_bytes + usage.free_bytes,
+        }
+
+    @guarded
+    def weft_close(self: Any) -> None:
+        """End the receiver."""
+        receiver = _state(self).receiver
+        if receiver is not None:
+            receiver.close()
+
+
+def _state(worker: Any) -> WorkerState:
+    state: WorkerState | None = getattr(worker, "weft_state", None)
+    if state is None:
+        raise NotReadyError("weft_open has not been called on this worker")
+    return state

@@ -1,0 +1,263 @@
+"""A ``VllmReplica`` in a process of its own, driven from a test.
+
+The child runs the event loop; orders and answers go over a pipe, several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rollout_side.engine import SwitchTimes
+from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
+from tests.models import adapter_config
+from weft.contract.names import PolicyVersion
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+_ARGS = [
+    *("--enforce-eager", "--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "16"),
+    *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+    *("--served-model-name", "tiny"),
+]
+LORA_ARGS = [
+    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"),
+]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the OpenAI server answered."""
+
+    model: str
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass
+class EngineProcess:
+    """Start with ``start``; end with ``stop``. Methods block, from any thread."""
+
+    model: Path
+    args: tuple[str, ...] = ()
+    process: Any = None
+    port: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> EngineProcess:
+        """Return once the OpenAI server listens."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._ids, self._waiting = itertools.count(), dict[int, Future[Any]]()
+        self._lock = threading.Lock()
+        argv = [str(self.model), *_ARGS, *self.args]
+        self.process = context.Process(target=_child, args=(theirs, argv), name="engine")
+        self.process.start()
+        theirs.close()
+        ready: Future[Any] = Future()
+        self._waiting[-1] = ready
+        self._reader = threading.Thread(target=self._read, name="engine-pipe", daemon=True)
+        self._reader.start()
+        try:
+            self.facts = ready.result(timeout=180)
+        except BaseException:
+            self.stop()
+            raise
+        self.port = self.facts["port"]
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        return self
+
+    def stop(self) -> None:
+        """Ask it to end; kill the processes that are left, by their pids."""
+        with contextlib.suppress(Exception):
+            self.call("shutdown", timeout=20)
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self.process.join(15)
+        pids = [self.process.pid, *self.facts.get("worker_pids", ())]
+        for pid in pids if self.process.is_alive() else pids[1:]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join(5)
+        with contextlib.suppress(AttributeError):
+            self.http.close()
+        self._pipe.close()
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin ``await replica.<method>(...)``; dots reach into attributes."""
+        number, future = next(self._ids), Future[Any]()
+        with self._lock:
+            self._waiting[number] = future
+            self._pipe.send((number, method, args, kwargs))
+        return future
+
+    def call(self, method: str, *args: Any, timeout: float = 60, **kwargs: Any) -> Any:
+        """``submit`` and wait; raises what the replica raised."""
+        return self.submit(method, *args, **kwargs).result(timeout)
+
+    def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """The raw answers of a worker method."""
+        answers: list[dict[str, Any]] = self.call("engine.collective_rpc", method, args=args)
+        return answers
+
+    # -- pushes -----------------------------------------------------------------
+
+    def stage(
+        self, transfer_id: str, version: str, file: Path, drop: tuple[str, ...] = ()
+    ) -> bytes:
+        """Stage a file in the receiving worker; returns its content digest."""
+        order = StageOrder(transfer_id=transfer_id, version=version, file=str(file), drop=drop)
+        self.call("join_group", order.spec())
+        return content_digest(file)
+
+    def scribble(self) -> None:
+        """Overwrite all memory that a later push may reuse."""
+        self.call("join_group", StageOrder(scribble=True).spec())
+
+    def break_next_load(self, after: int) -> None:
+        """Make rank 0's next base load fail after some tensors."""
+        self.call("join_group", StageOrder(break_load_after=after).spec())
+
+    def push_adapter(self, version: str, adapter: Path) -> SwitchTimes:
+        """Stage and load a saved adapter."""
+        digest = self.stage(f"t-{version}", version, adapter / "adapter_model.safetensors")
+        parsed = PolicyVersion.parse(version)
+        times: SwitchTimes = self.call(
+            "load_adapter", f"t-{version}", parsed, adapter_config(adapter), digest
+        )
+        return times
+
+    def push_base(self, version: str, model: Path) -> SwitchTimes:
+        """Stage and load a saved model."""
+        digest = self.stage(f"t-{version}", version, model / "model.safetensors")
+        times: SwitchTimes = self.call(
+            "apply_base", f"t-{version}", PolicyVersion.parse(version), digest
+        )
+        return times
+
+    def retire(self, version: str) -> bool:
+        """``Engine.retire``."""
+        return bool(self.call("retire", PolicyVersion.parse(version)))
+
+    # -- requests -----------------------------------------------------------------
+
+    def complete(self, model: str, prompt: list[int], num_tokens: int = 8) -> Completion:
+        """Greedy tokens with their log-probabilities, over HTTP."""
+        response = self.http.post(
+            "/v1/completions",
+            json={
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_tokens_as_token_ids": True,
+            },
+        )
+        response.raise_for_status()
+        answer = response.json()
+        logprobs = answer["choices"][0]["logprobs"]
+        tokens = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+        return Completion(answer["model"], tokens, logprobs["token_logprobs"])
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, ok, value = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            future = self._waiting.pop(number)
+            if ok:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the engine's process has ended"))
+
+
+def _child(pipe: Connection, argv: list[str]) -> None:
+    os.environ.update(_ENVIRONMENT)
+    asyncio.run(_serve(pipe, argv))
+
+
+async def _serve(pipe: Connection, argv: list[str]) -> None:
+    from rollout_side.vllm_engine.launch import open_engine
+
+    try:
+        replica = await open_engine(
+            argv,
+            http_host="127.0.0.1",
+            http_port=0,
+            adapter_memory_bytes=2**26,
+            staging_memory_bytes=2**26,
+            receiver_factory=FACTORY,
+        )
+        await replica.start_http()
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((-1, False, RuntimeError(f"the engine did not start: {error!r}")))
+        raise
+    facts = {
+        "port": replica.http_port,
+        "capabilities": replica.capabilities,
+        "reference": replica.reference,
+        "model_name": replica.model_name,
+        "worker_pids": replica.worker_pids,
+    }
+    pipe.send((-1, True, facts))
+    loop, orders = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+    def read() -> None:
+        while True:
+            try:
+                order = pipe.recv()
+            except (EOFError, OSError):
+                order = None
+            loop.call_soon_threadsafe(orders.put_nowait, order)
+            if order is None:
+                return
+
+    threading.Thread(target=read, name="orders", daemon=True).start()
+    tasks = set[asyncio.Task[None]]()
+    while (order := await orders.get()) is not None:
+        task = asyncio.create_task(_obey(pipe, replica, *order))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await replica.shutdown(1.0)
+
+
+async def _obey(
+    pipe: Connection, replica: Any, number: int, method: str, args: Any, kw: Any
+) -> None:
+    try:
+        target = replica
+        for name in method.split("."):
+            target = getattr(target, name)
+        value = target(*args, **kw) if callable(target) else target
+        if asyncio.iscoroutine(value):
+            value = await value
+        pipe.send((number, True, value))
+    except BaseException as error:
+        pipe.send((number, False, error))

@@ -1,0 +1,82 @@
+"""``weft coordinator`` and ``weft rollout`` as processes, for tests of the whole path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft_cli.demo.processes import Process
+
+MODEL_NAME = "tiny"
+_START_SECONDS = 240.0
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ARGS = (
+    "--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager",
+    "--max-model-len", "256", "--max-num-seqs", "8", "--disable-uvicorn-access-log",
+)  # fmt: skip
+LORA_ARGS = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3")
+
+
+@dataclass
+class Coordinator:
+    """A coordinator process on a port of its own, which a restart keeps."""
+
+    work: Path
+    process: Process
+    target: str
+
+    @classmethod
+    def start(cls, work: Path, listen: str = "127.0.0.1:0") -> Coordinator:
+        """Start on ``work``'s catalog; returns once it listens."""
+        args = ("-m", "weft_cli", "coordinator", "--listen", listen, "--catalog",
+                str(work / "weft.db"), "--lost-after-seconds", "60")  # fmt: skip
+        process = Process("coordinator", args, work, {})
+        line = process.line(lambda text: text.startswith("listening on "), 60)
+        return cls(work, process, line.removeprefix("listening on "))
+
+
+@contextmanager
+def running_coordinator(work: Path) -> Iterator[Coordinator]:
+    """A coordinator for the length of a test."""
+    coordinator = Coordinator.start(work)
+    try:
+        yield coordinator
+    finally:
+        coordinator.process.stop()
+
+
+@contextmanager
+def running_replicas(
+    work: Path, target: str, models: Sequence[Path], *args: str
+) -> Iterator[list[str]]:
+    """A replica for each of ``models``, started side by side.
+
+    Yields:
+        Base URLs of their OpenAI servers.
+    """
+    with ExitStack() as stack:
+        processes = []
+        for i, model in enumerate(models):
+            command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
+                       "--replica-id", f"replica-{i}", "--adapter-memory-gib", "0.25",
+                       "--staging-memory-gib", "0.25", "--", str(model), *ARGS, *args)  # fmt: skip
+            process = Process(f"replica-{i}", command, work, ENV)
+            stack.callback(process.stop)
+            processes.append(process)
+        urls = []
+        for process in processes:
+            line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
+            match = re.search(r"http://[^\s,]+", line)
+            assert match is not None
+            urls.append(match.group())
+        yield urls

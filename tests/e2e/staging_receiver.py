@@ -1,0 +1,124 @@
+"""A receiver without a network, for tests: it stages tensors from files.
+
+``join`` carries the order as JSON in ``GroupSpec.group_id`` and obeys at once. It
+runs in vLLM's worker, so this module imports nothing that a worker has not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from rollout_side.engine import GroupSpec
+from rollout_side.staged import StagedVersion, WorkerStore, bucket_starts
+from rollout_side.vllm_engine import bridges
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType, TensorMeta
+
+FACTORY = f"{__name__}:StagingReceiver"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageOrder:
+    """What to stage; or ``scribble``, to overwrite all memory that is free for reuse;
+    or ``break_load_after`` so many tensors, once."""
+
+    transfer_id: str = ""
+    version: str = ""
+    file: str = ""
+    drop: tuple[str, ...] = ()
+    """Tensors to leave out."""
+    scribble: bool = False
+    break_load_after: int = 0
+
+    def spec(self) -> GroupSpec:
+        """As an argument of ``Engine.join_group``."""
+        return GroupSpec(
+            coordinator="",
+            trainer_id="test",
+            group_id=json.dumps(dataclasses.asdict(self)),
+            token="",
+            epoch=1,
+            rank=1,
+            size=2,
+            backend="gloo",
+            host="127.0.0.1",
+        )
+
+
+def content_digest(file: Path) -> bytes:
+    """What the receiver reports for a file."""
+    return hashlib.sha256(str(file).encode()).digest()
+
+
+class StagingReceiver:
+    """See the module; a ``ReceiverLike``."""
+
+    def __init__(self, store: WorkerStore) -> None:
+        self._store = store
+
+    def join(self, spec: GroupSpec) -> None:
+        """Obey the order in ``spec.group_id``."""
+        order = StageOrder(**json.loads(spec.group_id))
+        if order.scribble:
+            for segment in self._store._free:
+                segment.data.fill_(0x7F)
+            return
+        if order.break_load_after:
+            break_next_load(order.break_load_after)
+            return
+        tensors = {n: t for n, t in load_file(order.file).items() if n not in order.drop}
+        self._stage(order, tensors)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def _stage(self, order: StageOrder, tensors: dict[str, Any]) -> None:
+        version = PolicyVersion.parse(order.version)
+        manifest = plan_buckets(
+            [
+                TensorMeta(n, DataType[str(t.dtype).removeprefix("torch.").upper()], tuple(t.shape))
+                for n, t in tensors.items()
+            ],
+            capacity_bytes=2**16,
+        )
+        segment = self._store.reserve(
+            order.transfer_id, manifest.wire_bytes, adapter=version.policy != "base"
+        )
+        starts = bucket_starts(manifest)
+        for slot in manifest.tensors:
+            begin = starts[slot.bucket] + slot.offset_bytes
+            raw = tensors[slot.meta.name].contiguous().view(-1).view(torch.uint8)
+            segment.data[begin : begin + slot.meta.num_bytes].copy_(raw)
+        self._store.put_staged(
+            StagedVersion(
+                order.transfer_id, version, manifest, segment, content_digest(Path(order.file))
+            )
+        )
+
+
+def break_next_load(after: int) -> None:
+    """Make this worker's next base load fail once ``after`` tensors were taken."""
+    native = bridges.base_names
+
+    def base_names(model: Any) -> Any:
+        bridges.base_names = native
+        rename, count = native(model), 0
+
+        def fail(name: str) -> str:
+            nonlocal count
+            count += 1
+            if count > after:
+                raise OSError("the disk of the test is broken")
+            return str(rename(name))
+
+        return fail
+
+    bridges.base_names = base_names

@@ -1,0 +1,82 @@
+"""The whole path for each kind of model: trainer, coordinator, gloo, real vLLM.
+
+A replica is started from the weights "fresh" and asked. Then other weights are
+pushed, and then the first ones: it must answer bitwise as it did when it was fresh.
+"""
+
+import contextlib
+
+import pytest
+
+from tests import models
+from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from trainer_side import Publisher
+from weft_cli.demo.openai_client import complete
+
+#: vLLM against Hugging Face in fp32.
+BOUND = 5e-5
+PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14], [100])
+DENSE = ("qwen2", "llama", "qwen3")
+MOE = ("qwen3_moe", "mixtral")
+# Tensor parallelism for one dense and one MoE kind here, for all by `make matrix`.
+CASES = [
+    *((kind, 1) for kind in (*DENSE, *MOE)),
+    *((kind, 2) for kind in ("qwen2", "qwen3_moe")),
+    *(pytest.param(k, 2, marks=pytest.mark.matrix) for k in ("llama", "qwen3", "mixtral")),
+]
+
+
+def answers(url, model=MODEL_NAME):
+    return [complete(url, model, prompt) for prompt in PROMPTS]
+
+
+def assert_close(got, referee, path, adapter=None):
+    for answer, prompt in zip(got, PROMPTS, strict=True):
+        want = referee.logprobs(path, prompt, answer.tokens, adapter)
+        assert max(abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)) <= BOUND
+
+
+def content(got):
+    return [(answer.tokens, answer.log_probs) for answer in got]
+
+
+@pytest.mark.parametrize(("kind", "tensor_parallel"), CASES)
+def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(kind, tensor_parallel, tmp_path):
+    fresh = models.make_model(kind, tmp_path / "fresh", seed=1)
+    other = models.make_model(kind, tmp_path / "other", seed=2)
+    referee = models.Referee()
+    args = ["--tensor-parallel-size", str(tensor_parallel)]
+    lora = kind in DENSE  # CPU MoE with LoRA does not start in vLLM without Triton
+    adapters = []
+    if lora:
+        adapters = [models.make_adapter(fresh, tmp_path / f"a{i}", seed=i) for i in (1, 2)]
+        # vLLM's own way, from disk, beside ours: their answers must be the same.
+        args += [*LORA_ARGS, "--lora-modules", f"disk={adapters[0]}"]
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(running_coordinator(tmp_path))
+        (url,) = stack.enter_context(running_replicas(tmp_path, coordinator.target, [fresh], *args))
+        publisher = stack.enter_context(
+            Publisher(coordinator.target, trainer_id="trainer-a", timeout_seconds=120)
+        )
+        when_fresh = answers(url)  # also fills its prefix cache
+        assert_close(when_fresh, referee, fresh)
+        from_disk = answers(url, "disk") if lora else []
+
+        assert str(publisher.push_base(models.load_hf(other))) == "base@1"
+        assert_close(answers(url), referee, other)
+        assert str(publisher.push_base(models.load_hf(fresh))) == "base@2"
+        assert content(answers(url)) == content(when_fresh)
+
+        for number, adapter in enumerate(adapters, start=1):
+            pushed = publisher.push_adapter(models.load_peft(fresh, adapter), "math")
+            assert str(pushed) == f"math@{number}"
+            got = answers(url, "math")
+            assert {answer.model for answer in got} == {f"math@{number}"}
+            assert_close(got, referee, fresh, adapter)
+        if lora:
+            assert content(answers(url, "math@1")) == content(from_disk)
+            # Another base under the same adapters: they stay served, on the new base.
+            assert str(publisher.push_base(models.load_hf(other))) == "base@3"
+            assert_close(answers(url), referee, other)
+            for number, adapter in enumerate(adapters, start=1):
+                assert_close(answers(url, f"math@{number}"), referee, other, adapter)

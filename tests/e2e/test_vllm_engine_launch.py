@@ -1,0 +1,61 @@
+"""What is refused before an engine is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rollout_side.vllm_engine.launch import open_engine
+from weft.contract.errors import InvalidRequestError, UnsupportedError
+
+# vLLM's and torch's own, at import
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+async def start(*args: str, port: int = 0) -> None:
+    """Would block for an engine that is never reached."""
+    await open_engine(
+        list(args),
+        http_host="127.0.0.1",
+        http_port=port,
+        adapter_memory_bytes=1,
+        staging_memory_bytes=1,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("m", "--data-parallel-size", "2"), "more replicas"),
+        (("--model", "m", "-dp", "2"), "more replicas"),
+        (("m", "--pipeline-parallel-size", "2"), "--tensor-parallel-size"),
+        (("m", "--worker-extension-cls", "a.B"), "a.B"),
+        (("m", "--api-server-count", "2"), "one API"),
+        (("m", "--headless"), "--headless"),
+    ],
+)
+async def test_arguments_that_would_make_a_replica_wrong(args: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        await start(*args)
+
+
+async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="--no-such-flag"):
+        await start("m", "--no-such-flag")
+    assert "--no-such-flag" in capfd.readouterr().err
+
+
+async def test_an_address_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(InvalidRequestError, match="cannot listen"):
+            await start(str(tmp_path), port=other.getsockname()[1])

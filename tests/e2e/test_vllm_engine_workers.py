@@ -1,0 +1,60 @@
+"""No worker method raises, and none leaves an answer that the next call would get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import TinyModels
+from tests.e2e.engine_process import EngineProcess
+from tests.e2e.staging_receiver import StageOrder
+
+_FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("weft_open", ({},), "called before"),
+    ("weft_join", ({"rank": 1},), "TypeError"),
+    ("weft_handle", ("t-unknown",), "nothing is staged"),
+    ("weft_adopt", (b"garbage", b""), "Error"),
+    ("weft_load_adapter", ("t-unknown", "{}", b"", 1), "nothing is staged"),
+    ("weft_drop_adapter", ("x",), "TypeError"),
+    ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),
+    ("weft_discard", (), "TypeError"),
+    ("weft_memory", (1,), "TypeError"),
+    ("weft_close", (1,), "TypeError"),
+]
+
+
+@pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])
+def test_a_failing_method_answers_and_the_next_call_is_right(
+    engine_tp2: EngineProcess, method: str, args: tuple[Any, ...], text: str
+) -> None:
+    answers = engine_tp2.rpc(method, *args)
+    assert [answer["rank"] for answer in answers] == [0, 1]
+    failed = [answer for answer in answers if not answer["ok"]]
+    assert failed, answers
+    assert text in failed[0]["error_message"]
+    memory = engine_tp2.rpc("weft_memory")
+    assert [a["ok"] for a in memory] == [True, True]
+    assert [a["rank"] for a in memory] == [0, 1]
+    assert all(set(a["value"]) == {"adapter_bytes", "staging_bytes"} for a in memory)
+
+
+def test_one_rank_fails_and_the_other_drops_what_it_took(
+    engine_tp2: EngineProcess, qwen2_tied: TinyModels
+) -> None:
+    """The file of the order is missing: rank 0 fails in join, rank 1 has no receiver."""
+    order = StageOrder(transfer_id="t", version="lost@1", file="/nonexistent").spec()
+    with pytest.raises(Exception, match="rank 0 of 2"):
+        engine_tp2.call("join_group", order)
+    engine_tp2.push_adapter("found@1", qwen2_tied.adapters[0])
+    assert engine_tp2.complete("found", [5, 6, 7]).model == "found@1"
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's and torch's own, at import
+def test_every_method_is_guarded() -> None:
+    from rollout_side.vllm_engine.worker import WeftWorker
+
+    methods = [name for name in vars(WeftWorker) if not name.startswith("__")]
+    assert {name for name, _, _ in _FAULTS} == set(methods)
+    assert all(name.startswith("weft_") for name in methods)
+    assert all(hasattr(getattr(WeftWorker, name), "__wrapped__") for name in methods)
