@@ -143,6 +143,7 @@ def staging(work: Path, rows: Rows) -> None:
         _doubles(work, target, 1, num_tensors, _TENSOR_ELEMENTS),
         Publisher(target, trainer_id="bench", progress=None) as publisher,
     ):
+        publisher.push_adapter(_tiny_adapter(work), "tiny")  # forms the group, starts threads
         before = _resident_bytes()
         _reset_peak()
         publisher.push_base(model)
@@ -177,7 +178,7 @@ def adapter(work: Path, rows: Rows) -> None:
     from weft_cli.demo.tiny_model import load_model, make_model
 
     path = work / "model"
-    make_model(path, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    make_model(path, hidden_size=512, intermediate_size=1536, num_hidden_layers=15)
     peft_model = get_peft_model(
         load_model(path),
         LoraConfig(

@@ -131,7 +131,7 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     forming, staging, committing = (
         duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
     )
-    rate = f", {transfer.total_bytes / staging / 1e9:.3g} GB/s" if staging > 0 else ""
+    rate = f", {transfer.total_bytes / staging / 1e9:.3f} GB/s" if staging > 0 else ""
     text = Text.assemble(
         (f"{which} transfer  ", "dim"),
         (f"{transfer.version.policy}@{transfer.version.version}", "bold"),

@@ -246,21 +246,25 @@ class VllmReplica:
         return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
 
     async def retire(self, version: PolicyVersion) -> bool:
-        """See ``Engine``. Waits ``GRACE_SECONDS`` at most, never for a request.
+        """See ``Engine``. Never waits for a request: True comes from a later call, at
+        least ``GRACE_SECONDS`` after the version was first seen unused.
 
         Raises:
             NotReadyError: An alias stands for this version.
         """
+        served = self.models.remove(version, self.tracker.mark())
+        if served is None:
+            return True
+        assert served.removed_at is not None
+        now = time.monotonic()
+        if self._in_use(version, served.removed_at):
+            served.unused_since = None
+            return False
+        if served.unused_since is None:
+            served.unused_since = now
+        if now - served.unused_since < GRACE_SECONDS:
+            return False
         async with self._lock:
-            served = self.models.remove(version, self.tracker.mark())
-            if served is None:
-                return True
-            assert served.removed_at is not None
-            if self._in_use(version, served.removed_at):
-                return False
-            await asyncio.sleep(GRACE_SECONDS)
-            if self._in_use(version, served.removed_at):
-                return False
             number = served.request.lora_int_id
             await self._call("weft_drop_adapter", version.policy, version.version, number)
             self.models.forget(version)

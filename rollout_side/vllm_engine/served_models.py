@@ -33,6 +33,8 @@ class ServedAdapter:
     content_digest: bytes
     removed_at: int | None = None
     """The tracker's mark when its name was removed."""
+    unused_since: float | None = None
+    """``time.monotonic()`` when it was first seen unused after that."""
 
 
 class ServedModels:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
 from tests.models import Referee, adapter_config, make_adapter, rename_modules
@@ -161,6 +162,8 @@ def test_retiring_waits_for_requests(served: Served, referee: Referee) -> None:
             engine.complete("old@1", PROMPT)
         check(referee, engine.complete("old", PROMPT), models.base, models.adapters[1])
         check(referee, running.result(), models.base, models.adapters[0])
+    assert engine.retire("old@1") is False  # unused from now on; dropped after a grace
+    time.sleep(GRACE_SECONDS)
     assert engine.retire("old@1") is True
     assert engine.retire("old@1") is True
     assert engine.call("memory").adapter_bytes == before

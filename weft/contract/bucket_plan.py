@@ -15,8 +15,9 @@ from weft.contract.manifest import (
 )
 from weft.contract.tensors import TensorMeta
 
-#: Gloo on CPU is as fast as it gets from 16 to 64 MiB a bucket.
-DEFAULT_BUCKET_BYTES = 32 * 2**20
+#: Gloo on CPU is as fast as it gets from 16 MiB on; at 64 MiB a bucket's release (a
+#: round trip over the coordinator) and packing hide behind the sending of the next.
+DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 
 def layer_of(name: str) -> str:

@@ -8,6 +8,10 @@ from collections import Counter
 from weft_cli.demo.openai_client import complete
 
 
+# Between a client's requests: two engines share two cores with everything else here.
+_THINK_SECONDS = 0.1
+
+
 class Traffic:
     """One client thread a replica, asking for ``model`` over and over.
 
@@ -36,7 +40,7 @@ class Traffic:
 
     def _ask(self, url: str, seed: int) -> None:
         number = seed
-        while not self._stop.is_set():
+        while not self._stop.wait(_THINK_SECONDS):
             number += 7
             prompt = [2 + (number * k) % 250 for k in range(1, 9)]
             try:
