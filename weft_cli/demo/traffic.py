@@ -7,7 +7,6 @@ from collections import Counter
 
 from weft_cli.demo.openai_client import complete
 
-
 # Between a client's requests: two engines share two cores with everything else here.
 _THINK_SECONDS = 0.1
 
