@@ -392,7 +392,10 @@ class Requirement(_message.Message):
 
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
-    """At least this many of the replicas in contact at begin; 0 means all."""
+    """At least this many of the replicas in contact at begin: if one dies, the
+    push goes on with the others while there are so many. 0 means all: if one
+    dies, the push fails.
+    """
     def __init__(
         self,
         *,
@@ -580,6 +583,7 @@ class Transfer(_message.Message):
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    LOST_REPLICA_IDS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -636,6 +640,12 @@ class Transfer(_message.Message):
     def pause(self) -> _duration_pb2.Duration:
         """Longest time any replica held its requests still; zero for adapters."""
 
+    @_builtins.property
+    def lost_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that took part at first and were lost before the commit, in the
+        order of their loss.
+        """
+
     def __init__(
         self,
         *,
@@ -657,10 +667,11 @@ class Transfer(_message.Message):
         content_digest: _types_pb2.ContentDigest | None = ...,
         epoch: _builtins.int = ...,
         pause: _duration_pb2.Duration | None = ...,
+        lost_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "replica_ids", b"replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "replica_ids", b"replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from weft.v1 import publish_pb2 as _publish_pb2
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -424,16 +425,22 @@ class Prepared(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BUCKETS_VERIFIED_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
+    num_buckets_verified: _builtins.int
+    """Buckets, from the first, that this receiver has verified already, in an
+    earlier epoch of the same transfer.
+    """
     def __init__(
         self,
         *,
         transfer_id: _builtins.str = ...,
+        num_buckets_verified: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_buckets_verified", b"num_buckets_verified", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,6 +541,7 @@ class AttendResponse(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    REFORM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to hello: the rank is attended."""
@@ -556,6 +564,10 @@ class AttendResponse(_message.Message):
     def abort(self) -> Global___Abort:
         """To every rank: give this transfer up."""
 
+    @_builtins.property
+    def reform(self) -> Global___Reform:
+        """To the sender: members were lost; go on with the others in another group."""
+
     def __init__(
         self,
         *,
@@ -564,12 +576,13 @@ class AttendResponse(_message.Message):
         start: Global___Start | None = ...,
         released: Global___Released | None = ...,
         abort: Global___Abort | None = ...,
+        reform: Global___Reform | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "prepare", b"prepare", "released", b"released", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "prepare", b"prepare", "reform", b"reform", "released", b"released", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "prepare", b"prepare", "released", b"released", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "prepare", b"prepare", "reform", b"reform", "released", b"released", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prepare", "start", "released", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prepare", "start", "released", "abort", "reform"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -650,20 +663,60 @@ class Start(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BUCKET_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
+    first_bucket: _builtins.int
+    """Bucket that the sender begins with: the oldest that not every receiver has
+    verified. 0 but for a transfer that goes on in a new epoch.
+    """
     def __init__(
         self,
         *,
         transfer_id: _builtins.str = ...,
+        first_bucket: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_bucket", b"first_bucket", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Reform(_message.Message):
+    """The transfer goes on without some members. The group that this is said in is
+    dropped right after; receivers are told by ReplicaService.JoinGroup.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    """Which transfer."""
+    message: _builtins.str
+    """Who was lost and why, for people."""
+    @_builtins.property
+    def group(self) -> _publish_pb2.GroupPlan:
+        """The sender's place in the new group."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        group: _publish_pb2.GroupPlan | None = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "message", b"message", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reform: _TypeAlias = Reform  # noqa: Y015
 
 @_typing.final
 class Released(_message.Message):
