@@ -11,11 +11,18 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from rollout_side.engine import GroupSpec
 from rollout_side.segment import Segment
-from rollout_side.staged import StagedVersion, WorkerStore, bucket_starts, is_adapter
+from rollout_side.staged import (
+    PartialTransfer,
+    StagedVersion,
+    WorkerStore,
+    bucket_starts,
+    is_adapter,
+)
 from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
 from weft.contract.names import PolicyVersion
@@ -33,6 +40,8 @@ _RECEIVES_AHEAD = 2
 # Directions wait here while a transfer is received; one trainer's transfers are
 # serial, so there are never more than a few.
 _MAX_DIRECTIONS = 100
+# Leaving a group wakes its thread at once; closing its stream takes up to 5 s.
+_HAND_OVER_SECONDS = 10.0
 
 
 class Receiver:
@@ -58,7 +67,7 @@ class Receiver:
                 if old.spec.group_id == spec.group_id or old.spec.epoch > spec.epoch:
                     return
                 old.leave()
-            self._groups[spec.trainer_id] = _Group(spec, self._store)
+            self._groups[spec.trainer_id] = _Group(spec, self._store, old)
 
     def close(self) -> None:
         """Leave all groups; does not wait for their threads."""
@@ -78,13 +87,16 @@ class _Transfer:
     nonce: int
     deadline: float
     segment: Segment
+    digests: list[int]
+    """Of the buckets verified so far, from the first on."""
 
 
 class _Group:
     """One membership and the thread that receives for it."""
 
-    def __init__(self, spec: GroupSpec, store: WorkerStore) -> None:
+    def __init__(self, spec: GroupSpec, store: WorkerStore, former: _Group | None) -> None:
         self.spec = spec
+        self._former = former
         self._store = store
         self._manifests = ManifestCache()
         self._directions: queue.Queue[pb.AttendResponse | None] = queue.Queue(_MAX_DIRECTIONS)
@@ -130,6 +142,10 @@ class _Group:
             backend=spec.backend,
             host=spec.host,
         )
+        if (former := self._former) is not None:
+            # It hands over what it has verified of a transfer that goes on here.
+            former._thread.join(_HAND_OVER_SECONDS)
+            self._former = None
         try:
             self._membership = Membership(
                 spec.coordinator, ticket, on_message=self._on_message, on_closed=self._on_closed
@@ -142,7 +158,7 @@ class _Group:
             while (direction := self._directions.get()) is not None:
                 self._follow(self._membership, direction)
         finally:
-            self._drop_prepared(reusable=False)
+            self._keep_prepared()
             self._membership.leave()
 
     def _follow(self, membership: Membership, direction: pb.AttendResponse) -> None:
@@ -153,16 +169,16 @@ class _Group:
             if kind == "prepare":
                 self._prepare(membership, direction.prepare)
             elif kind == "start":
-                self._receive(membership, transfer_id)
+                self._receive(membership, transfer_id, direction.start.first_bucket)
             elif kind == "abort":
-                self._drop_prepared(reusable=True)
+                self._drop_prepared()
                 self._store.discard(transfer_id)
         except Exception as error:  # noqa: BLE001 (the edge of a thread)
             typed = error if isinstance(error, WeftError) else WeftError(repr(error))
             if not isinstance(error, WeftError):
                 _log.exception("transfer %s failed", transfer_id)
             _log.info("transfer %s failed here: %s", transfer_id, typed)
-            self._drop_prepared(reusable=False)
+            self._keep_prepared()
             failed = pb.RankFailed(
                 transfer_id=transfer_id, reason=typed.reason, message=typed.message
             )
@@ -171,31 +187,50 @@ class _Group:
     def _prepare(self, membership: Membership, prepare: pb.Prepare) -> None:
         timeout_seconds = prepare.timeout.ToTimedelta().total_seconds()
         deadline = time.monotonic() + timeout_seconds
-        self._drop_prepared(reusable=True)
-        manifest = self._manifests.get(
-            prepare.layout_digest, membership.stub, membership.credential, timeout_seconds
-        )
+        self._drop_prepared()
         version = PolicyVersion(prepare.version.policy, prepare.version.version)
-        segment = self._store.reserve(
-            prepare.transfer_id, manifest.wire_bytes, adapter=is_adapter(version)
-        )
+        partial = self._store.take_partial(prepare.transfer_id, self.spec.trainer_id)
+        if partial is None:
+            manifest = self._manifests.get(
+                prepare.layout_digest, membership.stub, membership.credential, timeout_seconds
+            )
+            segment = self._store.reserve(
+                prepare.transfer_id, manifest.wire_bytes, adapter=is_adapter(version)
+            )
+            partial = PartialTransfer(
+                prepare.transfer_id, self.spec.trainer_id, manifest, segment, []
+            )
         self._prepared = _Transfer(
-            prepare.transfer_id, version, manifest, prepare.nonce, deadline, segment
+            prepare.transfer_id,
+            version,
+            partial.manifest,
+            prepare.nonce,
+            deadline,
+            partial.segment,
+            partial.digests,
         )
-        prepared = pb.Prepared(transfer_id=prepare.transfer_id)
+        prepared = pb.Prepared(
+            transfer_id=prepare.transfer_id, num_buckets_verified=len(partial.digests)
+        )
         membership.attendance.send(pb.AttendRequest(prepared=prepared))
 
-    def _receive(self, membership: Membership, transfer_id: str) -> None:
+    def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         transfer = self._prepared
         if transfer is None or transfer.transfer_id != transfer_id:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
-        digests = self._receive_buckets(membership, transfer)
+        del transfer.digests[first_bucket:]  # a slower member lacks those: they come again
+        self._receive_buckets(membership, transfer)
         self._prepared = None
-        digest = content_digest(digests)
+        digest = content_digest(transfer.digests)
         self._store.put_staged(
             StagedVersion(
-                transfer_id, transfer.version, transfer.manifest, transfer.segment, digest
+                transfer_id,
+                transfer.version,
+                transfer.manifest,
+                transfer.segment,
+                digest,
+                tuple(transfer.digests),
             )
         )
         content = types_pb2.ContentDigest(
@@ -213,19 +248,21 @@ class _Group:
             self.spec.epoch,
         )
 
-    def _receive_buckets(self, membership: Membership, transfer: _Transfer) -> list[int]:
+    def _receive_buckets(self, membership: Membership, transfer: _Transfer) -> None:
         """Receive straight into the segment, verify in order, report each bucket."""
         manifest, data = transfer.manifest, transfer.segment.data
         starts = bucket_starts(manifest)
-        posted: list[Operation] = []
-        digests: list[int] = []
-        for index, bucket in enumerate(manifest.buckets):
-            while len(posted) < min(index + _RECEIVES_AHEAD, len(manifest.buckets)):
-                at = starts[len(posted)]
-                wire = data[at : at + manifest.buckets[len(posted)].wire_bytes]
+        posted: deque[Operation] = deque()
+        num_posted = len(transfer.digests)
+        for index in range(num_posted, len(manifest.buckets)):
+            bucket = manifest.buckets[index]
+            while num_posted < min(index + _RECEIVES_AHEAD, len(manifest.buckets)):
+                at = starts[num_posted]
+                wire = data[at : at + manifest.buckets[num_posted].wire_bytes]
                 seconds = max(1.0, transfer.deadline - time.monotonic())
                 posted.append(membership.group.broadcast(wire, seconds))
-            posted[index].wait(transfer.deadline)
+                num_posted += 1
+            posted.popleft().wait(transfer.deadline)
             payload = data[starts[index] : starts[index] + bucket.payload_bytes]
             trailer_at = starts[index] + bucket.payload_bytes
             digest = payload_digest(payload, manifest.digest_algorithm)
@@ -236,16 +273,32 @@ class _Group:
                 bucket=index,
                 payload_bytes=bucket.payload_bytes,
             )
-            digests.append(digest)
+            transfer.digests.append(digest)
             verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
             membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
-        return digests
 
-    def _drop_prepared(self, *, reusable: bool) -> None:
-        """Give memory back; not for reuse if a receive may still write to it."""
+    def _drop_prepared(self) -> None:
+        """Give back the memory of a transfer that was never started."""
         transfer, self._prepared = self._prepared, None
         if transfer is not None:
-            self._store.release(transfer.transfer_id, transfer.segment if reusable else None)
+            self._store.release(transfer.transfer_id, transfer.segment)
+
+    def _keep_prepared(self) -> None:
+        """Keep what was verified: the transfer may go on in another group.
+
+        If it does not, the coordinator orders it discarded.
+        """
+        transfer, self._prepared = self._prepared, None
+        if transfer is not None:
+            self._store.put_partial(
+                PartialTransfer(
+                    transfer.transfer_id,
+                    self.spec.trainer_id,
+                    transfer.manifest,
+                    transfer.segment,
+                    transfer.digests,
+                )
+            )
 
 
 _TRANSFER_KINDS = frozenset({"prepare", "start", "abort"})

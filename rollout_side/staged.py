@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,8 @@ class StagedVersion:
     manifest: Manifest
     segment: Segment
     content_digest: bytes
+    bucket_digests: tuple[int, ...] = ()
+    """On the rank that received; empty where it was adopted."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and view of every tensor, in manifest order; no copy.
@@ -53,6 +55,18 @@ def bucket_starts(manifest: Manifest) -> list[int]:
         starts.append(at)
         at += bucket.wire_bytes
     return starts
+
+
+@dataclass(frozen=True)
+class PartialTransfer:
+    """Buckets of one version, verified from the first on; the rest is to come."""
+
+    transfer_id: str
+    trainer_id: str
+    manifest: Manifest
+    segment: Segment
+    digests: list[int]
+    """Of the verified buckets."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class WorkerStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
+    _partial: dict[str, PartialTransfer] = field(default_factory=dict)
     _reserved: dict[str, int] = field(default_factory=dict)
     _free: list[Segment] = field(default_factory=list)
 
@@ -158,6 +173,39 @@ class WorkerStore:
                 f"{num_bytes:,} more; start the replica with a larger --staging-memory-gib"
             )
 
+    def put_partial(self, partial: PartialTransfer) -> None:
+        """Keep a transfer that was interrupted; its reservation stays."""
+        with self._lock:
+            self._partial[partial.transfer_id] = partial
+
+    def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
+        """What was received of a transfer so far, in memory that is safe to write.
+
+        A transfer that was staged whole is un-staged; other interrupted ones of the
+        same trainer are dropped, since a trainer carries one out at a time. Blocks
+        to copy what was verified when an abandoned operation may still write to the
+        old memory.
+        """
+        with self._lock:
+            for other in [p for p in self._partial.values() if p.trainer_id == trainer_id]:
+                if other.transfer_id != transfer_id:
+                    del self._partial[other.transfer_id]
+                    self._reserved.pop(other.transfer_id, None)
+            partial = self._partial.pop(transfer_id, None)
+            staged = self._staged.pop(transfer_id, None) if partial is None else None
+            if staged is not None:
+                self._reserved[transfer_id] = staged.segment.num_bytes
+                digests = list(staged.bucket_digests)
+                return PartialTransfer(
+                    transfer_id, trainer_id, staged.manifest, staged.segment, digests
+                )
+        if partial is None:
+            return None
+        fresh = Segment.allocate(partial.segment.num_bytes)
+        end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
+        fresh.data[:end].copy_(partial.segment.data[:end])
+        return replace(partial, segment=fresh)
+
     # -- the engine's side --------------------------------------------------
 
     def handle(self, transfer_id: str) -> StagedHandle:
@@ -214,8 +262,10 @@ class WorkerStore:
             self._recycle(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget a staged version; its memory may be reused."""
+        """Forget what was staged of a transfer, whole or in part."""
         with self._lock:
+            if self._partial.pop(transfer_id, None) is not None:
+                self._reserved.pop(transfer_id, None)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)
             self._recycle(staged.segment if staged else None)
 

@@ -74,5 +74,20 @@ class Packer:
         buffer[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
         return buffer[: bucket.wire_bytes], digest
 
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket that was packed and is still held; no copy."""
+        return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
+
+    def moved(self, held: range) -> Packer:
+        """A packer with fresh buffers that hold the same buckets.
+
+        For a transfer that goes on after its group was abandoned: the old buffers
+        may still be read by operations that nobody can stop.
+        """
+        packer = Packer(self.manifest)
+        for index in held:
+            packer.wire(index).copy_(self.wire(index))
+        return packer
+
     def _buffer(self, index: int) -> torch.Tensor:
         return self.buffers[index % len(self.buffers)]

@@ -355,14 +355,14 @@ class Publisher:
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
-            return self._outcome(begun.transfer_id, deadline)
+            return self._outcome(begun.transfer_id, deadline, None)
         sender = self._sender_for(begun.group)
         try:
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 self._send(sender, begun, version, source, manifest, deadline)
-            return self._outcome(begun.transfer_id, deadline)
+            return self._outcome(begun.transfer_id, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
             raise
@@ -404,14 +404,19 @@ class Publisher:
         self._sender = Sender(self._target, ticket)
         return self._sender
 
-    def _outcome(self, transfer_id: str, deadline: float) -> pb.Transfer:
-        """Wait for the commit; outlives a restart of the coordinator."""
+    def _outcome(self, transfer_id: str, deadline: float, sender: Sender | None) -> pb.Transfer:
+        """Wait for the commit, the sender standing by; outlives the coordinator."""
         request = pb.AwaitTransferRequest(transfer_id=transfer_id)
+
+        def ask(left: float) -> pb.AwaitTransferResponse:
+            call = self._stub.AwaitTransfer.future(request, timeout=left)
+            if sender is not None and sender.usable:
+                sender.stand_by(call)
+            return call.result()
+
         while True:
             try:
-                return self._call(
-                    lambda left: self._stub.AwaitTransfer(request, timeout=left), deadline
-                ).transfer
+                return self._call(ask, deadline).transfer
             except PeerUnavailableError as error:
                 if error.reason != "COORDINATOR_AWAY" or time.monotonic() > deadline:
                     raise

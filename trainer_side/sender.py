@@ -6,13 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import grpc
 import torch
 
 from trainer_side.packer import Packer
 from trainer_side.source import Source
 from weft.contract.errors import (
+    PeerUnavailableError,
     TransferTimeoutError,
     WeftError,
     error_from_reason,
@@ -21,10 +24,12 @@ from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
 from weft.transport.membership import GroupTicket, Membership
+from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import rendezvous_pb2 as pb
-from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
+
+_STAND_BY_SECONDS = 1.0
 
 #: Called after each release with (buckets verified by all, buckets in all).
 Progress = Callable[[int, int], None]
@@ -36,8 +41,133 @@ class _Direction:
 
     transfer_id: str = ""
     started: bool = False
+    first_bucket: int = 0
     num_released: int = 0
     error: WeftError | None = None
+
+
+class _Reformed(Exception):
+    """Members were lost; the transfer goes on in another group."""
+
+
+class _Epoch:
+    """One membership of the sender and what was said in it; ``condition`` guards it."""
+
+    def __init__(self, target: str, ticket: GroupTicket) -> None:
+        self.ticket = ticket
+        self.condition = threading.Condition()
+        self.direction = _Direction()
+        self.broken: WeftError | None = None
+        self.successor: publish_pb2.GroupPlan | None = None
+        self.membership = Membership(
+            target, ticket, on_message=self._on_message, on_closed=self._on_closed
+        )
+
+    def follow(self, transfer_id: str) -> _Direction:
+        """The direction of ``transfer_id``; Start may come before the push is called."""
+        with self.condition:
+            if self.direction.transfer_id != transfer_id:
+                self.direction = _Direction(transfer_id)
+            return self.direction
+
+    def wait(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
+        """Block until ``ready``.
+
+        Raises:
+            _Reformed: The transfer goes on elsewhere.
+            TransferTimeoutError: The deadline passed.
+            WeftError: The transfer or the group has ended.
+        """
+
+        def woken() -> bool:
+            return ready() or self._is_over()
+
+        with self.condition:
+            if not self.condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
+                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+            self._raise_end()
+
+    def wait_sent(self, operation: Operation, deadline: float) -> None:
+        """Block until the backend has let go of a buffer; raises as ``wait``.
+
+        A broken connection says that somebody died, not who, nor whether the push
+        goes on: the coordinator is told, and its word is awaited.
+        """
+        try:
+            operation.wait(deadline)
+        except PeerUnavailableError as error:
+            if not self._is_over():
+                self.report_failure(self.direction.transfer_id, error)
+            self.wait(lambda: False, deadline, "word of what became of the push")
+        except WeftError:
+            self._raise_end()
+            raise
+
+    def report_failure(self, transfer_id: str, error: WeftError) -> None:
+        """Tell the coordinator that this rank cannot go on."""
+        failed = pb.RankFailed(transfer_id=transfer_id, reason=error.reason, message=error.message)
+        self.membership.attendance.send(pb.AttendRequest(failed=failed))
+
+    def _is_over(self) -> bool:
+        return (
+            self.successor is not None
+            or self.direction.error is not None
+            or self.broken is not None
+        )
+
+    def _raise_end(self) -> None:
+        if self.successor is not None:
+            raise _Reformed
+        if self.direction.error is not None:
+            raise self.direction.error
+        if self.broken is not None:
+            raise self.broken
+
+    # -- on the stream's thread ----------------------------------------------
+
+    def _on_message(self, response: pb.AttendResponse) -> None:
+        kind = response.WhichOneof("message")
+        with self.condition:
+            if kind == "start":
+                direction = self.follow(response.start.transfer_id)
+                direction.first_bucket = response.start.first_bucket
+                direction.started = True
+            elif kind == "released":
+                released = response.released
+                self.follow(released.transfer_id).num_released = released.num_buckets
+            elif kind == "abort":
+                abort = response.abort
+                error = error_from_reason(abort.reason, abort.message)
+                self.follow(abort.transfer_id).error = error
+                # Other ranks leave with operations under way: the group is over.
+                self.broken = error
+                self.membership.group.abort(error)
+            elif kind == "reform":
+                reform = response.reform
+                _log.warning("going on in epoch %d: %s", reform.group.epoch, reform.message)
+                self.successor = reform.group
+                self.membership.group.abort(WeftError("going on in another group"))
+            self.condition.notify_all()
+
+    def _on_closed(self, error: WeftError) -> None:
+        with self.condition:
+            self.broken = self.broken or error  # an abort said why already
+            self.condition.notify_all()
+
+
+@dataclass
+class _Push:
+    """One push's progress; it outlives the groups that carry it."""
+
+    source: Source
+    transfer_id: str
+    nonce: int
+    deadline: float
+    progress: Progress | None
+    digests: list[int] = field(default_factory=list)
+    """Of the buckets packed so far."""
+    num_released: int = 0
+    """Buckets that every receiver has verified, in whatever epoch."""
 
 
 class Sender:
@@ -51,19 +181,20 @@ class Sender:
     """
 
     def __init__(self, target: str, ticket: GroupTicket) -> None:
-        self.ticket = ticket
-        self._condition = threading.Condition()
-        self._direction = _Direction()
-        self._broken: WeftError | None = None
+        self._target = target
         self._packer: Packer | None = None
-        self._membership = Membership(
-            target, ticket, on_message=self._on_message, on_closed=self._on_closed
-        )
+        self._last_push: _Push | None = None
+        self._epoch = _Epoch(target, ticket)
+
+    @property
+    def ticket(self) -> GroupTicket:
+        """The sender's place now; another one after members were lost."""
+        return self._epoch.ticket
 
     @property
     def usable(self) -> bool:
         """Whether the group can carry a further push."""
-        return self._broken is None
+        return self._epoch.broken is None and self._epoch.successor is None
 
     def send(
         self,
@@ -78,7 +209,8 @@ class Sender:
         """Send every bucket, each kept until all receivers have verified it.
 
         Blocks until the last bucket was released. The source is read once, in
-        order; extra memory is the packer's two buffers.
+        order, whatever happens; extra memory is the packer's two buffers, and two
+        more while a group is replaced.
 
         Args:
             deadline: ``time.monotonic()`` at which to give up.
@@ -91,66 +223,125 @@ class Sender:
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        with self._condition:
-            if self._direction.transfer_id != transfer_id:
-                self._direction = _Direction(transfer_id)
-        try:
-            digests = self._send_buckets(source, manifest, transfer_id, nonce, deadline, progress)
-        except Exception as error:
-            typed = error if isinstance(error, WeftError) else WeftError(repr(error))
-            failed = pb.RankFailed(
-                transfer_id=transfer_id, reason=typed.reason, message=typed.message
-            )
-            self._membership.attendance.send(pb.AttendRequest(failed=failed))
-            self._broken = self._broken or typed
-            raise
-        digest = content_digest(digests)
+        push = _Push(source, transfer_id, nonce, deadline, progress)
+        self._packer = self._packer_for(manifest)
+        self._last_push = push
+        return self._carry(push)
+
+    def stand_by(self, outcome: grpc.Future[Any]) -> None:
+        """Stay a member until the transfer's outcome is known; blocks until then.
+
+        A replica may be lost after the last bucket: the survivors then agree once
+        more in another group, which needs its sender.
+
+        Args:
+            outcome: AwaitTransfer under way; its failure is for the caller to see.
+        """
+        outcome.add_done_callback(lambda _: self._wake())
+        while not outcome.done():
+            epoch = self._epoch
+            with epoch.condition:
+                if not outcome.done() and epoch.successor is None:
+                    # Bounded, since the callback may have woken a former epoch.
+                    epoch.condition.wait(_STAND_BY_SECONDS)
+            if epoch.successor is not None and self._last_push is not None:
+                try:
+                    self._carry(self._last_push)
+                except WeftError as error:
+                    _log.info("could not go on in another group: %s", error)
+                    return
+
+    def _wake(self) -> None:
+        with self._epoch.condition:
+            self._epoch.condition.notify_all()
+
+    def _carry(self, push: _Push) -> bytes:
+        """Send what is not verified yet, in as many groups as it takes."""
+        while True:
+            epoch, packer = self._epoch, self._packer
+            assert packer is not None
+            epoch.follow(push.transfer_id)
+            try:
+                self._send_buckets(epoch, packer, push)
+                break
+            except _Reformed:
+                push.num_released = max(push.num_released, epoch.direction.num_released)
+                self._packer = packer.moved(range(push.num_released, len(push.digests)))
+                self._rejoin(epoch)
+            except Exception as error:
+                typed = error if isinstance(error, WeftError) else WeftError(repr(error))
+                epoch.report_failure(push.transfer_id, typed)
+                epoch.broken = epoch.broken or typed
+                raise
+        digest = content_digest(push.digests)
         content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
+            algorithm=types_pb2.DigestAlgorithm.ValueType(packer.manifest.digest_algorithm),
             value=digest,
-            size_bytes=manifest.total_bytes,
+            size_bytes=packer.manifest.total_bytes,
         )
-        staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
-        self._membership.attendance.send(pb.AttendRequest(staged=staged))
+        staged = pb.Staged(transfer_id=push.transfer_id, content_digest=content)
+        epoch.membership.attendance.send(pb.AttendRequest(staged=staged))
         return digest
 
     def close(self) -> None:
         """Leave the group; blocks at most 5 s."""
-        self._broken = self._broken or WeftError("the sender was closed")
-        self._membership.leave()
+        self._epoch.broken = self._epoch.broken or WeftError("the sender was closed")
+        self._epoch.membership.leave()
         self._packer = None
 
-    def _send_buckets(
-        self,
-        source: Source,
-        manifest: Manifest,
-        transfer_id: str,
-        nonce: int,
-        deadline: float,
-        progress: Progress | None,
-    ) -> list[int]:
-        packer = self._packer_for(manifest)
-        num_buckets, num_buffers = len(manifest.buckets), len(packer.buffers)
-        digests: list[int] = []
-        operations: list[Operation] = []
-        for index in range(num_buckets):
-            if index >= num_buffers:
-                self._await_released(index - num_buffers + 1, deadline)
-                operations[index - num_buffers].wait(deadline)
-            if progress is not None:
-                progress(self._direction.num_released, num_buckets)
-            wire, digest = packer.pack(index, source, nonce)
-            if index == 0:
-                self._await_start(deadline)
-            digests.append(digest)
-            seconds = max(1.0, deadline - time.monotonic())
-            operations.append(self._membership.group.broadcast(wire, seconds))
-        for operation in operations[-num_buffers:]:
-            operation.wait(deadline)
-        self._await_released(num_buckets, deadline)
-        if progress is not None:
-            progress(num_buckets, num_buckets)
-        return digests
+    def _send_buckets(self, epoch: _Epoch, packer: Packer, push: _Push) -> None:
+        num_buckets, num_buffers = len(packer.manifest.buckets), len(packer.buffers)
+        if not push.digests:
+            self._pack(packer, push, 0)  # while the group still forms
+        direction = epoch.direction
+        epoch.wait(lambda: direction.started, push.deadline, "all receivers to be ready")
+        if direction.first_bucket < push.num_released:
+            raise PeerUnavailableError(
+                f"a receiver lost bucket {direction.first_bucket}, which it had verified and "
+                "which is no longer held here; push again"
+            )
+        operations: dict[int, Operation] = {}
+        for index in range(direction.first_bucket, num_buckets):
+            if index >= len(push.digests):
+                reused = index - num_buffers
+                if reused >= 0:
+                    self._await_released(epoch, push, reused + 1, num_buckets)
+                    if reused in operations:
+                        epoch.wait_sent(operations.pop(reused), push.deadline)
+                self._pack(packer, push, index)
+            seconds = max(1.0, push.deadline - time.monotonic())
+            wire = packer.wire(index)
+            operations[index] = epoch.membership.group.broadcast(wire, seconds)
+        for operation in operations.values():
+            epoch.wait_sent(operation, push.deadline)
+        self._await_released(epoch, push, num_buckets, num_buckets)
+
+    def _pack(self, packer: Packer, push: _Push, index: int) -> None:
+        _, digest = packer.pack(index, push.source, push.nonce)
+        push.digests.append(digest)
+
+    def _await_released(
+        self, epoch: _Epoch, push: _Push, num_wanted: int, num_buckets: int
+    ) -> None:
+        direction = epoch.direction
+        what = f"every receiver to verify bucket {num_wanted - 1}"
+        epoch.wait(lambda: direction.num_released >= num_wanted, push.deadline, what)
+        if push.progress is not None:
+            push.progress(direction.num_released, num_buckets)
+
+    def _rejoin(self, old: _Epoch) -> None:
+        plan = old.successor
+        assert plan is not None
+        old.membership.leave()
+        ticket = replace(
+            old.ticket,
+            group_id=plan.group_id,
+            token=plan.token,
+            epoch=plan.epoch,
+            rank=plan.rank,
+            size=plan.size,
+        )
+        self._epoch = _Epoch(self._target, ticket)
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
@@ -158,55 +349,3 @@ class Sender:
             buffers: list[torch.Tensor] = self._packer.buffers if self._packer else []
             self._packer = Packer(manifest, buffers)
         return self._packer
-
-    def _await_start(self, deadline: float) -> None:
-        self._await(lambda: self._direction.started, deadline, "all receivers to be ready")
-
-    def _await_released(self, num_buckets: int, deadline: float) -> None:
-        self._await(
-            lambda: self._direction.num_released >= num_buckets,
-            deadline,
-            f"every receiver to verify bucket {num_buckets - 1}",
-        )
-
-    def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
-        def woken() -> bool:
-            return ready() or self._direction.error is not None or self._broken is not None
-
-        with self._condition:
-            if not self._condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
-                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
-            if self._broken is not None:
-                raise self._broken
-            if self._direction.error is not None:
-                raise self._direction.error
-
-    # -- on the stream's thread --------------------------------------------
-
-    def _on_message(self, response: pb.AttendResponse) -> None:
-        kind = response.WhichOneof("message")
-        with self._condition:
-            if kind == "start":
-                self._for(response.start.transfer_id).started = True
-            elif kind == "released":
-                released = response.released
-                self._for(released.transfer_id).num_released = released.num_buckets
-            elif kind == "abort":
-                abort = response.abort
-                error = error_from_reason(abort.reason, abort.message)
-                self._for(abort.transfer_id).error = error
-                # Other ranks leave with operations under way: the group is over.
-                self._broken = error
-                self._membership.group.abort(error)
-            self._condition.notify_all()
-
-    def _for(self, transfer_id: str) -> _Direction:
-        """The direction of ``transfer_id``; Start may arrive before ``send`` is called."""
-        if self._direction.transfer_id != transfer_id:
-            self._direction = _Direction(transfer_id)
-        return self._direction
-
-    def _on_closed(self, error: WeftError) -> None:
-        with self._condition:
-            self._broken = self._broken or error  # an abort said why already
-            self._condition.notify_all()

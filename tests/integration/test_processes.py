@@ -15,7 +15,9 @@ from tests.pool import EngineDouble, replicas_of, running_pool
 from trainer_side import Publisher
 from weft_cli.demo.processes import Process
 
-COORDINATOR = ("-m", "weft_cli", "coordinator", "--heartbeat-seconds", "0.2")
+COORDINATOR = (
+    "-m", "weft_cli", "coordinator", "--heartbeat-seconds", "0.2", "--lost-after-seconds", "3",
+)  # fmt: skip
 
 
 def start_coordinator(work, listen="127.0.0.1:0"):

@@ -23,7 +23,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator import abort, events, preflight, staging
+from weft.coordinator import abort, events, preflight, reform, staging
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     BeginAnswer,
@@ -146,6 +146,7 @@ def _new_transfer(
         layout=event.layout,
         adapter=event.adapter,
         min_replicas=max(1, event.min_replicas),
+        require_all=event.min_replicas == 0,
         backend=event.backend,
         wanted_group_id=event.group_id,
         begin_at=now,
@@ -242,13 +243,9 @@ def _start(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> N
 
 
 def _members(replicas: Sequence[Replica]) -> tuple[Member, ...]:
-    members: list[Member] = []
-    rank = 1
-    for replica in replicas:
-        count = replica.capabilities.num_receivers
-        members.append(Member(replica.replica_id, replica.incarnation, rank, count))
-        rank += count
-    return tuple(members)
+    return reform.members_of(
+        [(r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas]
+    )
 
 
 def _usable_group(state: State, transfer: Transfer, replicas: Sequence[Replica]) -> Group | None:
@@ -301,4 +298,5 @@ def join_answered(change: Change, event: events.JoinAnswered) -> None:
     transfer = change.state.transfers.get(event.transfer_id)
     if event.failure and transfer and transfer.phase is Phase.FORMING:
         why = f"it could not be told to join: {event.failure.message}"
-        abort.abort(change, transfer, abort.peer_gone(event.replica_id, why))
+        failure = abort.peer_gone(event.replica_id, why)
+        reform.lose_replica(change, transfer, event.replica_id, failure)

@@ -191,8 +191,14 @@ class Driver:
                 hub.send_prepare(effect.group_id, effect.transfer, effect.time_left)
             case effects.SendStart():
                 hub.send_start(
-                    effect.group_id, effect.transfer_id, effect.num_receivers, effect.num_buckets
+                    effect.group_id,
+                    effect.transfer_id,
+                    effect.num_receivers,
+                    effect.num_buckets,
+                    effect.first_bucket,
                 )
+            case effects.SendReform():
+                hub.send_reform(effect.group_id, effect.transfer_id, effect.renewed, effect.message)
             case effects.SendAbort():
                 hub.send_abort(effect.group_id, effect.transfer_id, effect.failure)
             case effects.CloseChannel():

@@ -166,6 +166,17 @@ class SendStart:
     transfer_id: str
     num_receivers: int
     num_buckets: int
+    first_bucket: int = 0
+
+
+@dataclass(frozen=True)
+class SendReform:
+    """To the sender of a group that is about to be dropped: go on in another."""
+
+    group_id: str
+    transfer_id: str
+    renewed: Group
+    message: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +270,7 @@ Effect = (
     | DropGroup
     | SendPrepare
     | SendStart
+    | SendReform
     | SendAbort
     | CallJoin
     | CallCommit

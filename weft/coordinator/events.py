@@ -183,6 +183,8 @@ class RankPrepared:
     group_id: str
     transfer_id: str
     rank: int
+    num_verified: int = 0
+    """Buckets, from the first, that it has from an earlier epoch."""
 
 
 @dataclass(frozen=True)

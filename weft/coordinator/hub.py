@@ -23,6 +23,7 @@ from weft.contract.errors import (
 from weft.coordinator import events
 from weft.coordinator.state import ContentDigest, Failure, Group, Layout, Transfer
 from weft.coordinator.store import GroupStore
+from weft.coordinator.wire import group_to_proto
 from weft.rpc.codec import duration_to_proto, version_to_proto
 from weft.v1 import rendezvous_pb2, types_pb2
 
@@ -86,9 +87,11 @@ class RankLink:
 class Watermark:
     """Counts, for one transfer, the buckets that every receiver has verified."""
 
-    def __init__(self, transfer_id: str, num_receivers: int, num_buckets: int) -> None:
+    def __init__(
+        self, transfer_id: str, num_receivers: int, num_buckets: int, first_bucket: int = 0
+    ) -> None:
         self.transfer_id = transfer_id
-        self.num_verified = 0
+        self.num_verified = self._first = first_bucket
         self._num_receivers = num_receivers
         self._reports = [0] * num_buckets
         self._next: dict[int, int] = {}
@@ -99,7 +102,7 @@ class Watermark:
         Raises:
             InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
         """
-        expected = self._next.get(rank, 0)
+        expected = self._next.get(rank, self._first)
         if bucket != expected or bucket >= len(self._reports) or rank == 0:
             raise InvalidRequestError(
                 f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
@@ -116,7 +119,7 @@ class Watermark:
 
     def is_through(self, rank: int) -> bool:
         """Whether a receiver has reported every bucket."""
-        return self._next.get(rank, 0) == len(self._reports)
+        return self._next.get(rank, self._first) == len(self._reports)
 
 
 class _Room:
@@ -225,7 +228,12 @@ class Hub:
             case "bucket_verified":
                 self._verified(link, message.bucket_verified)
             case "prepared":
-                self._post(events.RankPrepared(group_id, message.prepared.transfer_id, rank))
+                prepared = message.prepared
+                self._post(
+                    events.RankPrepared(
+                        group_id, prepared.transfer_id, rank, prepared.num_buckets_verified
+                    )
+                )
             case "staged":
                 self._staged(link, message.staged)
             case "failed":
@@ -284,14 +292,30 @@ class Hub:
         self._send(room, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 
     def send_start(
-        self, group_id: str, transfer_id: str, num_receivers: int, num_buckets: int
+        self,
+        group_id: str,
+        transfer_id: str,
+        num_receivers: int,
+        num_buckets: int,
+        first_bucket: int,
     ) -> None:
         """Tell every rank that bytes may flow, and count from here."""
         room = self._rooms.get(group_id)
         if room is not None:
-            room.watermark = Watermark(transfer_id, num_receivers, num_buckets)
-            start = rendezvous_pb2.Start(transfer_id=transfer_id)
+            room.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
+            start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
             self._send(room, rendezvous_pb2.AttendResponse(start=start))
+            if first_bucket and 0 in room.links:
+                room.links[0].release(transfer_id, first_bucket)
+
+    def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
+        """Tell the sender to go on in another group."""
+        room = self._rooms.get(group_id)
+        if room is not None and 0 in room.links:
+            reform = rendezvous_pb2.Reform(
+                transfer_id=transfer_id, group=group_to_proto(renewed, 0), message=message[:2000]
+            )
+            room.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
 
     def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
         """Tell every rank to give the transfer up."""

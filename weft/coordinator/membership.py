@@ -14,7 +14,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import check_name
-from weft.coordinator import abort, events
+from weft.coordinator import abort, events, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.effects import (
@@ -38,6 +38,8 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     """Where a replica stands, and why it is not ready."""
     if replica.lost:
         return Standing.LOST, "no heartbeat"
+    if replica.suspicion:
+        return Standing.LOST, replica.suspicion
     if replica.dirty_reason:
         return Standing.QUARANTINED, replica.dirty_reason
     lacking = state.vector.missing_from(replica.vector)
@@ -163,7 +165,12 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         )
         change.refuse([event.ticket], error)
         return
-    replica = replace(replica, last_heard=change.now, adapter_used_bytes=event.adapter_used_bytes)
+    replica = replace(
+        replica,
+        last_heard=change.now,
+        adapter_used_bytes=event.adapter_used_bytes,
+        suspicion="",
+    )
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
         replica = replace(replica, vector=event.vector)
@@ -210,4 +217,4 @@ def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
             lost = Failure(failure.reason, failure.message, failure.metadata)
             note_commit_answer(change, transfer, replica.replica_id, lost)
         elif transfer.uncommitted:
-            abort.abort(change, transfer, failure)
+            reform.lose_replica(change, transfer, replica.replica_id, failure)

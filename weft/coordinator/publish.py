@@ -230,4 +230,5 @@ def _fresh_ids() -> FreshIds:
         nonce=secrets.randbits(64),
         group_id=f"g-{secrets.token_hex(8)}",
         token=secrets.token_urlsafe(32),
+        secret=secrets.token_urlsafe(32),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.coordinator import abort, events
+from weft.coordinator import abort, events, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import commit
 from weft.coordinator.effects import SendPrepare, SendStart
@@ -58,15 +58,18 @@ def rank_prepared(change: Change, event: events.RankPrepared) -> None:
     if found is None or not found[0].prepare_sent or event.rank == 0:
         return
     transfer, group = found
-    transfer = replace(transfer, prepared=transfer.prepared | {event.rank})
-    if transfer.phase is Phase.FORMING and len(transfer.prepared) == group.size - 1:
-        transfer = replace(transfer, phase=Phase.STAGING, start_at=change.now)
+    prepared = {**transfer.prepared, event.rank: event.num_verified}
+    transfer = replace(transfer, prepared=prepared)
+    if transfer.phase is Phase.FORMING and len(prepared) == group.size - 1:
+        start_at = transfer.start_at or change.now
+        transfer = replace(transfer, phase=Phase.STAGING, start_at=start_at)
         change.emit(
             SendStart(
                 group.group_id,
                 transfer.transfer_id,
                 group.size - 1,
                 transfer.layout.num_buckets,
+                min(min(prepared.values()), transfer.layout.num_buckets),
             )
         )
     change.put_transfer(transfer)
@@ -131,7 +134,11 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
     change.put_group(replace(group, attending=group.attending - {event.rank}))
     if event.rank in transfer.accusations:
         return  # it gave up because of another; judge() will tell
-    abort.abort(change, transfer, abort.peer_gone(member, event.why))
+    failure = abort.peer_gone(member, event.why)
+    if event.rank == 0:  # without its sender no push goes on
+        abort.abort(change, transfer, failure)
+    else:
+        reform.lose_replica(change, transfer, member, failure)
 
 
 def watch_deadlines(change: Change) -> None:
@@ -151,7 +158,7 @@ def _deadline(state: State, transfer: Transfer) -> Failure:
     if not transfer.prepare_sent:
         what, missing = "did not join the group", everyone - group.attending
     elif transfer.phase is Phase.FORMING:
-        what, missing = "did not get ready", everyone - transfer.prepared - {0}
+        what, missing = "did not get ready", everyone - frozenset(transfer.prepared) - {0}
     else:
         what, missing = "did not finish", everyone - frozenset(transfer.staged)
     names = list(dict.fromkeys(group.member_name(rank) for rank in sorted(missing)))

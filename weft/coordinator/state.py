@@ -184,6 +184,8 @@ class Replica:
     last_heard: float
     adapter_used_bytes: int = 0
     lost: bool = False
+    suspicion: str = ""
+    """Why it may be dead: a transfer lost it, and it was not heard of since."""
     dirty_reason: str = ""
     """Why its engine may hold mixed weights: it stays out of service."""
     commit_failure: str = ""
@@ -198,7 +200,7 @@ class Replica:
     @property
     def in_contact(self) -> bool:
         """Whether a push goes to it."""
-        return not self.lost and not self.dirty_reason
+        return not self.lost and not self.suspicion and not self.dirty_reason
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ class FreshIds:
     nonce: int
     group_id: str
     token: str = field(repr=False)
+    secret: str = field(repr=False)
+    """Tokens of further groups of the transfer are derived from it; never sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +272,8 @@ class Transfer:
     layout: Layout
     adapter: AdapterSpec | None
     min_replicas: int
+    require_all: bool = True
+    """Whether the loss of one replica fails the push."""
     backend: str
     wanted_group_id: str
     begin_at: float
@@ -281,8 +287,11 @@ class Transfer:
     group_id: str = ""
     epoch: int = 0
     targets: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """Replicas that the transfer goes on without, in order of their loss."""
     prepare_sent: bool = False
-    prepared: frozenset[int] = frozenset()
+    prepared: Mapping[int, int] = field(default_factory=dict)
+    """Buckets that each receiver has verified already, by rank."""
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
     start_at: float = 0.0
     commit_at: float = 0.0

@@ -124,6 +124,7 @@ def transfer_to_proto(
         layout_digest=transfer.layout.digest,
         epoch=transfer.epoch,
         pause=duration_to_proto(transfer.pause_seconds),
+        lost_replica_ids=transfer.lost,
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))

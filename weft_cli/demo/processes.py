@@ -71,6 +71,16 @@ class Process:
         self._log.flush()
         return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def signal_quietly(self, signum: int) -> None:
+        """Send a signal if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(signum)
+
     def signal(self, signum: int, timeout_seconds: float) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         self._process.send_signal(signum)

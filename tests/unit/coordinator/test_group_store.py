@@ -143,7 +143,7 @@ async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
         link.release("t", n)
     assert (await link.next()).released.num_buckets == 10_000
     for _ in range(300):
-        hub.send_start("g", "t", 1, 1)
+        hub.send_start("g", "t", 1, 1, 0)
 
     async def read_all() -> None:
         while await link.next():

@@ -1,0 +1,131 @@
+"""A replica is killed in the middle of a push: the survivors go on, or it fails, as asked."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.test_processes import start_coordinator
+from trainer_side import Publisher
+from weft.contract.errors import PeerUnavailableError
+from weft_cli.demo.processes import Process
+
+NUM_TENSORS, ELEMENTS = 24, 2**18  # 1 MiB each, one a bucket
+BUCKET_BYTES = 2**20
+KILL_AT = 8
+
+
+def model(value):
+    """The names and shapes of the replica process's base, every element ``value``."""
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.Module() for _ in range(NUM_TENSORS // 8))
+    for i in range(NUM_TENSORS):
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.full((ELEMENTS,), value), requires_grad=False)
+        root.layers[i // 8].add_module(f"t{i % 8}", part)
+    q_proj = nn.Module()
+    q_proj.weight = nn.Parameter(torch.full((64, 64), value), requires_grad=False)
+    root.layers[0].add_module("q_proj", q_proj)
+    return root
+
+
+class Replicas:
+    """Three replica processes and the coordinator."""
+
+    def __init__(self, work):
+        self.coordinator, self.target = start_coordinator(work)
+        self.processes = {
+            f"replica-{i}": Process(
+                f"replica-{i}",
+                ("-m", "tests.replica_process", self.target, f"replica-{i}",
+                 str(NUM_TENSORS), str(ELEMENTS), "--keep"),
+                work,
+                {},
+            )
+            for i in range(3)
+        }  # fmt: skip
+        for process in self.processes.values():
+            process.line(lambda text: text == "ready", 60)
+
+    def ask(self, name):
+        self.processes[name].tell("?")
+        return self.processes[name].answer(20)
+
+    def close(self):
+        for process in (*self.processes.values(), self.coordinator):
+            process.signal_quietly(signal.SIGCONT)
+            process.stop()
+
+
+@pytest.fixture
+def replicas(tmp_path):
+    running = Replicas(tmp_path)
+    yield running
+    running.close()
+
+
+def publisher_that_loses(replicas, victim, signum, **settings):
+    """A publisher whose push loses ``victim`` once some buckets were verified."""
+
+    def strike(version, done, total):
+        if done >= KILL_AT and victim in pending:
+            pending.discard(victim)
+            os.kill(replicas.processes[victim].pid, signum)
+
+    pending = {victim}
+    return Publisher(
+        replicas.target, trainer_id="trainer-a", bucket_bytes=BUCKET_BYTES,
+        progress=strike, timeout_seconds=60, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", ["replica-0", "replica-2"])  # a relay of gloo's tree, a leaf
+def test_survivors_go_on_after_a_kill(replicas, victim):
+    survivors = sorted(set(replicas.processes) - {victim})
+    with publisher_that_loses(replicas, victim, signal.SIGKILL, require=2) as publisher:
+        assert str(publisher.push_base(model(1.0))) == "base@1"
+        assert publisher.last_report.num_replicas == 2
+        for name in survivors:
+            served = replicas.ask(name)
+            assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)
+        # The group of the survivors is kept; nothing of the old one is left behind.
+        epoch = publisher._sender.ticket.epoch
+        assert str(publisher.push_base(model(2.0))) == "base@2"
+        assert publisher._sender.ticket.epoch == epoch
+        for name in survivors:
+            served = replicas.ask(name)
+            assert (served["firsts"], served["staging_bytes"]) == ([2.0], 0)
+
+
+def test_require_all_fails_by_name_and_the_next_push_succeeds(replicas):
+    with publisher_that_loses(replicas, "replica-1", signal.SIGKILL) as publisher:
+        began = time.monotonic()
+        with pytest.raises(PeerUnavailableError, match="replica-1") as caught:
+            publisher.push_base(model(1.0))
+        assert time.monotonic() - began < 20
+        assert caught.value.metadata["member"] == "replica-1"
+        for name in ("replica-0", "replica-2"):
+            assert replicas.ask(name)["base"] == 0
+        assert str(publisher.push_base(model(2.0))) == "base@2"
+        for name in ("replica-0", "replica-2"):
+            served = replicas.ask(name)
+            assert (served["firsts"], served["staging_bytes"]) == ([2.0], 0)
+
+
+def test_survivors_go_on_without_a_replica_that_stopped(replicas):
+    """SIGSTOP breaks no connection: silence is what tells."""
+    with publisher_that_loses(replicas, "replica-1", signal.SIGSTOP, require=1) as publisher:
+        assert str(publisher.push_base(model(1.0))) == "base@1"
+        for name in ("replica-0", "replica-2"):
+            served = replicas.ask(name)
+            assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)
+        os.kill(replicas.processes["replica-1"].pid, signal.SIGCONT)
+        stale = replicas.ask("replica-1")
+        assert (stale["base"], stale["firsts"]) == (0, [0.0])
+        # It takes part again, in a new group.
+        assert str(publisher.push_base(model(2.0))) == "base@2"
+        assert json.dumps(replicas.ask("replica-1")["firsts"]) == "[2.0]"
