@@ -235,6 +235,7 @@ class HeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
+    STAGED_TRANSFER_IDS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -245,6 +246,12 @@ class HeartbeatRequest(_message.Message):
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
 
+    @_builtins.property
+    def staged_transfer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transfers of which the replica holds staged bytes, whole or in part. After a
+        restart the coordinator orders each committed or discarded.
+        """
+
     def __init__(
         self,
         *,
@@ -252,10 +259,11 @@ class HeartbeatRequest(_message.Message):
         incarnation: _builtins.str = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
         adapter_used_bytes: _builtins.int = ...,
+        staged_transfer_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "incarnation", b"incarnation", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "incarnation", b"incarnation", "replica_id", b"replica_id", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
