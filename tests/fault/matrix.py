@@ -1,0 +1,203 @@
+"""One case of the kill matrix: real processes, real gloo, one strike, then checks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fault.strikes import Strike
+from tests.integration.test_reform import ELEMENTS, NUM_TENSORS
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.demo.processes import Process
+
+REPLICAS = ("replica-0", "replica-1", "replica-2")
+VICTIM = "replica-1"
+#: A push's deadline, and what an answer may take beyond it.
+PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
+#: How long a stopped process stays stopped: longer than every limit below.
+STOP_SECONDS = 6.0
+COORDINATOR = (
+    "weft_cli", "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
+    "--lease-seconds", "4", "--log-level", "warning",
+)  # fmt: skip
+
+
+_SETTLED = (inspect_pb2.REPLICA_STATE_READY, inspect_pb2.REPLICA_STATE_PENDING_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case showed; times in seconds."""
+
+    strike: Strike
+    push: str
+    """How the struck push ended: a version, a reason, or that its trainer died."""
+    push_seconds: float
+    """From the strike until the push's caller knew; 0 when the caller died."""
+    recovery_seconds: float
+    """From the strike until the next push was served."""
+
+
+class Case:
+    """Processes of one case; ``run`` once, ``close`` always."""
+
+    def __init__(self, strike: Strike, work: Path) -> None:
+        self.strike, self.work = strike, work
+        self.processes: dict[str, Process] = {}
+        self.listen = "127.0.0.1:0"
+        self.replaced: list[Process] = []
+        self.start_coordinator(armed=True)
+        for name in REPLICAS:
+            self.start_replica(name, armed=name == VICTIM)
+        self.start_trainer(armed=True)
+
+    def _start(self, name: str, role: str, args: tuple[str, ...], *, armed: bool) -> Process:
+        is_victim = armed and self.strike.role == role
+        entry = ("-m", "tests.fault.victims", role.split()[0]) if is_victim else ("-m",)
+        if role == "trainer sender":
+            entry = ("-m",)
+        else:
+            args = args[1:] if is_victim else args
+        if old := self.processes.get(name):
+            self.replaced.append(old)
+        number = len(self.replaced)
+        process = Process(
+            f"{name}-{number}", (*entry, *args), self.work, self.strike.env if is_victim else {}
+        )
+        self.processes[name] = process
+        return process
+
+    def start_coordinator(self, *, armed: bool) -> None:
+        args = (*COORDINATOR, "--listen", self.listen, "--catalog", str(self.work / "weft.db"))
+        process = self._start("coordinator", "coordinator", args, armed=armed)
+        line = process.line(lambda text: text.startswith("listening on "), 30)
+        self.listen = line.removeprefix("listening on ")
+
+    def start_replica(self, name: str, *, armed: bool) -> None:
+        args = ("tests.replica_process", self.listen, name, str(NUM_TENSORS), str(ELEMENTS),
+                "--keep")  # fmt: skip
+        process = self._start(name, "replica", args, armed=armed)
+        process.line(lambda text: text == "ready", 60)
+
+    def start_trainer(self, *, armed: bool) -> None:
+        args = ("tests.fault.trainer", self.listen)
+        process = self._start("trainer", "trainer sender", args, armed=armed)
+        process.line(lambda text: text == "ready", 60)
+
+    def close(self) -> None:
+        for process in (*self.processes.values(), *self.replaced):
+            process.signal_quietly(signal.SIGCONT)
+            process.signal_quietly(signal.SIGKILL)
+            process.stop()
+
+    # -- one run ---------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Strike during a push, then show that the pool is as it must be."""
+        pushed: dict[int, float] = {}
+        if self.strike.point != "in rendezvous":  # there the group must be a new one
+            first = self.push(1.0)
+            pushed[first["version"]] = 1.0
+        self.strike.armed.touch()
+        trainer = self.processes["trainer"]
+        trainer.tell(f"push 2.0 {PUSH_SECONDS}")
+        struck_at = self._await_strike()
+        self._undo(struck_at)
+        outcome, push_seconds = "its trainer died", 0.0
+        if not (self.strike.role == "trainer sender" and self.strike.signal == "SIGKILL"):
+            answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
+            push_seconds = max(0.0, answer["ended"] - struck_at)
+            outcome = answer.get("error") or f"base@{answer['version']}"
+            if "version" in answer:
+                pushed[answer["version"]] = 2.0
+        else:
+            self.start_trainer(armed=False)
+        last = self.push(3.0)
+        recovery_seconds = last["ended"] - struck_at
+        pushed[last["version"]] = 3.0
+        self._check(last["version"], pushed)
+        return Outcome(self.strike, outcome, push_seconds, recovery_seconds)
+
+    def push(self, value: float) -> dict[str, Any]:
+        trainer = self.processes["trainer"]
+        trainer.tell(f"push {value} {PUSH_SECONDS}")
+        answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
+        assert "version" in answer, f"the push of {value} failed: {answer}"
+        return answer
+
+    def _await_strike(self) -> float:
+        deadline = time.monotonic() + PUSH_SECONDS
+        while not self.strike.struck.exists() or not self.strike.struck.read_text():
+            assert time.monotonic() < deadline, "the point was never reached"
+            time.sleep(0.01)
+        return float(self.strike.struck.read_text())
+
+    def _undo(self, struck_at: float) -> None:
+        """Start what was killed again, or let what was stopped go on."""
+        name = {"trainer sender": "trainer", "replica": VICTIM}.get(self.strike.role, "coordinator")
+        if self.strike.signal == "SIGSTOP":
+            time.sleep(max(0.0, struck_at + STOP_SECONDS - time.time()))
+            self.processes[name].signal_quietly(signal.SIGCONT)
+        elif name == "coordinator":
+            self.start_coordinator(armed=False)
+        elif name == VICTIM:
+            self.start_replica(name, armed=False)
+
+    def _check(self, version: int, pushed: dict[int, float]) -> None:
+        """Exactly one committed version is served, by all, with the bytes it was given."""
+        with open_channel(self.listen) as channel:
+            stub = InspectServiceStub(channel)
+            pool = self._settled(stub, version)
+            versions = stub.ListVersions(
+                inspect_pb2.ListVersionsRequest(policy="base"), timeout=5
+            ).versions
+        numbers = [v.version.version for v in versions]
+        assert len(set(numbers)) == len(numbers), f"a version was used twice: {numbers}"
+        states = {v.version.version: v.state for v in versions}
+        for number in pushed:
+            assert states[number] in (
+                inspect_pb2.VERSION_STATE_COMMITTED, inspect_pb2.VERSION_STATE_RETIRED
+            ), f"base@{number} was reported as pushed but is {states[number]}"  # fmt: skip
+        assert states[version] == inspect_pb2.VERSION_STATE_COMMITTED
+        for replica in pool.replicas:
+            process = self.processes[replica.replica_id]
+            process.tell("?")
+            served = process.answer(20)
+            if replica.state == inspect_pb2.REPLICA_STATE_PENDING_WEIGHTS:
+                # It came back too late for the last push, and says so.
+                assert f"lacks base@{version}" in replica.state_reason
+                continue
+            assert served["base"] == version, f"{replica.replica_id} serves {served}"
+            assert served["firsts"] == [pushed[version]], f"{replica.replica_id}: {served}"
+            assert served["is_whole"]
+            self._await_no_leftovers(replica.replica_id)
+
+    def _await_no_leftovers(self, name: str, seconds: float = 10.0) -> None:
+        """Staged bytes of a failed push go with the heartbeats after it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.processes[name].tell("?")
+            if self.processes[name].answer(20)["staging_bytes"] == 0:
+                return
+            assert time.monotonic() < deadline, f"{name} holds staged bytes"
+            time.sleep(0.2)
+
+    def _settled(
+        self, stub: InspectServiceStub, version: int, seconds: float = 20.0
+    ) -> inspect_pb2.GetPoolResponse:
+        """The pool once nothing is under way and every replica is back."""
+        deadline = time.monotonic() + seconds
+        while True:
+            pool = stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=5)
+            known = [r for r in pool.replicas if r.state in _SETTLED]
+            if len(known) == len(REPLICAS) and not pool.active_transfers:
+                assert pool.version_vector.base == version
+                return pool
+            states = [(r.replica_id, r.state, r.state_reason) for r in pool.replicas]
+            assert time.monotonic() < deadline, f"the pool did not settle: {states}"
+            time.sleep(0.1)

@@ -1,0 +1,172 @@
+"""Where a process strikes itself: named points of a push, in each role.
+
+The production code knows nothing of this: a victim's entry point wraps functions
+of its own process. A strike happens once, when the file ``arm`` exists; it writes
+the time to ``struck`` first, so that detection can be measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Points of a push, in order.
+POINTS = (
+    "before begin",
+    "in rendezvous",
+    "at a bucket",
+    "before commit",
+    "inside commit",
+    "after commit",
+)
+ROLES = ("trainer sender", "replica", "coordinator")
+SIGNALS = ("SIGKILL", "SIGSTOP")
+#: "at a bucket" is this many buckets into the push.
+BUCKET = 4
+_ENV = "WEFT_TEST_STRIKE"
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One strike; carried to the victim in its environment."""
+
+    role: str
+    point: str
+    signal: str
+    directory: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For the victim's process."""
+        return {_ENV: "|".join((self.role, self.point, self.signal, self.directory))}
+
+    @property
+    def armed(self) -> Path:
+        """Exists while the strike may happen."""
+        return Path(self.directory) / "arm"
+
+    @property
+    def struck(self) -> Path:
+        """Holds ``time.time()`` of the strike."""
+        return Path(self.directory) / "struck"
+
+    def maybe(self) -> None:
+        """Strike, if armed and not yet done."""
+        if self.armed.exists() and not self.struck.exists():
+            self.struck.write_text(repr(time.time()))
+            os.kill(os.getpid(), getattr(signal, self.signal))
+
+
+def install(role: str) -> None:
+    """Wrap this process's functions if it is the victim."""
+    if _ENV not in os.environ:
+        return
+    strike = Strike(*os.environ[_ENV].split("|"))
+    if strike.role == role:
+        {"trainer sender": _trainer, "replica": _replica, "coordinator": _coordinator}[role](strike)
+
+
+def _before(owner: Any, name: str, strike: Strike, when: Callable[..., bool] | None = None) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if when is None or when(*args, **kwargs):
+            strike.maybe()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(owner: Any, name: str, strike: Strike) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        strike.maybe()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
+    """True from the ``wanted``-th call on, counted while armed."""
+    seen = 0
+
+    def when(*args: Any, **kwargs: Any) -> bool:
+        nonlocal seen
+        seen += strike.armed.exists()
+        return seen >= wanted
+
+    return when
+
+
+def _trainer(strike: Strike) -> None:
+    from trainer_side.packer import Packer
+    from trainer_side.publisher import Publisher
+    from trainer_side.sender import Sender
+    from weft.transport.attendance import Attendance
+
+    match strike.point:
+        case "before begin":
+            _before(Publisher, "_begin", strike)
+        case "in rendezvous":
+            _before(Sender, "_send_buckets", strike)
+        case "at a bucket":
+            _before(Packer, "pack", strike, lambda self, index, *rest: index >= BUCKET)
+        case "before commit":
+            _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
+        case "inside commit":
+            _after(Sender, "send", strike)
+        case "after commit":
+            _after(Publisher, "_carry_out", strike)
+
+
+def _replica(strike: Strike) -> None:
+    import rollout_side.receiver
+    from rollout_side.agent import Agent
+    from rollout_side.staged import WorkerStore
+    from tests.pool import EngineDouble
+
+    match strike.point:
+        case "before begin":
+            _before(Agent, "check_generation", strike)
+        case "in rendezvous":
+            _before(EngineDouble, "join_group", strike)
+        case "at a bucket":
+            _before(rollout_side.receiver, "payload_digest", strike, _count(BUCKET, strike))
+        case "before commit":
+            _before(WorkerStore, "put_staged", strike)
+        case "inside commit":
+            _before(EngineDouble, "apply_base", strike)
+        case "after commit":
+            _before(WorkerStore, "discard", strike)  # the double's last act in apply_base
+
+
+def _coordinator(strike: Strike) -> None:
+    from weft.coordinator import driver, effects, events, hub
+
+    if strike.point == "at a bucket":
+        _before(hub.Hub, "_verified", strike, _count(3 * BUCKET, strike))
+        return
+    if strike.point == "inside commit":
+
+        def is_commit(self: Any, effect: Any) -> bool:
+            return isinstance(effect, effects.CallCommit)
+
+        _before(driver.Driver, "_carry_out", strike, is_commit)
+        return
+    kind = {
+        "before begin": events.BeginTransfer,
+        "in rendezvous": events.RankAttends,
+        "before commit": events.RankStaged,
+        "after commit": events.CommitAnswered,
+    }[strike.point]
+    _before(driver, "step", strike, lambda state, event, now: isinstance(event, kind))

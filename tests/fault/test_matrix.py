@@ -1,0 +1,33 @@
+"""A sample of the kill matrix that rotates by date; all of it by ``make fault``.
+
+Budget: 75 s. ``WEFT_FAULT_CASES`` sets how many.
+"""
+
+import datetime
+import itertools
+import os
+
+import pytest
+
+from tests.fault.matrix import Case
+from tests.fault.strikes import POINTS, ROLES, SIGNALS, Strike
+
+ALL = list(itertools.product(ROLES, POINTS, SIGNALS))
+# Strides through the matrix, so that every few days all roles and points had their turn.
+_STRIDE = 7
+
+
+def todays_sample():
+    count = int(os.environ.get("WEFT_FAULT_CASES", "4"))
+    first = datetime.datetime.now(tz=datetime.UTC).date().toordinal() * count
+    return [ALL[(first + i) * _STRIDE % len(ALL)] for i in range(min(count, len(ALL)))]
+
+
+@pytest.mark.parametrize(("role", "point", "signum"), todays_sample())
+def test_case(role, point, signum, tmp_path):
+    case = Case(Strike(role, point, signum, str(tmp_path)), tmp_path)
+    try:
+        outcome = case.run()
+        assert outcome.recovery_seconds > 0
+    finally:
+        case.close()
