@@ -46,6 +46,8 @@ class MemoryUse:
 
     adapter_bytes: int
     staging_bytes: int
+    staged_transfer_ids: tuple[str, ...] = ()
+    """Transfers of which bytes are staged, whole or in part."""
 
 
 class Engine(Protocol):

@@ -173,6 +173,7 @@ class Registration:
             incarnation=self._config.incarnation,
             version_vector=vector_to_proto(vector),
             adapter_used_bytes=memory.adapter_bytes,
+            staged_transfer_ids=memory.staged_transfer_ids,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         if self._away:

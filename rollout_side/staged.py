@@ -95,6 +95,8 @@ class Usage:
     adapter_bytes: int = 0
     staging_bytes: int = 0
     free_bytes: int = 0
+    transfer_ids: tuple[str, ...] = ()
+    """Transfers of which bytes are staged, whole or in part."""
 
 
 @dataclass
@@ -277,6 +279,7 @@ class WorkerStore:
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=waiting + sum(self._reserved.values()),
                 free_bytes=sum(s.num_bytes for s in self._free),
+                transfer_ids=tuple(sorted({*self._staged, *self._partial})),
             )
 
     def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:

@@ -105,7 +105,11 @@ class EngineDouble:
 
     async def memory(self) -> MemoryUse:
         usage = self.store.usage()
-        return MemoryUse(adapter_bytes=usage.adapter_bytes, staging_bytes=usage.staging_bytes)
+        return MemoryUse(
+            adapter_bytes=usage.adapter_bytes,
+            staging_bytes=usage.staging_bytes,
+            staged_transfer_ids=usage.transfer_ids,
+        )
 
     def _maybe_fail(self) -> None:
         error, self.fail_next_load = self.fail_next_load, None

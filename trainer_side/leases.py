@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 
 import grpc
 
-from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
+from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, TransferTimeoutError
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import publish_pb2 as pb
@@ -19,6 +20,7 @@ from weft.v1.publish_pb2_grpc import PublishServiceStub
 _log = logging.getLogger(__name__)
 
 _CALL_SECONDS = 10.0
+_RETRY_SECONDS = 0.25
 # Renewed this many times in each time to live: two may be lost.
 _RENEWALS = 3
 
@@ -47,8 +49,12 @@ class Leases:
         self._thread = threading.Thread(target=self._renew, name="weft-leases", daemon=True)
         self._thread.start()
 
-    def token(self, policy: str, kind: types_pb2.PolicyKind.ValueType) -> int:
-        """The fencing token of ``policy``'s lease, acquiring it if need be; blocks.
+    def token(self, policy: str, kind: types_pb2.PolicyKind.ValueType, deadline: float) -> int:
+        """The fencing token of ``policy``'s lease, acquiring it if need be.
+
+        Blocks while the lease is held by a former process of this very trainer,
+        which may be dead: until it expires, at most until ``deadline``
+        (``time.monotonic()``).
 
         Raises:
             PolicyOwnedError: Another trainer holds it.
@@ -60,12 +66,24 @@ class Leases:
         request = pb.AcquirePolicyRequest(
             trainer_id=self._trainer_id, session_id=self._session_id, policy=policy, kind=kind
         )
-        try:
-            lease = self._stub.AcquirePolicy(
-                request, timeout=_CALL_SECONDS, wait_for_ready=True
-            ).lease
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+        waiting = False
+        while True:
+            try:
+                lease = self._stub.AcquirePolicy(
+                    request, timeout=_CALL_SECONDS, wait_for_ready=True
+                ).lease
+                break
+            except grpc.RpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                is_own = error.metadata.get("holder") == self._trainer_id
+                if not (isinstance(error, PolicyOwnedError) and is_own):
+                    raise error from rpc_error
+                if time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise error from rpc_error
+                if not waiting:
+                    _log.warning("waiting for the lease of a former process: %s", error.message)
+                    waiting = True
+                time.sleep(_RETRY_SECONDS)
         with self._lock:
             self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
         return lease.fencing_token

@@ -313,7 +313,7 @@ class Publisher:
         )
         fenced = False
         while True:
-            request.fencing_token = self._leases.token(policy, kind)
+            request.fencing_token = self._leases.token(policy, kind, deadline)
             if manifest.layout_digest not in self._put:
                 self._put_manifest(manifest, deadline)
             if self._sender is not None and self._sender.usable:
@@ -356,11 +356,12 @@ class Publisher:
         """Send, then learn the outcome; the group is kept if all went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
             return self._outcome(begun.transfer_id, deadline, None)
-        sender = self._sender_for(begun.group)
+        sender = None
         try:
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                sender = self._sender_for(begun.group)
                 self._send(sender, begun, version, source, manifest, deadline)
             return self._outcome(begun.transfer_id, deadline, sender)
         except BaseException as error:
@@ -391,6 +392,7 @@ class Publisher:
             if self._sender.usable and self._sender.ticket.group_id == group.group_id:
                 return self._sender
             self._sender.close()
+            self._sender = None
         host = self._data_host or local_address_towards(self._target)
         ticket = GroupTicket(
             group_id=group.group_id,

@@ -264,11 +264,12 @@ class Sender:
             try:
                 self._send_buckets(epoch, packer, push)
                 break
-            except _Reformed:
-                push.num_released = max(push.num_released, epoch.direction.num_released)
-                self._packer = packer.moved(range(push.num_released, len(push.digests)))
-                self._rejoin(epoch)
             except Exception as error:
+                if isinstance(error, _Reformed | WeftError) and epoch.successor is not None:
+                    push.num_released = max(push.num_released, epoch.direction.num_released)
+                    self._packer = packer.moved(range(push.num_released, len(push.digests)))
+                    self._rejoin(epoch)
+                    continue
                 typed = error if isinstance(error, WeftError) else WeftError(repr(error))
                 epoch.report_failure(push.transfer_id, typed)
                 epoch.broken = epoch.broken or typed

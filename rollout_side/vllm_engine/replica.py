@@ -159,6 +159,7 @@ class VllmReplica:
         return MemoryUse(
             adapter_bytes=sum(value["adapter_bytes"] for value in values),
             staging_bytes=sum(value["staging_bytes"] for value in values),
+            staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
         )
 
     async def load_adapter(

@@ -182,11 +182,12 @@ class WeftWorker:
         """Bytes that this process holds; the receiving rank's count for all."""
         state = _state(self)
         if state.receiver is None:
-            return {"adapter_bytes": 0, "staging_bytes": 0}
+            return {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": []}
         usage = state.store.usage()
         return {
             "adapter_bytes": usage.adapter_bytes,
             "staging_bytes": usage.staging_bytes + usage.free_bytes,
+            "transfer_ids": list(usage.transfer_ids),
         }
 
     @guarded

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.versions import VersionVector
@@ -133,6 +134,8 @@ class Heartbeat:
     incarnation: str
     vector: VersionVector
     adapter_used_bytes: int
+    staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
+    """Transfers it holds bytes of, with what the catalog says of each."""
 
 
 @dataclass(frozen=True)

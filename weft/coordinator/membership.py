@@ -14,7 +14,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import check_name
-from weft.coordinator import abort, events, reform
+from weft.coordinator import abort, events, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.effects import (
@@ -175,6 +175,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
         replica = replace(replica, vector=event.vector)
     change.put_replica(replica)
+    leftovers.settle(change, replica, event.staged)
     ready = standing(change.state, replica)[0] is Standing.READY
     change.reply(event.ticket, HeartbeatAnswer(ready))
 

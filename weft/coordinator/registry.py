@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from weft.coordinator import effects, events
+from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
 from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_from_proto
@@ -17,13 +18,16 @@ from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+#: Leftovers that one heartbeat may speak of; the others come with the next.
+_MAX_STAGED: Final = 64
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """For replicas: join the pool, stay in it, leave it."""
 
-    def __init__(self, driver: Driver, references: ReferenceCache) -> None:
+    def __init__(self, driver: Driver, references: ReferenceCache, catalog: Catalog) -> None:
         self._driver = driver
+        self._catalog = catalog
         self._references = references
 
     async def Register(
@@ -67,6 +71,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
         """Source: protos/weft/v1/registry.proto."""
+        staged = {
+            transfer_id: self._catalog.find_transfer(transfer_id)
+            for transfer_id in request.staged_transfer_ids[:_MAX_STAGED]
+        }
         answer = await self._driver.call(
             lambda ticket: events.Heartbeat(
                 ticket,
@@ -74,6 +82,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.incarnation,
                 vector_from_proto(request.version_vector),
                 request.adapter_used_bytes,
+                staged,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)

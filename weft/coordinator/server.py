@@ -68,7 +68,7 @@ class Coordinator:
         )
         publish = PublishServicer(driver, catalog, manifests, references)
         inspect = InspectServicer(driver, catalog, feed)
-        registry = RegistryServicer(driver, references)
+        registry = RegistryServicer(driver, references, catalog)
         rendezvous = RendezvousServicer(driver.hub, manifests)
         self._server = await make_server(
             [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from weft.contract.errors import WeftError
+from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.rpc.channel import open_channel
 from weft.transport.attendance import Attendance
 from weft.transport.group import SideGroup
@@ -42,6 +42,9 @@ class Membership:
         on_message: See ``Attendance``.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
+
+    Raises:
+        PeerUnavailableError: The coordinator does not answer.
     """
 
     def __init__(
@@ -58,9 +61,13 @@ class Membership:
         self.stub = RendezvousServiceStub(self._channel)
         self._user_on_closed = on_closed
         store = GroupStore(self.stub, self.credential, _FORMING_SECONDS)
-        self.group = SideGroup(
-            store, ticket.rank, ticket.size, backend=ticket.backend, host=ticket.host
-        )
+        try:
+            self.group = SideGroup(
+                store, ticket.rank, ticket.size, backend=ticket.backend, host=ticket.host
+            )
+        except RuntimeError as error:  # what torch makes of a store that does not answer
+            self._channel.close()
+            raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
         self.attendance = Attendance(
             self.stub,
             self.credential,

@@ -151,7 +151,9 @@ class Machine:
             "answer_by": float("inf"),
             "backend": "gloo",
             "group_id": "",
-            "ids": FreshIds(f"t{ticket}", ticket, f"g{ticket}", f"token{ticket}", f"secret{ticket}"),
+            "ids": FreshIds(
+                f"t{ticket}", ticket, f"g{ticket}", f"token{ticket}", f"secret{ticket}"
+            ),
             "recorded": None,
         }
         fields |= changes

@@ -1,0 +1,76 @@
+"""What a replica still holds after the coordinator restarted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.coordinator.machine import Machine, saved_versions
+from weft.coordinator import effects, events
+from weft.coordinator.state import Phase, VersionRecord, VersionState
+
+
+def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:
+    replica = m.state.replicas[replica_id]
+    m.do(
+        events.Heartbeat(0, replica_id, replica.incarnation, replica.vector, 0, staged),
+    )
+
+
+def _restarted(m: Machine) -> Machine:
+    """The same catalog, and nothing else."""
+    after = Machine()
+    policies = {k: replace(p, lease=None) for k, p in m.state.policies.items()}
+    after.state = replace(after.state, policies=policies, fingerprint=m.state.fingerprint)
+    return after.pool("r0", "r1")
+
+
+def test_a_committed_version_is_rolled_forward_by_its_record() -> None:
+    before = Machine().pool("r0", "r1")
+    before.acquire("math")
+    ticket = before.run_to(Phase.COMMITTING)
+    record = saved_versions(before)[-1]
+    assert record.state is VersionState.COMMITTED
+    m = _restarted(before)
+    _beat(m, "r0", {f"t{ticket}": record})
+    (call,) = m.found(effects.CallCommit)
+    assert (call.replica_id, call.version, call.content_digest) == (
+        "r0",
+        record.version,
+        record.content_digest,
+    )
+    vector = m.state.replicas["r0"].vector.with_adapter(record.version)
+    m.do(events.CommitAnswered(f"t{ticket}", "r0", "i1", vector, 0.0, None))
+    _beat(m, "r0", {f"t{ticket}": record})  # served by now: only its bytes are left
+    assert not m.found(effects.CallCommit)
+    assert m.found(effects.CallDiscard)
+
+
+def test_anything_else_is_discarded() -> None:
+    before = Machine().pool("r0", "r1")
+    before.acquire("math")
+    ticket = before.run_to(Phase.STAGING)
+    aborted = replace(saved_versions(before)[-1], state=VersionState.ABORTED)
+    m = _restarted(before)
+    _beat(m, "r1", {f"t{ticket}": aborted, "t-unheard-of": None})
+    assert [c.transfer_id for c in m.found(effects.CallDiscard)] == ["t-unheard-of", f"t{ticket}"]
+
+
+def test_a_transfer_under_way_is_left_alone() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    ticket = m.run_to(Phase.STAGING)
+    _beat(m, "r0", {f"t{ticket}": saved_versions(m)[-1]})
+    assert not m.found(effects.CallDiscard)
+    assert not m.found(effects.CallCommit)
+
+
+def test_a_base_that_was_superseded_is_not_rolled_forward() -> None:
+    before = Machine().pool("r0", "r1")
+    before.acquire("base")
+    first = before.run_to(Phase.COMMITTED, "base")
+    record = next(r for r in saved_versions(before) if r.state is VersionState.COMMITTED)
+    before.run_to(Phase.COMMITTED, "base")
+    m = _restarted(before)
+    _beat(m, "r0", {f"t{first}": record})
+    assert not m.found(effects.CallCommit)
+    assert m.found(effects.CallDiscard)
