@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,9 @@ SCHEMA_VERSION: Final = 1
 #: "WEFT": tells a Weft catalog from any other SQLite file.
 APPLICATION_ID: Final = 0x57454654
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
+# A replica is told to drop what it staged for these: they are calls to each replica
+# after a restart, so few. (Bytes of older ones go with the replica's process.)
+_MAX_ORPHANS: Final = 8
 
 _SCHEMA: Final = """
 CREATE TABLE meta (
@@ -81,6 +84,8 @@ class Snapshot:
     fingerprint: str
     architecture: str
     policies: tuple[Policy, ...]
+    orphans: Mapping[PolicyVersion, str]
+    """The newest versions, which replicas may still hold staged, and their transfers."""
 
 
 class Catalog:
@@ -170,7 +175,18 @@ class Catalog:
                 "ORDER BY name"
             )
         )
-        return Snapshot(generation, epoch, fingerprint, architecture, policies)
+        orphans = self._read.execute(
+            "SELECT policy, version, transfer_id FROM versions ORDER BY create_time DESC LIMIT ?",
+            (_MAX_ORPHANS,),
+        )
+        return Snapshot(
+            generation,
+            epoch,
+            fingerprint,
+            architecture,
+            policies,
+            {PolicyVersion(policy, version): transfer for policy, version, transfer in orphans},
+        )
 
     def apply(self, saves: Sequence[Save]) -> None:
         """Write all of ``saves`` in one transaction; on disk when it returns.

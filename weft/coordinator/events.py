@@ -236,6 +236,14 @@ class RetireAnswered:
     vector: VersionVector
 
 
+@dataclass(frozen=True)
+class DiscardAnswered:
+    """A replica holds no staged bytes of a transfer."""
+
+    replica_id: str
+    transfer_id: str
+
+
 Event = (
     Tick
     | CallerGone
@@ -259,4 +267,5 @@ Event = (
     | JoinAnswered
     | CommitAnswered
     | RetireAnswered
+    | DiscardAnswered
 )

@@ -17,6 +17,7 @@ from weft.contract.names import check_name
 from weft.coordinator import abort, events
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
+from weft.coordinator.discard import discard_orphans
 from weft.coordinator.effects import (
     CloseChannel,
     Done,
@@ -95,7 +96,7 @@ def register(change: Change, event: events.Register) -> None:
         )
         change.state = replace(change.state, fingerprint=fingerprint, architecture=architecture)
         change.emit(SavePool(fingerprint, architecture))
-    change.put_replica(
+    replica = change.put_replica(
         Replica(
             replica_id=event.replica_id,
             incarnation=event.incarnation,
@@ -115,6 +116,7 @@ def register(change: Change, event: events.Register) -> None:
         change.state.generation,
     )
     change.reply(event.ticket, answer)
+    discard_orphans(change, replica)
 
 
 def _check_registration(

@@ -135,6 +135,8 @@ class ReplicaCaller:
         except grpc.RpcError as error:
             _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
                        call.transfer_id, error_from_rpc(error))  # fmt: skip
+            return
+        self._post(events.DiscardAnswered(call.replica_id, call.transfer_id))
 
     async def _retire(self, call: effects.CallRetire) -> None:
         request = replica_pb2.RetireVersionsRequest(

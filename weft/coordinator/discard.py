@@ -1,0 +1,74 @@
+"""Dropping staged bytes that nobody will commit: told until it is answered.
+
+A replica that was cut off when its transfer ended still holds the bytes, and
+would run out of staging memory; so orders are kept until they were answered, and
+given again when it registers and every ``REPEAT_SECONDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from weft.coordinator import events
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallDiscard
+from weft.coordinator.state import Replica
+
+#: Longer than one call may take.
+REPEAT_SECONDS = 6.0
+#: Orders kept for one replica; the newest ones.
+MAX_DISCARDS = 64
+
+
+def discard(change: Change, transfer_id: str, replica_ids: Iterable[str]) -> None:
+    """Order replicas to drop what was staged for a transfer."""
+    for replica_id in replica_ids:
+        replica = change.state.replicas.get(replica_id)
+        if replica is None:
+            continue
+        _keep(change, replica_id, (*change.state.discards.get(replica_id, ()), transfer_id))
+        if not replica.lost:
+            change.emit(CallDiscard(transfer_id, replica_id, replica.address))
+
+
+def discard_orphans(change: Change, replica: Replica) -> None:
+    """At registration: also what a former coordinator had begun here."""
+    kept = change.state.discards.get(replica.replica_id, ())
+    orphans = (
+        transfer_id
+        for version, transfer_id in change.state.orphans.items()
+        if not replica.vector.holds(version)
+    )
+    _keep(change, replica.replica_id, tuple(dict.fromkeys((*kept, *orphans))))
+    _tell(change, replica)
+
+
+def repeat_discards(change: Change) -> None:
+    """Give orders again that were not answered; cheap when there are none."""
+    if change.state.discards and change.now >= change.state.discard_at:
+        change.state = replace(change.state, discard_at=change.now + REPEAT_SECONDS)
+        for replica_id in list(change.state.discards):
+            replica = change.state.replicas.get(replica_id)
+            if replica is None:
+                _keep(change, replica_id, ())
+            elif not replica.lost:
+                _tell(change, replica)
+
+
+def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
+    """A replica holds nothing of a transfer any more."""
+    kept = change.state.discards.get(event.replica_id, ())
+    _keep(change, event.replica_id, tuple(t for t in kept if t != event.transfer_id))
+
+
+def _tell(change: Change, replica: Replica) -> None:
+    for transfer_id in change.state.discards.get(replica.replica_id, ()):
+        change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
+
+
+def _keep(change: Change, replica_id: str, transfer_ids: tuple[str, ...]) -> None:
+    discards = {k: v for k, v in change.state.discards.items() if k != replica_id}
+    if transfer_ids:
+        discards[replica_id] = transfer_ids[-MAX_DISCARDS:]
+    change.state = replace(change.state, discards=discards)
