@@ -7,15 +7,24 @@ worker's methods (on the engine's thread) take them out. Nothing here knows vLLM
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from rollout_side.segment import Segment, SegmentRef
-from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    NotReadyError,
+    TransferAbortedError,
+)
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
+
+#: Discarded transfers that are remembered: an order may overtake the last bucket.
+_MAX_DISCARDED = 256
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ class WorkerStore:
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
     _reserved: dict[str, int] = field(default_factory=dict)
     _free: list[Segment] = field(default_factory=list)
+    _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
 
     # -- the receiver's side ------------------------------------------------
 
@@ -135,9 +145,17 @@ class WorkerStore:
             self._recycle(segment)
 
     def put_staged(self, staged: StagedVersion) -> None:
-        """Turn a reservation into a staged version."""
+        """Turn a reservation into a staged version.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile; the memory
+                may be reused.
+        """
         with self._lock:
             self._reserved.pop(staged.transfer_id, None)
+            if staged.transfer_id in self._discarded:
+                self._recycle(staged.segment)
+                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
 
     def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
@@ -214,8 +232,10 @@ class WorkerStore:
             self._recycle(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget a staged version; its memory may be reused."""
+        """Forget a staged version, also one still to come; its memory may be reused."""
         with self._lock:
+            if transfer_id not in self._discarded:
+                self._discarded.append(transfer_id)
             staged = self._staged.pop(transfer_id, None)
             self._recycle(staged.segment if staged else None)
 
