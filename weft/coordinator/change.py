@@ -56,8 +56,7 @@ class Change:
     def drop_replica(self, replica_id: str) -> None:
         """Forget a replica."""
         replicas = {k: v for k, v in self.state.replicas.items() if k != replica_id}
-        discards = {k: v for k, v in self.state.discards.items() if k != replica_id}
-        self.state = replace(self.state, replicas=replicas, discards=discards)
+        self.state = replace(self.state, replicas=replicas)
 
     def put_policy(self, policy: Policy) -> None:
         """Add or replace a policy."""

@@ -2,7 +2,8 @@
 
 A replica that was cut off when its transfer ended still holds the bytes, and
 would run out of staging memory; so orders are kept until they were answered, and
-given again when it registers and every ``REPEAT_SECONDS``.
+given again when it registers and every ``REPEAT_SECONDS``. They stay with its name
+for a while: a late call of a dead process can replace the living one.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ MAX_DISCARDS = 64
 def discard(change: Change, transfer_id: str, replica_ids: Iterable[str]) -> None:
     """Order replicas to drop what was staged for a transfer."""
     for replica_id in replica_ids:
-        replica = change.state.replicas.get(replica_id)
-        if replica is None:
-            continue
         _keep(change, replica_id, (*change.state.discards.get(replica_id, ()), transfer_id))
-        if not replica.lost:
+        replica = change.state.replicas.get(replica_id)
+        if replica and not replica.lost:
             change.emit(CallDiscard(transfer_id, replica_id, replica.address))
 
 

@@ -67,11 +67,17 @@ def test_a_replica_that_was_lost_is_told_when_it_is_back() -> None:
     assert _discards(m.found(effects.CallDiscard)) == {("r0", f"t{ticket}")}
 
 
-def test_a_new_process_holds_nothing() -> None:
-    m, _ = _begun(Phase.STAGING)
+def test_orders_outlive_a_process_that_seems_to_be_replaced() -> None:
+    m, ticket = _begun(Phase.STAGING)
     m.pass_time(8, beats=False)
     m.register("r0", "i2")
-    assert not m.found(effects.CallDiscard)
+    assert _discards(m.found(effects.CallDiscard)) == {("r0", f"t{ticket}")}
+
+
+def test_orders_to_a_replica_that_left_are_forgotten() -> None:
+    m, _ = _begun(Phase.STAGING)
+    m.do(events.Leave(0, "r0", "i1"))
+    m.pass_time(8)
     assert "r0" not in m.state.discards
 
 
