@@ -33,6 +33,11 @@ class Process:
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
     def tell(self, line: str) -> None:
         """Write a line to its standard input."""
         assert self._process.stdin is not None
