@@ -43,6 +43,7 @@ class Checks:
         self._ever_served: set[PolicyVersion] = set()
         self._holders: dict[tuple[str, int], tuple[str, str]] = {}
         self._newest_token: dict[str, int] = {}
+        self._asked: dict[str, set[tuple[str, int]]] = {}
 
     def _fail(self, what: str) -> None:
         raise Violation(what)
@@ -89,6 +90,8 @@ class Checks:
         elif transfer.fencing_token != lease.fencing_token or (
             lease.fencing_token < self._newest_token.get(policy.name, 0)
         ):
+            self._fail(f"{record.version} was assigned under an old lease")
+        elif (lease.trainer_id, lease.fencing_token) not in self._asked[record.request_id]:
             self._fail(f"{record.version} was assigned to a fenced trainer")
 
     def _policy_saved(self, save: effects.SavePolicy) -> None:
@@ -116,6 +119,11 @@ class Checks:
                 last = transfer.commit_at + self._world.commit_seconds
             if now > last + _SLACK_SECONDS:
                 self._fail(f"{transfer.transfer_id} is {transfer.phase.name} after its deadline")
+            awaited = transfer.targets if transfer.uncommitted else transfer.switching
+            for replica_id in awaited:
+                replica = state.replicas.get(replica_id)
+                if replica is None or replica.lost:
+                    self._fail(f"{transfer.transfer_id} goes on with {replica_id}, which is gone")
         if len(state.history) > _MAX_HISTORY or len(state.fits) > 64:
             self._fail("the state grows without bound")
 
@@ -164,6 +172,10 @@ class Checks:
             self._fail(f"{version} was committed with a digest that is not its sender's")
 
     # -- what is served, and what is told ----------------------------------------------
+
+    def asking(self, trainer: SimTrainer, push: Push, token: int) -> None:
+        """A trainer calls BeginTransfer."""
+        self._asked.setdefault(push.request_id, set()).add((trainer.name, token))
 
     def sending(self, begun: effects.BeginAnswer, digest: ContentDigest) -> None:
         """A trainer was told its version."""

@@ -234,7 +234,7 @@ class SimCoordinator(Process):
         self.manifests.add(digest)
 
     def _serve_begin(
-        self, timeout: float, layout: Any, time_left: float, trainer_id: str, **args: Any
+        self, timeout: float, layout: Any, time_left: float, **args: Any
     ) -> events.Event:
         now, number = self.clock.now, next(self.world.numbers)
         deadline = now + time_left

@@ -126,6 +126,7 @@ class SimTrainer(Process):
                 yield self._call("put_manifest", self._left(push), digest=layout.digest)
                 self._put.add(layout.digest)
             group_id = self.sender.group.group_id if self.sender and self.sender.usable else ""
+            self.world.checks.asking(self, push, token)
             try:
                 begun: BeginAnswer = yield self._call(
                     "begin",
@@ -138,7 +139,6 @@ class SimTrainer(Process):
                     min_replicas=0,
                     group_id=group_id,
                     time_left=self._left(push),
-                    trainer_id=self.name,
                 )
             except LeaseFencedError:
                 self.tokens.pop(push.policy, None)
