@@ -40,10 +40,10 @@ demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything a
 	@$(BIN)/weft demo
 
 test: install  ## All tests (about 10 minutes on 2 cores).
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/fault tests/e2e --durations=15
+	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/e2e --durations=15
 
 test-fast: install  ## Tests without an engine (about a minute).
-	$(BIN)/python -m pytest tests/unit tests/contract
+	$(BIN)/python -m pytest tests/unit tests/sim tests/contract
 
 matrix: install  ## Every kind of model at every tensor parallelism, with real vLLM (5 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_models.py -m 'matrix or not matrix'

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, GroupSpec, MemoryUse, SwitchTimes
 from rollout_side.registration import Identity, Registration
-from weft.contract.errors import LoadFailedError, StaleEpochError, WeftError
+from weft.contract.errors import LoadFailedError, NotReadyError, StaleEpochError, WeftError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.transport.host import local_address_towards, split_target
@@ -20,6 +21,7 @@ from weft.transport.host import local_address_towards, split_target
 _log = logging.getLogger(__name__)
 
 _REAP_SECONDS = 1.0
+_MAX_FAILED = 64
 _WILDCARDS = {"0.0.0.0", "::", ""}
 
 
@@ -43,6 +45,9 @@ class Agent:
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         self.registration: Registration | None = None
         self._switching = asyncio.Lock()
+        # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
+        # does when a connection breaks) must not switch to it after all.
+        self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -80,6 +85,8 @@ class Agent:
         async with self._switching:
             if self._serves(version):
                 return SwitchTimes()
+            if transfer_id in self._failed:
+                raise NotReadyError(f"{version} failed to load here before; push it again")
             try:
                 if version.policy == BASE_POLICY:
                     times = await self.engine.apply_base(transfer_id, version, content_digest)
@@ -91,6 +98,7 @@ class Agent:
                     )
                     self.vector = self.vector.with_adapter(version)
             except LoadFailedError as error:
+                self._failed.append(transfer_id)
                 if error.metadata.get("dirty") == "true":
                     self.dirty_reason = error.message
                 raise

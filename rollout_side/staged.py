@@ -7,15 +7,24 @@ worker's methods (on the engine's thread) take them out. Nothing here knows vLLM
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from rollout_side.segment import Segment, SegmentRef
-from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    NotReadyError,
+    TransferAbortedError,
+)
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
+
+#: Discarded transfers that are remembered: an order may overtake the last bucket.
+_MAX_DISCARDED = 256
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class WorkerStore:
     _partial: dict[str, PartialTransfer] = field(default_factory=dict)
     _reserved: dict[str, int] = field(default_factory=dict)
     _free: list[Segment] = field(default_factory=list)
+    _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
 
     # -- the receiver's side ------------------------------------------------
 
@@ -152,9 +162,17 @@ class WorkerStore:
             self._recycle(segment)
 
     def put_staged(self, staged: StagedVersion) -> None:
-        """Turn a reservation into a staged version."""
+        """Turn a reservation into a staged version.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile; the memory
+                may be reused.
+        """
         with self._lock:
             self._reserved.pop(staged.transfer_id, None)
+            if staged.transfer_id in self._discarded:
+                self._recycle(staged.segment)
+                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
 
     def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
@@ -176,9 +194,13 @@ class WorkerStore:
             )
 
     def put_partial(self, partial: PartialTransfer) -> None:
-        """Keep a transfer that was interrupted; its reservation stays."""
+        """Keep a transfer that was interrupted, and its reservation, unless it was
+        discarded meanwhile."""
         with self._lock:
-            self._partial[partial.transfer_id] = partial
+            if partial.transfer_id in self._discarded:
+                self._reserved.pop(partial.transfer_id, None)
+            else:
+                self._partial[partial.transfer_id] = partial
 
     def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
         """What was received of a transfer so far, in memory that is safe to write.
@@ -264,8 +286,10 @@ class WorkerStore:
             self._recycle(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget what was staged of a transfer, whole or in part."""
+        """Forget what was staged of a transfer, whole or in part, or is still to come."""
         with self._lock:
+            if transfer_id not in self._discarded:
+                self._discarded.append(transfer_id)
             if self._partial.pop(transfer_id, None) is not None:
                 self._reserved.pop(transfer_id, None)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)

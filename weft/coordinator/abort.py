@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.coordinator.change import Change
-from weft.coordinator.effects import CallDiscard, DropGroup, SaveVersion, SendAbort
+from weft.coordinator.discard import discard
+from weft.coordinator.effects import DropGroup, SaveVersion, SendAbort
 from weft.coordinator.records import record_of
 from weft.coordinator.state import Failure, Phase, Transfer, VersionState
 
@@ -35,10 +36,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
     change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
     close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
-    for replica_id in transfer.targets:
-        replica = change.state.replicas.get(replica_id)
-        if replica and not replica.lost:
-            change.emit(CallDiscard(transfer.transfer_id, replica_id, replica.address))
+    discard(change, transfer.transfer_id, transfer.targets)
     change.announce(
         "transfer_aborted",
         transfer.transfer_id,

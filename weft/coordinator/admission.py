@@ -185,6 +185,7 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
     """Start a transfer if it may; otherwise say what it waits for."""
     if change.now >= transfer.answer_by:
         raise _too_late(transfer, len(replicas))
+    require_lease(change.state, transfer.policy, transfer.fencing_token, change.now)
     if len(replicas) < transfer.min_replicas or not change.state.reference_known:
         return _FOR_REPLICAS
     fits = preflight.fits(change, transfer, replicas)

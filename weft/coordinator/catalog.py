@@ -170,7 +170,13 @@ class Catalog:
                 "ORDER BY name"
             )
         )
-        return Snapshot(generation, epoch, fingerprint, architecture, policies)
+        return Snapshot(
+            generation,
+            epoch,
+            fingerprint,
+            architecture,
+            policies,
+        )
 
     def apply(self, saves: Sequence[Save]) -> None:
         """Write all of ``saves`` in one transaction; on disk when it returns.

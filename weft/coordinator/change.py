@@ -46,11 +46,12 @@ class Change:
         """Tell watchers and the log."""
         self.effects.append(Announce(kind, subject, message))
 
-    def put_replica(self, replica: Replica) -> None:
-        """Add or replace a replica."""
+    def put_replica(self, replica: Replica) -> Replica:
+        """Add or replace a replica; returns it."""
         self.touched.add(replica.replica_id)
         replicas = {**self.state.replicas, replica.replica_id: replica}
         self.state = replace(self.state, replicas=replicas)
+        return replica
 
     def drop_replica(self, replica_id: str) -> None:
         """Forget a replica."""

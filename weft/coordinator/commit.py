@@ -21,6 +21,7 @@ from dataclasses import replace
 from weft.contract.names import BASE_POLICY
 from weft.coordinator import abort, events
 from weft.coordinator.change import Change
+from weft.coordinator.discard import discard
 from weft.coordinator.effects import CallCommit, SavePolicy, SaveRetired, SaveVersion
 from weft.coordinator.leases import live_lease
 from weft.coordinator.records import record_of
@@ -130,6 +131,7 @@ def _end(change: Change, transfer: Transfer) -> None:
             ended = replace(ended, phase=Phase.ABORTED)
             _withdraw(change, ended)
     change.end_transfer(ended)
+    discard(change, ended.transfer_id, ended.refusals)
     if ended.phase is Phase.COMMITTED and ended.kind is PolicyKind.BASE:
         _supersede_base(change, ended)
     if ended.failure:

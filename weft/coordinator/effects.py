@@ -217,7 +217,7 @@ class CallCommit:
 
 @dataclass(frozen=True)
 class CallDiscard:
-    """DiscardTransfer, best effort: its answer is of no consequence."""
+    """DiscardTransfer; repeated until it is answered."""
 
     transfer_id: str
     replica_id: str

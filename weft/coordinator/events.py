@@ -241,6 +241,14 @@ class RetireAnswered:
     vector: VersionVector
 
 
+@dataclass(frozen=True)
+class DiscardAnswered:
+    """A replica holds no staged bytes of a transfer."""
+
+    replica_id: str
+    transfer_id: str
+
+
 Event = (
     Tick
     | CallerGone
@@ -264,4 +272,5 @@ Event = (
     | JoinAnswered
     | CommitAnswered
     | RetireAnswered
+    | DiscardAnswered
 )

@@ -22,7 +22,10 @@ def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord 
     for transfer_id, record in sorted(staged.items()):
         if transfer_id in change.state.transfers:
             continue
-        if record is not None and _is_wanted(change.state, replica, record):
+        # What ended under this coordinator was offered to the replica, which refused
+        # it or missed it for good; what it refuses now is not offered again.
+        is_ours = transfer_id in change.state.history or bool(replica.commit_failure)
+        if record is not None and not is_ours and _is_wanted(change.state, replica, record):
             assert record.content_digest is not None
             change.emit(
                 CallCommit(

@@ -17,6 +17,7 @@ from weft.contract.names import check_name
 from weft.coordinator import abort, events, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
+from weft.coordinator.discard import tell
 from weft.coordinator.effects import (
     CloseChannel,
     Done,
@@ -97,7 +98,7 @@ def register(change: Change, event: events.Register) -> None:
         )
         change.state = replace(change.state, fingerprint=fingerprint, architecture=architecture)
         change.emit(SavePool(fingerprint, architecture))
-    change.put_replica(
+    replica = change.put_replica(
         Replica(
             replica_id=event.replica_id,
             incarnation=event.incarnation,
@@ -117,6 +118,7 @@ def register(change: Change, event: events.Register) -> None:
         change.state.generation,
     )
     change.reply(event.ticket, answer)
+    tell(change, replica)
 
 
 def _check_registration(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _JOIN_SECONDS: Final = 10.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
+_BEGUN_AT_ONCE: Final = 16
 
 ReplicaCall = effects.CallJoin | effects.CallCommit | effects.CallDiscard | effects.CallRetire
 
@@ -44,18 +46,36 @@ class ReplicaCaller:
         self._commit_seconds = commit_seconds
         self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[ReplicaCall] = deque()
 
     def start(self, call: ReplicaCall) -> None:
-        """Begin a call; returns at once."""
+        """Begin a call soon, in the order of these calls; returns at once.
+
+        A few begin in each turn of the loop: a thousand at once would hold up the
+        answer that their push's trainer waits for, and everybody's heartbeats.
+        """
+        if not self._waiting:
+            self._spawn(self._begin_waiting())
+        self._waiting.append(call)
+
+    async def _begin_waiting(self) -> None:
+        while True:
+            for _ in range(min(_BEGUN_AT_ONCE, len(self._waiting))):
+                self._spawn(self._carry_out(self._waiting.popleft()))
+            if not self._waiting:
+                return
+            await asyncio.sleep(0)
+
+    async def _carry_out(self, call: ReplicaCall) -> None:
         match call:
             case effects.CallJoin():
-                self._spawn(self._join(call))
+                await self._join(call)
             case effects.CallCommit():
-                self._spawn(self._commit(call))
+                await self._commit(call)
             case effects.CallDiscard():
-                self._spawn(self._discard(call))
+                await self._discard(call)
             case effects.CallRetire():
-                self._spawn(self._retire(call))
+                await self._retire(call)
 
     def close_channel(self, address: str) -> None:
         """Let go of an address; calls under way have a second to end."""
@@ -65,6 +85,7 @@ class ReplicaCaller:
 
     async def close(self) -> None:
         """Cancel what is under way and close every channel."""
+        self._waiting.clear()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,6 +156,8 @@ class ReplicaCaller:
         except grpc.RpcError as error:
             _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
                        call.transfer_id, error_from_rpc(error))  # fmt: skip
+            return
+        self._post(events.DiscardAnswered(call.replica_id, call.transfer_id))
 
     async def _retire(self, call: effects.CallRetire) -> None:
         request = replica_pb2.RetireVersionsRequest(

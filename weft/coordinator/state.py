@@ -363,6 +363,10 @@ class State:
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
     """When to look next for versions to retire."""
+    discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Replica to the transfers whose staged bytes it was not heard to drop."""
+    discard_at: float = float("-inf")
+    """When to repeat those orders."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
 

@@ -18,6 +18,7 @@ from weft.coordinator import (
     abort,
     admission,
     commit,
+    discard,
     events,
     leases,
     membership,
@@ -60,6 +61,7 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.find_lost(change)
             leases.expire_leases(change)
             staging.watch_deadlines(change)
+            discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
         case events.CallerGone():
@@ -108,6 +110,8 @@ def _apply(change: Change, event: events.Event) -> None:
                 retire.retire(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
+        case events.DiscardAnswered():
+            discard.discard_answered(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

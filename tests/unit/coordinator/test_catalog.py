@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sqlite3
 import subprocess
@@ -84,6 +85,18 @@ def test_what_was_on_its_way_is_aborted_at_open(catalog_path: Path) -> None:
     assert record.failure.reason == "TRANSFER_ABORTED"
     assert "restarted" in record.failure.message
     again.close()
+
+
+def test_the_newest_transfers_are_known_again(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    records = [
+        dataclasses.replace(_record(i, VersionState.COMMITTED), create_time=float(i))
+        for i in range(1, 12)
+    ]
+    catalog.apply([SaveVersion(record) for record in records])
+    catalog.close()
+    catalog = Catalog.open(catalog_path)
+    catalog.close()
 
 
 def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:

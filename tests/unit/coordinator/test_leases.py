@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.coordinator.machine import Machine
+from tests.unit.coordinator.machine import CAPABILITIES, Machine
 from weft.contract.errors import WeftError
 from weft.coordinator import effects, events
 from weft.coordinator.state import Phase, PolicyKind
@@ -132,3 +132,15 @@ def test_names(trainer: str, policy: str, kind: PolicyKind, reason: str) -> None
     error: WeftError = m.error(5)
     assert error.reason == reason
     assert not m.state.policies
+
+
+def test_no_version_is_assigned_after_the_lease_ran_out_even_before_the_tick() -> None:
+    m = Machine().pool()
+    m.acquire("math")
+    ticket = m.begin()
+    m.now += m.state.settings.lease_seconds
+    m.register("r0")
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+    m.check_fits()
+    assert m.error(ticket).reason == "LEASE_FENCED"
+    assert not m.ever(effects.SaveVersion)

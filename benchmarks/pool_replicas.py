@@ -1,0 +1,124 @@
+"""Many replicas in one process that only speak: heartbeats, and orders answered.
+
+``python -m benchmarks.pool_replicas COORDINATOR FIRST COUNT``: replicas FIRST and up,
+each with a connection and a port of its own, as in a pool of as many machines; no
+engine, no torch. Prints ``ready`` once all are registered, and for each line of its
+input a line of JSON: for each group, how many were told to join, and when the last
+was (``time.monotonic``, one clock for all processes of a machine). Ends with its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import grpc
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.versions import VersionVector
+from weft.rpc.channel import CHANNEL_OPTIONS
+from weft.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft.rpc.manifest_codec import reference_to_chunks
+from weft.v1 import registry_pb2, replica_pb2, replica_pb2_grpc
+from weft.v1.registry_pb2_grpc import RegistryServiceStub
+
+PROJECTION = "model.layers.0.q_proj.weight"
+REFERENCE = Reference("Tiny", (TensorMeta(PROJECTION, DataType.BFLOAT16, (64, 64)),))
+CAPABILITIES = Capabilities(
+    engine_version="bench",
+    base_fingerprint=REFERENCE.fingerprint,
+    architecture=REFERENCE.architecture,
+    base_dtype=DataType.BFLOAT16,
+    adapter_dtype=DataType.BFLOAT16,
+    lora_enabled=True,
+    max_lora_rank=16,
+    lora_modules=("q_proj",),
+    staging_capacity_bytes=1 << 30,
+    adapter_capacity_bytes=1 << 30,
+)
+_CALL_SECONDS = 30.0
+
+
+class Orders(replica_pb2_grpc.ReplicaServiceServicer):
+    """Answers every order at once and remembers the joins."""
+
+    def __init__(self) -> None:
+        self.joins: dict[str, tuple[int, float]] = {}
+
+    async def JoinGroup(self, request: Any, context: Any) -> Any:  # noqa: N802
+        count, _ = self.joins.get(request.group.group_id, (0, 0.0))
+        self.joins[request.group.group_id] = (count + 1, time.monotonic())
+        return replica_pb2.JoinGroupResponse()
+
+    async def DiscardTransfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return replica_pb2.DiscardTransferResponse()
+
+
+async def _live(target: str, name: str, address: str, registered: asyncio.Event) -> None:
+    """One replica: register, then a heartbeat every so often."""
+    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        stub = RegistryServiceStub(channel)
+        vector = vector_to_proto(VersionVector())
+        answer = await stub.Register(
+            registry_pb2.RegisterRequest(
+                replica_id=name,
+                incarnation="1",
+                address=address,
+                capabilities=capabilities_to_proto(CAPABILITIES),
+                version_vector=vector,
+                model_name="tiny",
+            ),
+            timeout=_CALL_SECONDS,
+            wait_for_ready=True,
+        )
+        if answer.reference_wanted:
+            chunks = [
+                registry_pb2.PutReferenceRequest(chunk=chunk)
+                for chunk in reference_to_chunks(REFERENCE)
+            ]
+            await stub.PutReference(iter(chunks), timeout=_CALL_SECONDS)
+        registered.set()
+        interval = answer.heartbeat_interval.ToTimedelta().total_seconds()
+        beat = registry_pb2.HeartbeatRequest(
+            replica_id=name, incarnation="1", version_vector=vector
+        )
+        due = time.monotonic()
+        while True:
+            due += interval
+            await asyncio.sleep(due - time.monotonic())
+            await stub.Heartbeat(beat, timeout=_CALL_SECONDS)
+
+
+async def main(target: str, first: int, count: int) -> None:
+    """Serve until standard input closes."""
+    orders, server = Orders(), grpc.aio.server()
+    replica_pb2_grpc.add_ReplicaServiceServicer_to_server(orders, server)
+    ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(count)]
+    await server.start()
+    tasks, events = [], []
+    for i, port in enumerate(ports):
+        events.append(asyncio.Event())
+        name = f"replica-{first + i:04d}"
+        tasks.append(asyncio.create_task(_live(target, name, f"127.0.0.1:{port}", events[-1])))
+        await asyncio.sleep(2.0 / count)  # heartbeats spread over their interval
+    everyone = asyncio.gather(*(event.wait() for event in events))
+    await asyncio.wait([everyone, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    await everyone
+    print("ready", flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        failed = [task for task in tasks if task.done()]
+        print(json.dumps({"joins": orders.joins, "failed": len(failed)}), flush=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await server.stop(None)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,1 @@
+"""A pool in one process, on a clock and a network of its own; see README.md."""

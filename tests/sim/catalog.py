@@ -1,0 +1,100 @@
+"""What survives a crash of the coordinator: a model of ``weft.coordinator.catalog``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.coordinator.effects import (
+    Save,
+    SaveEpoch,
+    SavePolicy,
+    SavePool,
+    SaveRetired,
+    SaveVersion,
+)
+from weft.coordinator.state import (
+    Failure,
+    Policy,
+    Settings,
+    State,
+    VersionRecord,
+    VersionState,
+)
+
+_RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
+
+
+class CatalogModel:
+    """Durable rows; a save that was not applied is gone with its coordinator."""
+
+    def __init__(self) -> None:
+        self.generation = self.epoch = 0
+        self.fingerprint = self.architecture = ""
+        self.policies: dict[str, Policy] = {}
+        self.versions: dict[PolicyVersion, VersionRecord] = {}
+        self._requests: dict[tuple[str, str], PolicyVersion] = {}
+        self._transfers: dict[str, PolicyVersion] = {}
+
+    def open(self, settings: Settings) -> State:
+        """What a coordinator starts from; counts a generation."""
+        self.generation += 1
+        base = self.policies.get(BASE_POLICY)
+        for version, record in self.versions.items():
+            if record.state is VersionState.STAGING:
+                self.versions[version] = replace(
+                    record, state=VersionState.ABORTED, failure=_RESTARTED
+                )
+            elif (
+                record.state is VersionState.COMMITTED
+                and version.policy == BASE_POLICY
+                and base
+                and version.version != base.served_version
+            ):
+                self.versions[version] = replace(record, state=VersionState.RETIRED)
+        held: dict[str, list[int]] = {}
+        for version, record in sorted(self.versions.items()):
+            if record.state is VersionState.COMMITTED:
+                held.setdefault(version.policy, []).append(version.version)
+        policies = {
+            name: replace(policy, lease=None, versions=tuple(held.get(name, ())))
+            for name, policy in self.policies.items()
+        }
+        return State(
+            settings=settings,
+            generation=self.generation,
+            fingerprint=self.fingerprint,
+            architecture=self.architecture,
+            epoch=self.epoch,
+            policies=policies,
+        )
+
+    def apply(self, saves: Sequence[Save]) -> None:
+        """Write one transaction."""
+        for save in saves:
+            match save:
+                case SavePool():
+                    self.fingerprint, self.architecture = save.fingerprint, save.architecture
+                case SaveEpoch():
+                    self.epoch = save.epoch
+                case SavePolicy(policy=policy):
+                    self.policies[policy.name] = policy
+                case SaveVersion(record=record):
+                    self.versions[record.version] = record
+                    self._requests[record.trainer_id, record.request_id] = record.version
+                    self._transfers[record.transfer_id] = record.version
+                case SaveRetired(version=version):
+                    if version in self.versions:
+                        old = self.versions[version]
+                        self.versions[version] = replace(old, state=VersionState.RETIRED)
+
+    def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
+        """As the real one."""
+        version = self._requests.get((trainer_id, request_id))
+        return self.versions[version] if version else None
+
+    def find_transfer(self, transfer_id: str) -> VersionRecord | None:
+        """As the real one."""
+        version = self._transfers.get(transfer_id)
+        return self.versions[version] if version else None

@@ -1,0 +1,295 @@
+"""The coordinator's process around the real ``step``: a model of its driver.
+
+A batch is decided, its saves reach the catalog after the disk's delay, and only
+then is anything done about it; a crash on the way loses what was not saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Future, Process
+from tests.sim.rooms import Rooms
+from weft.contract.errors import WeftError
+from weft.coordinator import effects, events
+from weft.coordinator.state import Failure, FreshIds, State, Transfer, VersionState
+from weft.coordinator.step import already_committed, step
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+TICK_SECONDS = 0.25
+_CALL_SECONDS = {"join": 10.0, "discard": 5.0, "retire": 10.0}
+_ReplicaCall = effects.CallJoin | effects.CallCommit | effects.CallDiscard | effects.CallRetire
+
+
+class SimCoordinator(Process):
+    """One generation of it."""
+
+    def __init__(self, world: World, state: State) -> None:
+        super().__init__(world.clock, "coordinator")
+        self.world = world
+        self.state = state
+        self.rooms = Rooms(self.post)
+        self.calls: dict[int, Future] = {}
+        self.manifests: set[bytes] = set()
+        self.num_calls_out = 0
+        self._queue: list[events.Event] = []
+        self._lazy: list[effects.Save] = []
+        self._saving: list[effects.Save] = []
+        self._busy = False
+        self._tickets = itertools.count(1)
+        self.spawn(self._tick())
+
+    def _tick(self) -> Any:
+        while True:
+            self.post(events.Tick())
+            yield TICK_SECONDS
+
+    def crash(self) -> None:
+        """End it; a transaction under way may or may not be on disk."""
+        if self.alive and self._saving and self.world.random.random() < 0.5:
+            self._apply(self._saving)
+        super().crash()
+
+    # -- deciding ------------------------------------------------------------
+
+    def post(self, event: events.Event) -> None:
+        """Let an event be decided."""
+        self._queue.append(event)
+        if not self._busy and self.alive:
+            self._busy = True
+            self.clock.after(0.0, self._decide)
+
+    def _decide(self) -> None:
+        if not self.alive:
+            return
+        batch, self._queue = self._queue, []
+        todo: list[effects.Effect] = []
+        state, flush = self.state, False
+        for event in batch:
+            flush = flush or isinstance(event, events.Tick)
+            before = state
+            state, more = step(state, event, self.clock.now)
+            self.world.checks.stepped(before, event, state, more)
+            todo += more
+        saves = [effect for effect in todo if isinstance(effect, effects.Save)]
+        if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
+            self._saving, self._lazy = [*self._lazy, *saves], []
+            self.clock.after(self.world.disk_delay(), self._saved, state, todo)
+        else:
+            self._lazy += saves
+            self._carry_out_all(state, todo)
+
+    def _saved(self, state: State, todo: list[effects.Effect]) -> None:
+        if self.alive:
+            self._apply(self._saving)
+            self._saving = []
+            self._carry_out_all(state, todo)
+
+    def _apply(self, saves: list[effects.Save]) -> None:
+        self.world.checks.saving(saves)
+        self.world.catalog.apply(saves)
+
+    def _carry_out_all(self, state: State, todo: list[effects.Effect]) -> None:
+        self.state = state
+        for effect in todo:
+            if not isinstance(effect, effects.Save):
+                self._carry_out(effect)
+        self._busy = bool(self._queue)
+        if self._busy:
+            self.clock.after(0.0, self._decide)
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Reply(ticket=ticket, answer=answer):
+                self._answer(ticket, answer, None)
+            case effects.Refuse(ticket=ticket, error=error):
+                self._answer(ticket, None, error)
+            case effects.CheckFit(key=key):
+                self.post(events.FitChecked(key, None))
+            case effects.CallJoin():
+                self._call(
+                    "join",
+                    effect,
+                    lambda v, f: events.JoinAnswered(effect.transfer_id, effect.replica_id, f),
+                )
+            case effects.CallCommit():
+                self._call("commit", effect, lambda v, f: self._commit_answered(effect, v, f))
+            case effects.CallDiscard():
+                self._call(
+                    "discard",
+                    effect,
+                    lambda v, f: (
+                        None if f else events.DiscardAnswered(effect.replica_id, effect.transfer_id)
+                    ),
+                )
+            case effects.CallRetire():
+                self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))
+            case effects.Announce(kind=kind, subject=subject, message=message):
+                self.world.trace("coordinator", f"{kind} {subject}: {message}")
+            case _:
+                self.rooms.carry_out(effect)
+
+    def _answer(self, ticket: int, answer: Any, error: WeftError | None) -> None:
+        future = self.calls.pop(ticket, None)
+        if future is not None:
+            if isinstance(answer, effects.LeaseAnswer):
+                self.world.checks.lease_told(answer)
+            future.set(answer, error)
+
+    # -- calls to replicas -----------------------------------------------------
+
+    def _call(
+        self,
+        method: str,
+        effect: _ReplicaCall,
+        event_of: Callable[[Any, Failure | None], events.Event | None],
+    ) -> None:
+        seconds = _CALL_SECONDS.get(method, self.world.commit_seconds)
+        self.num_calls_out += 1
+        future = self.world.network.call(
+            self, effect.address, method, seconds, order=effect, generation=self.state.generation
+        )
+
+        def settled(done: Future) -> None:
+            if not self.alive:
+                return
+            self.num_calls_out -= 1
+            failure = None
+            if done.error is not None:
+                reason = done.error.reason
+                reason = "PEER_GONE" if reason == "COORDINATOR_AWAY" else reason
+                failure = Failure(reason, done.error.message, done.error.metadata)
+            event = event_of(done.value, failure)
+            if event is not None:
+                self.post(event)
+
+        future.then(settled)
+
+    def _commit_answered(
+        self, call: effects.CallCommit, vector: Any, failure: Failure | None
+    ) -> events.Event:
+        return events.CommitAnswered(
+            call.transfer_id, call.replica_id, call.incarnation, vector, 0.1, failure
+        )
+
+    def _retire_answered(
+        self, call: effects.CallRetire, vector: Any, failure: Failure | None
+    ) -> events.Event | None:
+        if failure is not None:
+            return None
+        return events.RetireAnswered(call.replica_id, call.incarnation, vector)
+
+    # -- calls from trainers and replicas --------------------------------------
+
+    def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
+        """See ``network.Server``."""
+        handler: Callable[..., events.Event | None] = getattr(self, f"_serve_{method}")
+        future, ticket = Future(), next(self._tickets)
+        try:
+            event = handler(ticket=ticket, timeout=timeout, **args)
+        except WeftError as error:
+            future.set(error=error)
+            return future, None
+        if event is None:
+            future.set(effects.Done())
+            return future, None
+        self.calls[ticket] = future
+        self.post(event)
+
+        def gone() -> None:
+            if self.alive and self.calls.pop(ticket, None) is not None:
+                self.post(events.CallerGone(ticket))
+
+        return future, gone
+
+    def _serve_register(self, timeout: float, **args: Any) -> events.Event:
+        return events.Register(**args, http_url="", model_name="tiny")
+
+    def _serve_put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
+        self.post(events.ReferenceKnown(fingerprint))
+
+    def _serve_heartbeat(
+        self, timeout: float, staged: tuple[str, ...], **args: Any
+    ) -> events.Event:
+        records = {name: self.world.catalog.find_transfer(name) for name in staged}
+        return events.Heartbeat(**args, staged=records)
+
+    def _serve_leave(self, timeout: float, **args: Any) -> events.Event:
+        return events.Leave(**args)
+
+    def _serve_describe(self, ticket: int, timeout: float) -> events.Event:
+        return events.DescribeTarget(ticket, self._answer_by(timeout))
+
+    def _serve_acquire(self, timeout: float, **args: Any) -> events.Event:
+        return events.AcquirePolicy(**args)
+
+    def _serve_renew(self, timeout: float, **args: Any) -> events.Event:
+        return events.RenewLease(**args)
+
+    def _serve_release(self, timeout: float, **args: Any) -> events.Event:
+        return events.ReleasePolicy(**args)
+
+    def _serve_put_manifest(self, ticket: int, timeout: float, digest: bytes) -> None:
+        self.manifests.add(digest)
+
+    def _serve_begin(
+        self, timeout: float, layout: Any, time_left: float, **args: Any
+    ) -> events.Event:
+        now, number = self.clock.now, next(self.world.numbers)
+        deadline = now + time_left
+        answer_by = min(deadline, self._answer_by(timeout))
+        ticket = args["ticket"]
+        self.clock.after(answer_by - now + 0.001, self._tick_for, ticket)
+        return events.BeginTransfer(
+            **args,
+            layout_digest=layout.digest,
+            layout=layout if layout.digest in self.manifests else None,
+            deadline=deadline,
+            answer_by=answer_by,
+            backend="gloo",
+            ids=FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}"),
+            recorded=self._recorded(args["policy"], args["request_id"]),
+        )
+
+    def _tick_for(self, ticket: int) -> None:
+        if self.alive and ticket in self.calls:
+            self.post(events.Tick())
+
+    def _recorded(self, policy_name: str, request_id: str) -> Any:
+        policy = self.state.policies.get(policy_name)
+        if policy is None or policy.lease is None or not policy.last_version:
+            return None
+        return self.world.catalog.find_request(policy.lease.trainer_id, request_id)
+
+    def _answer_by(self, timeout: float) -> float:
+        return self.clock.now + timeout - min(0.25, timeout * 0.2)
+
+    def _serve_await_transfer(self, ticket: int, timeout: float, transfer_id: str) -> Any:
+        record = self._forgotten(transfer_id)
+        if record is None:
+            return events.AwaitTransfer(ticket, transfer_id)
+        if record.failure:
+            raise record.failure.error()
+        return None
+
+    def _forgotten(self, transfer_id: str) -> Any:
+        if transfer_id in self.state.transfers or transfer_id in self.state.history:
+            return None
+        record = self.world.catalog.find_transfer(transfer_id)
+        return record if record and record.state is not VersionState.STAGING else None
+
+    def _serve_abort(self, timeout: float, **args: Any) -> events.Event | None:
+        record = self._forgotten(args["transfer_id"])
+        if record is None:
+            return events.AbortTransfer(**args, message="gave up")
+        if record.state is not VersionState.ABORTED:
+            raise already_committed(str(record.version))
+        return None
+
+    def transfers(self) -> list[Transfer]:
+        """Under way now."""
+        return list(self.state.transfers.values())

@@ -1,0 +1,160 @@
+"""What goes wrong: kinds chosen by the seed, until told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Process
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Faults:
+    """Half of the kinds, at random times; what is broken heals again by itself."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.on = True
+        random, network = world.random, world.network
+
+        def maybe(rate: float) -> float:
+            return random.uniform(0, rate) if random.random() < 0.4 else 0.0
+
+        network.loss, network.repeat = maybe(0.05), maybe(0.1)
+        network.slow = maybe(0.1)
+        world.corruption = maybe(0.3)
+        world.clean_failure, world.dirty_failure = maybe(0.3), maybe(0.2)
+        world.slow_disk = maybe(0.2)
+        kinds: list[Callable[[], None]] = [
+            self._crash_replica,
+            self._crash_trainer,
+            self._crash_coordinator,
+            self._cut,
+            self._break_stream,
+            self._freeze_trainer,
+            self._freeze_replica,
+            self._leave,
+        ]
+        self._kinds = [kind for kind in kinds if random.random() < 0.4]
+        self._mean_seconds = random.choice([1.0, 3.0, 8.0])
+        self._next()
+
+    def _next(self) -> None:
+        if self.on and self._kinds:
+            seconds = self.world.random.expovariate(1 / self._mean_seconds)
+            self.world.clock.after(seconds, self._strike)
+
+    def _strike(self) -> None:
+        if self.on:
+            self.world.random.choice(self._kinds)()
+            self._next()
+
+    def stop(self) -> None:
+        """Heal everything and restart what is down; what is frozen thaws by itself."""
+        self.on = False
+        world = self.world
+        world.network.heal()
+        world.network.loss = world.network.repeat = world.network.slow = 0.0
+        world.corruption = world.clean_failure = world.dirty_failure = world.slow_disk = 0.0
+        self._restart_coordinator()
+        self.repair_replicas()
+        for name in list(world.trainers):
+            self._restart_trainer(name)
+
+    def repair_replicas(self) -> None:
+        """Restart what is down or, as its operator would, dirty."""
+        for name, replica in list(self.world.replicas.items()):
+            if replica.dirty_reason:
+                self.world.crash(replica)
+            self._restart_replica(name)
+
+    def _later(self, restart: Callable[[str], None], name: str) -> None:
+        seconds = self.world.random.choice([0.05, 1.0, 5.0, 10.0])
+        self.world.clock.after(seconds * self.world.random.uniform(0.5, 1.5), restart, name)
+
+    def _crash_replica(self) -> None:
+        replica = self.world.random.choice(list(self.world.replicas.values()))
+        if replica.alive:
+            self.world.crash(replica)
+            self._later(self._restart_replica, replica.name)
+
+    def _restart_replica(self, name: str) -> None:
+        old = self.world.replicas[name]
+        if not old.alive:
+            self.world.trace(name, "restarts")
+            self.world.start_replica(name, old.num_receivers)
+
+    def _crash_trainer(self) -> None:
+        trainer = self.world.random.choice(list(self.world.trainers.values()))
+        if trainer.alive:
+            self.world.crash(trainer)
+            self._later(self._restart_trainer, trainer.name)
+
+    def _restart_trainer(self, name: str) -> None:
+        old = self.world.trainers[name]
+        if not old.alive:
+            self.world.trace(name, "restarts")
+            self.world.start_trainer(name, old.policies)
+
+    def _crash_coordinator(self) -> None:
+        if self.world.coordinator.alive:
+            self.world.crash(self.world.coordinator)
+            self._later(lambda _: self._restart_coordinator(), "")
+
+    def _restart_coordinator(self) -> None:
+        if not self.world.coordinator.alive:
+            self.world.trace("coordinator", "restarts")
+            self.world.start_coordinator()
+
+    def _cut(self) -> None:
+        world = self.world
+        ends = ["coordinator", *world.replicas, *world.trainers]
+        a, b = world.random.sample(ends, 2)
+        world.trace("network", f"cut between {a} and {b}")
+        world.network.cut(a, b)
+
+        def heal() -> None:
+            world.network.cuts.discard(frozenset((a, b)))
+
+        world.clock.after(world.random.choice([0.2, 2.0, 6.0]), heal)
+
+    def _break_stream(self) -> None:
+        streams = self.world.network.streams
+        if streams:
+            stream = self.world.random.choice(streams)
+            self.world.trace("network", f"the stream of {stream.client.name} breaks")
+            stream.break_off(slow=self.world.random.random() < 0.5)
+
+    def _freeze_trainer(self) -> None:
+        trainer = self.world.random.choice(list(self.world.trainers.values()))
+        self._freeze(trainer, self.world.random.choice([1.0, 5.0, 9.0]))
+
+    def _freeze_replica(self) -> None:
+        replica = self.world.random.choice(list(self.world.replicas.values()))
+        self._freeze(replica, self.world.random.choice([0.5, 2.0, 4.0]))
+
+    def _freeze(self, process: Process, seconds: float) -> None:
+        process.frozen_until = max(process.frozen_until, self.world.clock.now + seconds)
+        self.world.trace(process.name, f"freezes for {seconds} s")
+
+    def _leave(self) -> None:
+        """A replica says goodbye and ends, as at a rolling update."""
+        world = self.world
+        replica = world.random.choice(list(world.replicas.values()))
+        if not replica.alive:
+            return
+        world.trace(replica.name, "leaves")
+
+        def leaving() -> Generator[Any, Any, None]:
+            args = {"replica_id": replica.name, "incarnation": replica.incarnation}
+            world.network.call(replica, "coordinator", "leave", 2.0, **args)
+            yield world.random.uniform(0.0, 0.1)
+
+        def end(_: object) -> None:
+            if replica.alive:
+                world.crash(replica)
+                self._later(self._restart_replica, replica.name)
+
+        replica.spawn(leaving()).then(end)

@@ -1,0 +1,90 @@
+"""The coordinator's side groups: a model of ``weft.coordinator.hub``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.sim.network import Stream
+from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
+from weft.coordinator import effects, events
+from weft.coordinator.state import Group
+
+
+class _Room:
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.links: dict[int, Stream] = {}
+        self.transfer_id = ""
+        self.verified: set[int] = set()
+
+
+class Rooms:
+    """All live groups; ``post`` takes the events of their streams."""
+
+    def __init__(self, post: Callable[[events.Event], None]) -> None:
+        self._post = post
+        self.rooms: dict[str, _Room] = {}
+
+    def attend(self, stream: Stream, group_id: str, token: str, rank: int) -> None:
+        """A rank's stream says hello."""
+        room = self.rooms.get(group_id)
+        if room is None:
+            stream.end(StaleEpochError(f"group {group_id} was dropped"))
+        elif room.group.token != token:
+            stream.end(NotAllowedError("wrong token"))
+        elif rank in room.links:
+            stream.end(RequestConflictError(f"rank {rank} attends already"))
+        else:
+            room.links[rank] = stream
+            stream.server_message = lambda message: self._receive(group_id, rank, message)
+            stream.server_closed = lambda why: self._leave(stream, group_id, rank, why)
+            self._post(events.RankAttends(group_id, rank))
+
+    def _leave(self, stream: Stream, group_id: str, rank: int, why: str) -> None:
+        room = self.rooms.get(group_id)
+        if room is not None and room.links.get(rank) is stream:
+            del room.links[rank]
+            self._post(events.RankGone(group_id, rank, why))
+
+    def _receive(self, group_id: str, rank: int, message: tuple[Any, ...]) -> None:
+        kind, transfer_id, *rest = message
+        room = self.rooms.get(group_id)
+        if kind == "prepared":
+            self._post(events.RankPrepared(group_id, transfer_id, rank))
+        elif kind == "failed":
+            self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
+        elif room is not None and room.transfer_id == transfer_id:
+            if kind == "verified":
+                room.verified.add(rank)
+                if len(room.verified) == room.group.size - 1 and 0 in room.links:
+                    room.links[0].down(("released", transfer_id))
+            elif kind == "staged":
+                assert rank == 0 or rank in room.verified
+                self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
+
+    def carry_out(self, effect: effects.Effect) -> None:
+        """What the driver has decided."""
+        match effect:
+            case effects.OpenGroup(group=group):
+                self.rooms[group.group_id] = _Room(group)
+            case effects.DropGroup(group_id=group_id, why=why):
+                room = self.rooms.pop(group_id, None)
+                for link in room.links.values() if room else ():
+                    link.end(StaleEpochError(f"the group was dropped: {why}"))
+            case effects.SendPrepare(group_id=group_id, transfer=transfer, time_left=left):
+                self._send(group_id, ("prepare", transfer.transfer_id, transfer, left), first=1)
+            case effects.SendStart(group_id=group_id, transfer_id=transfer_id):
+                if group_id in self.rooms:
+                    self.rooms[group_id].transfer_id = transfer_id
+                    self.rooms[group_id].verified = set()
+                self._send(group_id, ("start", transfer_id))
+            case effects.SendAbort(group_id=group_id, transfer_id=transfer_id, failure=failure):
+                error: WeftError = failure.error()
+                self._send(group_id, ("abort", transfer_id, error))
+
+    def _send(self, group_id: str, message: tuple[Any, ...], *, first: int = 0) -> None:
+        room = self.rooms.get(group_id)
+        for rank, link in room.links.items() if room else ():
+            if rank >= first:
+                link.down(message)

@@ -1,0 +1,261 @@
+"""A trainer's process: leases, pushes, and the sender's rank in the side group.
+
+A model of ``trainer_side``: publisher, leases, sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Future, Process, any_of
+from tests.sim.network import Stream
+from tests.unit.coordinator.machine import LAYOUT, OTHER_LAYOUT, SPEC
+from weft.contract.errors import (
+    LeaseFencedError,
+    NotReadyError,
+    PeerUnavailableError,
+    StaleEpochError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.state import ContentDigest, Group, Layout, PolicyKind
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+@dataclass
+class Push:
+    """One push as its trainer sees it."""
+
+    policy: str
+    request_id: str
+    deadline: float
+    version: PolicyVersion | None = None
+    transfer_id: str = ""
+    error: WeftError | None = None
+    done: bool = False
+
+
+class SimTrainer(Process):
+    """One session of one trainer."""
+
+    def __init__(self, world: World, name: str, session: str, policies: list[str]) -> None:
+        super().__init__(world.clock, name)
+        self.world = world
+        self.session = session
+        self.policies = policies
+        self.tokens: dict[str, int] = {}
+        self.sender: Sender | None = None
+        self.pushes: list[Push] = []
+        self._put: set[bytes] = set()
+        self._pushing = False
+        self.spawn(self._renew())
+        self.spawn(self._train())
+
+    def _train(self) -> Generator[Any, Any, None]:
+        random = self.world.random
+        while True:
+            yield random.uniform(0.1, 3.0)
+            if self.world.quiet:
+                return
+            policy = random.choice(self.policies)
+            yield from self.push(policy, random.choice([3.0, 6.0, 10.0]))
+
+    def _renew(self) -> Generator[Any, Any, None]:
+        while True:
+            yield self.world.settings.lease_seconds / 3
+            for policy, token in list(self.tokens.items()):
+                try:
+                    seconds = self.world.settings.lease_seconds
+                    yield self._call("renew", seconds, policy=policy, fencing_token=token)
+                except (PeerUnavailableError, TransferTimeoutError):
+                    pass
+                except WeftError:
+                    if self.tokens.get(policy) == token:
+                        del self.tokens[policy]
+
+    def _call(self, method: str, timeout: float, **args: Any) -> Future:
+        return self.world.network.call(self, "coordinator", method, timeout, **args)
+
+    def push(self, policy: str, timeout: float) -> Generator[Any, Any, Push]:
+        """Push a version; its outcome, never raised."""
+        number = next(self.world.numbers)
+        push = Push(policy, f"q{number}", self.clock.now + timeout)
+        self.pushes.append(push)
+        try:
+            assert not self._pushing
+            self._pushing = True
+            yield from self._push(push, f"{number:08d}".encode())
+        except WeftError as error:
+            push.error = error
+        self._pushing = False
+        push.done = True
+        self.world.checks.push_ended(self, push)
+        return push
+
+    def _push(self, push: Push, content: bytes) -> Generator[Any, Any, None]:
+        layout = OTHER_LAYOUT if push.policy == BASE_POLICY else LAYOUT
+        yield self._call("describe", self._left(push))
+        begun = yield from self._begin(push, layout)
+        push.version, push.transfer_id = begun.version, begun.transfer_id
+        digest = ContentDigest(1, content, layout.total_bytes)
+        if begun.group is None:
+            yield from self._outcome(push)
+            return
+        self.world.checks.sending(begun, digest)
+        sender = self._sender_for(begun.group)
+        try:
+            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                yield from sender.send(push, digest)
+            yield from self._outcome(push)
+        except WeftError as error:
+            yield from self._give_up(push, error)
+            raise
+
+    def _begin(self, push: Push, layout: Layout) -> Generator[Any, Any, BeginAnswer]:
+        fenced = False
+        while True:
+            token = yield from self._token(push.policy)
+            if layout.digest not in self._put:
+                yield self._call("put_manifest", self._left(push), digest=layout.digest)
+                self._put.add(layout.digest)
+            group_id = self.sender.group.group_id if self.sender and self.sender.usable else ""
+            self.world.checks.asking(self, push, token)
+            try:
+                begun: BeginAnswer = yield self._call(
+                    "begin",
+                    self._left(push),
+                    request_id=push.request_id,
+                    policy=push.policy,
+                    fencing_token=token,
+                    layout=layout,
+                    adapter=None if push.policy == BASE_POLICY else SPEC,
+                    min_replicas=0,
+                    group_id=group_id,
+                    time_left=self._left(push),
+                )
+            except LeaseFencedError:
+                self.tokens.pop(push.policy, None)
+                if fenced:
+                    raise
+                fenced = True
+            except NotReadyError as error:
+                if error.reason != "MANIFEST_UNKNOWN":
+                    raise
+                self._put.discard(layout.digest)
+            except PeerUnavailableError as error:  # as gRPC's own retries, with wait_for_ready
+                if error.reason != "COORDINATOR_AWAY":
+                    raise
+                yield 0.5
+            else:
+                return begun
+
+    def _token(self, policy: str) -> Generator[Any, Any, int]:
+        if policy not in self.tokens:
+            kind = PolicyKind.BASE if policy == BASE_POLICY else PolicyKind.ADAPTER
+            answer = yield self._call(
+                "acquire",
+                3.0,
+                trainer_id=self.name,
+                session_id=self.session,
+                policy=policy,
+                kind=kind,
+            )
+            self.tokens[policy] = answer.lease.fencing_token
+        return self.tokens[policy]
+
+    def _left(self, push: Push) -> float:
+        left = push.deadline - self.clock.now
+        if left <= 0:
+            raise TransferTimeoutError("the push's deadline passed")
+        return left
+
+    def _sender_for(self, group: Group) -> Sender:
+        if self.sender is not None:
+            if self.sender.usable and self.sender.group.group_id == group.group_id:
+                return self.sender
+            self.sender.close()
+        self.sender = Sender(self, group)
+        return self.sender
+
+    def _outcome(self, push: Push) -> Generator[Any, Any, None]:
+        while True:
+            try:
+                yield self._call("await_transfer", self._left(push), transfer_id=push.transfer_id)
+                return
+            except PeerUnavailableError as error:
+                if error.reason != "COORDINATOR_AWAY" or self.clock.now > push.deadline:
+                    raise
+                yield 0.5
+
+    def _give_up(self, push: Push, error: WeftError) -> Generator[Any, Any, None]:
+        if isinstance(error, TransferTimeoutError):
+            token = self.tokens.get(push.policy, 0)
+            with contextlib.suppress(WeftError):
+                yield self._call("abort", 2.0, transfer_id=push.transfer_id, fencing_token=token)
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+
+
+class Sender:
+    """Rank 0 of one side group, kept across pushes."""
+
+    def __init__(self, trainer: SimTrainer, group: Group) -> None:
+        self.trainer, self.group, self.world = trainer, group, trainer.world
+        self.usable = True
+        self._broken = Future()
+        self._directions: dict[tuple[str, str], Future] = {}
+        self._stream: Stream = self.world.attend(
+            trainer, group, 0, self._message, lambda error: self._break(error)
+        )
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._stream.leave()
+        self._break(StaleEpochError("the sender was closed"))
+
+    def _break(self, error: WeftError) -> None:
+        self.usable = False
+        self._broken.set(error=error)
+
+    def fail(self, error: WeftError) -> None:
+        """A data connection of it broke."""
+        if self._directions:
+            self._break(error)
+
+    def _message(self, message: tuple[Any, ...]) -> None:
+        kind, transfer_id, *rest = message
+        if kind == "abort":
+            self._break(rest[0])
+        else:
+            self._direction(kind, transfer_id).set()
+
+    def _direction(self, kind: str, transfer_id: str) -> Future:
+        return self._directions.setdefault((kind, transfer_id), Future())
+
+    def send(self, push: Push, digest: ContentDigest) -> Generator[Any, Any, None]:
+        """Send the bytes and say so."""
+        try:
+            yield from self._await("start", push)
+            yield self.world.random.uniform(0.001, 0.3)
+            self.world.broadcast(push.transfer_id, self.trainer.name).content.set(digest)
+            yield from self._await("released", push)
+        except WeftError as error:
+            self._stream.up(("failed", push.transfer_id, error.reason, error.message))
+            self._break(error)
+            raise
+        self._stream.up(("staged", push.transfer_id, digest))
+        self._directions.clear()
+
+    def _await(self, kind: str, push: Push) -> Generator[Any, Any, None]:
+        left = push.deadline - self.world.clock.now
+        late = TransferTimeoutError(f"the deadline passed before {kind}")
+        told = self._direction(kind, push.transfer_id)
+        yield any_of(self.world.clock, left, self._broken, told, late=late)

@@ -1,0 +1,62 @@
+"""Dropping staged bytes that nobody will commit: told until it is answered.
+
+A replica that was cut off when its transfer ended still holds the bytes, and
+would run out of staging memory; so orders are kept until they were answered, and
+given again when it registers and every ``REPEAT_SECONDS``. They stay with its name
+for a while: a late call of a dead process can replace the living one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from weft.coordinator import events
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallDiscard
+from weft.coordinator.state import Replica
+
+#: Longer than one call may take.
+REPEAT_SECONDS = 6.0
+#: Orders kept for one replica; the newest ones.
+MAX_DISCARDS = 64
+
+
+def discard(change: Change, transfer_id: str, replica_ids: Iterable[str]) -> None:
+    """Order replicas to drop what was staged for a transfer."""
+    for replica_id in replica_ids:
+        _keep(change, replica_id, (*change.state.discards.get(replica_id, ()), transfer_id))
+        replica = change.state.replicas.get(replica_id)
+        if replica and not replica.lost:
+            change.emit(CallDiscard(transfer_id, replica_id, replica.address))
+
+
+def repeat_discards(change: Change) -> None:
+    """Give orders again that were not answered; cheap when there are none."""
+    if change.state.discards and change.now >= change.state.discard_at:
+        change.state = replace(change.state, discard_at=change.now + REPEAT_SECONDS)
+        for replica_id in list(change.state.discards):
+            replica = change.state.replicas.get(replica_id)
+            if replica is None:
+                _keep(change, replica_id, ())
+            elif not replica.lost:
+                tell(change, replica)
+
+
+def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
+    """A replica holds nothing of a transfer any more."""
+    kept = change.state.discards.get(event.replica_id, ())
+    _keep(change, event.replica_id, tuple(t for t in kept if t != event.transfer_id))
+
+
+def tell(change: Change, replica: Replica) -> None:
+    """Give a replica its orders again, as when it registers."""
+    for transfer_id in change.state.discards.get(replica.replica_id, ()):
+        change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
+
+
+def _keep(change: Change, replica_id: str, transfer_ids: tuple[str, ...]) -> None:
+    discards = {k: v for k, v in change.state.discards.items() if k != replica_id}
+    if transfer_ids:
+        discards[replica_id] = transfer_ids[-MAX_DISCARDS:]
+    change.state = replace(change.state, discards=discards)
