@@ -40,7 +40,7 @@ def test_the_runs_reach_what_they_are_to_check() -> None:
         for word in _WORDS:
             reached[word] = reached.get(word, 0) + (word in line)
 
-    for seed in range(40):
+    for seed in range(120):
         World(seed, trace=count).run()
     assert not [word for word in _WORDS if reached[word] < 5], reached
 

@@ -191,6 +191,25 @@ def leave(change: Change, event: events.Leave) -> None:
     change.reply(event.ticket, Done())
 
 
+#: Ticks come every 0.25 s; after a longer gap the coordinator itself was stopped or
+#: starved, and others' silence says nothing.
+ASLEEP_SECONDS = 1.0
+
+
+def forgive_own_sleep(change: Change) -> None:
+    """After a gap in our own ticks, grant replicas and lease holders as much time."""
+    gap = change.now - change.state.tick_at
+    change.state = replace(change.state, tick_at=change.now)
+    if not ASLEEP_SECONDS < gap < float("inf"):
+        return
+    for replica in list(change.state.replicas.values()):
+        change.put_replica(replace(replica, last_heard=replica.last_heard + gap))
+    for policy in list(change.state.policies.values()):
+        if policy.lease is not None:
+            lease = replace(policy.lease, expires_at=policy.lease.expires_at + gap)
+            change.put_policy(replace(policy, lease=lease))
+
+
 def find_lost(change: Change) -> None:
     """Give up replicas that have been silent for too long."""
     settings = change.state.settings

@@ -363,6 +363,8 @@ class State:
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
     """When to look next for versions to retire."""
+    tick_at: float = float("-inf")
+    """When the last tick was."""
     discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Replica to the transfers whose staged bytes it was not heard to drop."""
     discard_at: float = float("-inf")

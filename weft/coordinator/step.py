@@ -58,6 +58,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
 def _apply(change: Change, event: events.Event) -> None:
     match event:
         case events.Tick():
+            membership.forgive_own_sleep(change)
             membership.find_lost(change)
             leases.expire_leases(change)
             staging.watch_deadlines(change)

@@ -171,3 +171,18 @@ def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
     m.do(events.ReferenceKnown("f" * 64))
     assert isinstance(m.answer(50), effects.Done)
     assert not m.state.target_tickets
+
+
+def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.pass_time(1.0)
+    m.now += 60.0  # stopped, or starved
+    m.do(events.Tick())
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.READY
+    lease = m.state.policies["math"].lease
+    assert lease is not None
+    assert lease.expires_at > m.now
+    m.pass_time(30.0, beats=False, renews=False)  # awake, and they are silent
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.LOST
+    assert m.state.policies["math"].lease is None
