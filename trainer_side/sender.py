@@ -1,43 +1,16 @@
-"""The sender of a side group: packs, sends and keeps buckets until all have them."""
+"""The sender of a trainer: packs buckets out of a source and sends them."""
 
 from __future__ import annotations
-
-import logging
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from trainer_side.packer import Packer
 from trainer_side.source import Source
-from weft.contract.errors import (
-    TransferTimeoutError,
-    WeftError,
-    error_from_reason,
-)
 from weft.contract.manifest import Manifest
-from weft.transport.digest import content_digest
-from weft.transport.group import Operation
-from weft.transport.membership import GroupTicket, Membership
-from weft.v1 import rendezvous_pb2 as pb
-from weft.v1 import types_pb2
+from weft.transport.bucket_sender import BucketSender, Progress
+from weft.transport.membership import GroupTicket
 
-_log = logging.getLogger(__name__)
-
-#: Called after each release with (buckets verified by all, buckets in all).
-Progress = Callable[[int, int], None]
-
-
-@dataclass
-class _Direction:
-    """What the coordinator has said about the transfer that is under way."""
-
-    transfer_id: str = ""
-    started: bool = False
-    num_released: int = 0
-    error: WeftError | None = None
+__all__ = ["Progress", "Sender"]
 
 
 class Sender:
@@ -52,18 +25,13 @@ class Sender:
 
     def __init__(self, target: str, ticket: GroupTicket) -> None:
         self.ticket = ticket
-        self._condition = threading.Condition()
-        self._direction = _Direction()
-        self._broken: WeftError | None = None
         self._packer: Packer | None = None
-        self._membership = Membership(
-            target, ticket, on_message=self._on_message, on_closed=self._on_closed
-        )
+        self._buckets = BucketSender(target, ticket)
 
     @property
     def usable(self) -> bool:
         """Whether the group can carry a further push."""
-        return self._broken is None
+        return self._buckets.usable
 
     def send(
         self,
@@ -91,66 +59,20 @@ class Sender:
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        with self._condition:
-            if self._direction.transfer_id != transfer_id:
-                self._direction = _Direction(transfer_id)
-        try:
-            digests = self._send_buckets(source, manifest, transfer_id, nonce, deadline, progress)
-        except Exception as error:
-            typed = error if isinstance(error, WeftError) else WeftError(repr(error))
-            failed = pb.RankFailed(
-                transfer_id=transfer_id, reason=typed.reason, message=typed.message
-            )
-            self._membership.attendance.send(pb.AttendRequest(failed=failed))
-            self._broken = self._broken or typed
-            raise
-        digest = content_digest(digests)
-        content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
-            value=digest,
-            size_bytes=manifest.total_bytes,
+        packer = self._packer_for(manifest)
+        return self._buckets.send(
+            manifest,
+            lambda index: packer.pack(index, source, nonce),
+            num_buffers=len(packer.buffers),
+            transfer_id=transfer_id,
+            deadline=deadline,
+            progress=progress,
         )
-        staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
-        self._membership.attendance.send(pb.AttendRequest(staged=staged))
-        return digest
 
     def close(self) -> None:
         """Leave the group; blocks at most 5 s."""
-        self._broken = self._broken or WeftError("the sender was closed")
-        self._membership.leave()
+        self._buckets.close()
         self._packer = None
-
-    def _send_buckets(
-        self,
-        source: Source,
-        manifest: Manifest,
-        transfer_id: str,
-        nonce: int,
-        deadline: float,
-        progress: Progress | None,
-    ) -> list[int]:
-        packer = self._packer_for(manifest)
-        num_buckets, num_buffers = len(manifest.buckets), len(packer.buffers)
-        digests: list[int] = []
-        operations: list[Operation] = []
-        for index in range(num_buckets):
-            if index >= num_buffers:
-                self._await_released(index - num_buffers + 1, deadline)
-                operations[index - num_buffers].wait(deadline)
-            if progress is not None:
-                progress(self._direction.num_released, num_buckets)
-            wire, digest = packer.pack(index, source, nonce)
-            if index == 0:
-                self._await_start(deadline)
-            digests.append(digest)
-            seconds = max(1.0, deadline - time.monotonic())
-            operations.append(self._membership.group.broadcast(wire, seconds))
-        for operation in operations[-num_buffers:]:
-            operation.wait(deadline)
-        self._await_released(num_buckets, deadline)
-        if progress is not None:
-            progress(num_buckets, num_buckets)
-        return digests
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
@@ -158,55 +80,3 @@ class Sender:
             buffers: list[torch.Tensor] = self._packer.buffers if self._packer else []
             self._packer = Packer(manifest, buffers)
         return self._packer
-
-    def _await_start(self, deadline: float) -> None:
-        self._await(lambda: self._direction.started, deadline, "all receivers to be ready")
-
-    def _await_released(self, num_buckets: int, deadline: float) -> None:
-        self._await(
-            lambda: self._direction.num_released >= num_buckets,
-            deadline,
-            f"every receiver to verify bucket {num_buckets - 1}",
-        )
-
-    def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
-        def woken() -> bool:
-            return ready() or self._direction.error is not None or self._broken is not None
-
-        with self._condition:
-            if not self._condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
-                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
-            if self._broken is not None:
-                raise self._broken
-            if self._direction.error is not None:
-                raise self._direction.error
-
-    # -- on the stream's thread --------------------------------------------
-
-    def _on_message(self, response: pb.AttendResponse) -> None:
-        kind = response.WhichOneof("message")
-        with self._condition:
-            if kind == "start":
-                self._for(response.start.transfer_id).started = True
-            elif kind == "released":
-                released = response.released
-                self._for(released.transfer_id).num_released = released.num_buckets
-            elif kind == "abort":
-                abort = response.abort
-                error = error_from_reason(abort.reason, abort.message)
-                self._for(abort.transfer_id).error = error
-                # Other ranks leave with operations under way: the group is over.
-                self._broken = error
-                self._membership.group.abort(error)
-            self._condition.notify_all()
-
-    def _for(self, transfer_id: str) -> _Direction:
-        """The direction of ``transfer_id``; Start may arrive before ``send`` is called."""
-        if self._direction.transfer_id != transfer_id:
-            self._direction = _Direction(transfer_id)
-        return self._direction
-
-    def _on_closed(self, error: WeftError) -> None:
-        with self._condition:
-            self._broken = self._broken or error  # an abort said why already
-            self._condition.notify_all()
