@@ -114,8 +114,18 @@ def rollout(
         float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
     ] = 4.0,
     staging_memory_gib: Annotated[
-        float, typer.Option(help="Host memory for base weights being staged, at most.", min=0.001)
+        float,
+        typer.Option(help="Host memory for base weights, staged or retained.", min=0.001),
     ] = 64.0,
+    retain_base: Annotated[
+        int,
+        typer.Option(
+            help="Versions of the base to keep a host copy of, the served one included: late "
+            "replicas clone it, `weft rollback base` needs 2. 0 keeps none.",
+            min=0,
+            max=100,
+        ),
+    ] = 1,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -141,6 +151,7 @@ def rollout(
         http_port=http_port,
         adapter_memory_bytes=int(adapter_memory_gib * 2**30),
         staging_memory_bytes=int(staging_memory_gib * 2**30),
+        retain_base=retain_base,
     )
     asyncio.run(
         serve(
