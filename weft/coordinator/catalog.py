@@ -210,6 +210,11 @@ class Catalog:
         """The version that a trainer's request made, if any."""
         return self._find("trainer_id=? AND request_id=?", (trainer_id, request_id))
 
+    def find_version(self, version: PolicyVersion) -> VersionRecord | None:
+        """A version's record."""
+        found = self.list_versions(version.policy, version.version + 1, 1)
+        return found[0] if found and found[0].version == version else None
+
     def find_transfer(self, transfer_id: str) -> VersionRecord | None:
         """The version that a transfer brought, if any."""
         return self._find("transfer_id=?", (transfer_id,))

@@ -93,6 +93,15 @@ class Change:
             del history[next(iter(history))]
         self.state = replace(self.state, history=history)
 
+    def look_up(self, replica_id: str) -> None:
+        """Remember that something is being looked up for a replica."""
+        self.state = replace(self.state, lookups=self.state.lookups | {replica_id})
+
+    def looked_up(self, replica_id: str) -> None:
+        """It was."""
+        self.touched.add(replica_id)
+        self.state = replace(self.state, lookups=self.state.lookups - {replica_id})
+
     def fit_under_way(self, key: FitKey) -> None:
         """Remember that preflight was asked."""
         self.state = replace(self.state, fits_under_way=self.state.fits_under_way | {key})

@@ -202,6 +202,32 @@ class CallCommit:
     version: PolicyVersion
     adapter: AdapterSpec | None
     content_digest: ContentDigest
+    alias: int = 0
+    """What an adapter's bare name stands for afterwards; 0 is this version."""
+
+
+@dataclass(frozen=True)
+class CallSend:
+    """SendVersion, to the source of a clone; a failure is answered as JoinAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    group: Group
+    version: PolicyVersion
+    nonce: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallSwitch:
+    """SwitchVersion; answered as CommitAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
 
 
 @dataclass(frozen=True)
@@ -243,6 +269,17 @@ class CheckFit:
 
 
 @dataclass(frozen=True)
+class LookUp:
+    """What is needed to bring a version to a replica; answers LookedUp."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    source_address: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
 class Announce:
     """A line of the log and of WatchEvents."""
 
@@ -262,9 +299,12 @@ Effect = (
     | SendAbort
     | CallJoin
     | CallCommit
+    | CallSend
+    | CallSwitch
     | CallDiscard
     | CallRetire
     | CloseChannel
     | CheckFit
+    | LookUp
     | Announce
 )

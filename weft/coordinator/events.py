@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.state import (
     AdapterSpec,
@@ -122,6 +123,8 @@ class Register:
     model_name: str
     capabilities: Capabilities
     vector: VersionVector
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class Heartbeat:
     incarnation: str
     vector: VersionVector
     adapter_used_bytes: int
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,7 @@ class CommitAnswered:
     vector: VersionVector | None
     pause_seconds: float
     failure: Failure | None
+    retained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +240,20 @@ class RetireAnswered:
     replica_id: str
     incarnation: str
     vector: VersionVector
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedUp:
+    """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    version: PolicyVersion
+    ids: FreshIds
+    record: VersionRecord | None
+    layout: Layout | None
+    failure: Failure | None
 
 
 Event = (
@@ -259,4 +279,5 @@ Event = (
     | JoinAnswered
     | CommitAnswered
     | RetireAnswered
+    | LookedUp
 )

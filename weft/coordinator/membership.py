@@ -24,7 +24,18 @@ from weft.coordinator.effects import (
     RegisterAnswer,
     SavePool,
 )
+from weft.coordinator.standing import in_contact, standing
 from weft.coordinator.state import Failure, Phase, Replica, Standing, State
+
+__all__ = [
+    "announce_standings",
+    "find_lost",
+    "heartbeat",
+    "in_contact",
+    "leave",
+    "register",
+    "standing",
+]
 
 _EVENT_KINDS = {
     Standing.READY: "replica_ready",
@@ -32,34 +43,6 @@ _EVENT_KINDS = {
     Standing.LOST: "replica_lost",
     Standing.QUARANTINED: "replica_quarantined",
 }
-
-
-def standing(state: State, replica: Replica) -> tuple[Standing, str]:
-    """Where a replica stands, and why it is not ready."""
-    if replica.lost:
-        return Standing.LOST, "no heartbeat"
-    if replica.dirty_reason:
-        return Standing.QUARANTINED, replica.dirty_reason
-    lacking = state.vector.missing_from(replica.vector)
-    if lacking:
-        # Between the commit point and its own switch it serves what it should.
-        switching = {
-            str(transfer.policy_version)
-            for transfer in state.transfers.values()
-            if replica.replica_id in transfer.switching
-        }
-        lacking = [name for name in lacking if name not in switching]
-    if not lacking:
-        return Standing.READY, ""
-    reason = f"lacks {', '.join(lacking)}"
-    if replica.commit_failure:
-        reason += f" ({replica.commit_failure})"
-    return Standing.PENDING_WEIGHTS, reason
-
-
-def in_contact(state: State) -> list[Replica]:
-    """Replicas that a push goes to, by id."""
-    return sorted((r for r in state.replicas.values() if r.in_contact), key=lambda r: r.replica_id)
 
 
 def announce_standings(change: Change) -> None:
@@ -105,8 +88,9 @@ def register(change: Change, event: events.Register) -> None:
             capabilities=event.capabilities,
             vector=event.vector,
             last_heard=change.now,
-            dirty_reason=old.dirty_reason if old else "",
+            dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
             announced=old.announced if old else None,
+            retained=event.retained,
         )
     )
     answer = RegisterAnswer(
@@ -166,7 +150,12 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     replica = replace(replica, last_heard=change.now, adapter_used_bytes=event.adapter_used_bytes)
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
-        replica = replace(replica, vector=event.vector)
+        replica = replace(
+            replica,
+            vector=event.vector,
+            retained=event.retained,
+            dirty_reason=event.dirty_reason,
+        )
     change.put_replica(replica)
     ready = standing(change.state, replica)[0] is Standing.READY
     change.reply(event.ticket, HeartbeatAnswer(ready))
@@ -204,7 +193,8 @@ def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
     """Abort what it takes part in; after the commit point go on without it."""
     failure = abort.peer_gone(replica.replica_id, why)
     for transfer in list(change.state.transfers.values()):
-        if replica.replica_id not in transfer.targets:
+        concerned = {*transfer.targets, transfer.source, transfer.replica_id}
+        if replica.replica_id not in concerned:
             continue
         if transfer.phase is Phase.COMMITTING:
             lost = Failure(failure.reason, failure.message, failure.metadata)

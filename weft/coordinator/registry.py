@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -15,6 +15,8 @@ from weft.coordinator.manifests import ReferenceCache
 from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_from_proto
 from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
+
+MAX_REASON_CHARS: Final = 2000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,6 +43,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 model_name=request.model_name,
                 capabilities=capabilities,
                 vector=vector_from_proto(request.version_vector),
+                retained=tuple(request.retained_base_versions),
+                dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -74,6 +78,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.incarnation,
                 vector_from_proto(request.version_vector),
                 request.adapter_used_bytes,
+                tuple(request.retained_base_versions),
+                request.dirty_reason[:MAX_REASON_CHARS],
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)

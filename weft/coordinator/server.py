@@ -64,7 +64,12 @@ class Coordinator:
         manifests, references, feed = ManifestCache(), ReferenceCache(), Feed()
         state = _initial_state(catalog, self.config)
         driver = self._driver = Driver(
-            state, catalog, references, feed, commit_seconds=self.config.commit_timeout_seconds
+            state,
+            catalog,
+            references,
+            feed,
+            manifests=manifests,
+            commit_seconds=self.config.commit_timeout_seconds,
         )
         publish = PublishServicer(driver, catalog, manifests, references)
         inspect = InspectServicer(driver, catalog, feed)

@@ -55,6 +55,19 @@ class Phase(enum.IntEnum):
     ABORTED = 5
 
 
+class Errand(enum.IntEnum):
+    """What a transfer is for."""
+
+    PUSH = 0
+    """A trainer brings a new version to the pool."""
+    CLONE = 1
+    """A replica brings a version to another that lacks it."""
+    RESTORE = 2
+    """A replica switches to what it holds itself."""
+    ROLLBACK = 3
+    """The pool goes back to a version that all hold."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options that decisions depend on; ``CoordinatorConfig`` explains them."""
@@ -67,6 +80,8 @@ class Settings:
     """A replica lost for so long is no longer listed."""
     retire_retry_seconds: float = 2.0
     """Between two requests to drop versions that one replica still holds."""
+    clone_seconds: float = 600.0
+    """Longest that a clone may take once it is its turn."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,17 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class Setback:
+    """A version that could not be brought to a replica."""
+
+    count: int
+    retry_at: float
+    source: str
+    """Who was to send it last."""
+    why: str
+
+
+@dataclass(frozen=True)
 class Replica:
     """A replica as last heard of."""
 
@@ -194,11 +220,22 @@ class Replica:
     """When it may next be asked to drop versions."""
     announced: Standing | None = None
     """The standing that was last told to watchers."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
+    """What could not be brought to it yet."""
 
     @property
     def in_contact(self) -> bool:
-        """Whether a push goes to it."""
+        """Whether any push goes to it; a base goes to a dirty one, too."""
         return not self.lost and not self.dirty_reason
+
+
+def holds(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a copy of a version's bytes that it can send or load."""
+    if version.policy == BASE_POLICY:
+        return version.version in replica.retained
+    return replica.vector.holds(version)
 
 
 @dataclass(frozen=True)
@@ -303,6 +340,16 @@ class Transfer:
     judge_at: float = 0.0
     begin_tickets: tuple[int, ...] = ()
     await_tickets: tuple[int, ...] = ()
+    errand: Errand = Errand.PUSH
+    source: str = ""
+    """The replica that sends a clone."""
+    replica_id: str = ""
+    """The replica that a clone or a restore is for."""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Replicas that do nothing else meanwhile; none while it waits."""
+        return (*self.targets, self.source) if self.targets and self.source else self.targets
 
     @property
     def transfer_id(self) -> str:
@@ -311,7 +358,7 @@ class Transfer:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """What it brings; version 0 while it waits."""
+        """What it brings; version 0 while a push waits."""
         return PolicyVersion(self.policy, self.version)
 
     @property
@@ -356,6 +403,8 @@ class State:
     """When to look next for versions to retire."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
+    lookups: frozenset[str] = frozenset()
+    """Replicas for which a version is being looked up."""
 
     @cached_property
     def vector(self) -> VersionVector:
@@ -369,6 +418,18 @@ class State:
                 if policy.kind is PolicyKind.ADAPTER and policy.served_version
             },
         )
+
+    @cached_property
+    def copies(self) -> frozenset[PolicyVersion]:
+        """Versions that a replica in contact holds a copy of."""
+        found: set[PolicyVersion] = set()
+        for replica in self.replicas.values():
+            if replica.lost:
+                continue
+            found.update(PolicyVersion(BASE_POLICY, version) for version in replica.retained)
+            for name, entry in replica.vector.adapters.items():
+                found.update(PolicyVersion(name, version) for version in entry.versions)
+        return frozenset(found)
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

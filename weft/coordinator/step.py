@@ -17,6 +17,7 @@ from weft.contract.errors import (
 from weft.coordinator import (
     abort,
     admission,
+    catchup,
     commit,
     events,
     leases,
@@ -27,6 +28,7 @@ from weft.coordinator import (
 )
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
+from weft.coordinator.standing import reachable
 from weft.coordinator.state import Failure, Phase, State
 
 
@@ -62,6 +64,7 @@ def _apply(change: Change, event: events.Event) -> None:
             staging.watch_deadlines(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
+            catchup.plan(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():
@@ -106,8 +109,11 @@ def _apply(change: Change, event: events.Event) -> None:
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retire.retire(change)
+                catchup.plan(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
+        case events.LookedUp():
+            catchup.looked_up(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
@@ -178,7 +184,7 @@ def _answer_describers(change: Change) -> None:
     waiting = change.state.target_tickets
     if not waiting:
         return
-    if change.state.reference_known and membership.in_contact(change.state):
+    if change.state.reference_known and reachable(change.state):
         for ticket in waiting:
             change.reply(ticket, Done())
         waiting = {}
