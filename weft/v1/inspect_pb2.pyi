@@ -178,6 +178,7 @@ class Policy(_message.Message):
     LAST_VERSION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -194,6 +195,10 @@ class Policy(_message.Message):
     def lease(self) -> _publish_pb2.Lease:
         """Its owner now; absent when nobody holds the lease."""
 
+    @_builtins.property
+    def pinned_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that are never retired, ascending."""
+
     def __init__(
         self,
         *,
@@ -203,10 +208,11 @@ class Policy(_message.Message):
         last_version: _builtins.int = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
         lease: _publish_pb2.Lease | None = ...,
+        pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,7 +616,8 @@ class WatchEventsResponse(_message.Message):
     "replica_quarantined", "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
-    "restore_failed".
+    "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
+    "version_unpinned".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""
