@@ -213,6 +213,32 @@ def push(
 
 
 @app.command()
+def rollback(
+    policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
+    to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
+    coordinator: Coordinator = "127.0.0.1:50051",
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
+) -> None:
+    """Serve a former version again: an adapter's alias, or a base that replicas retain."""
+    from weft_cli.operate import roll_back
+
+    roll_back(coordinator, policy, to, timeout_seconds=timeout)
+
+
+@app.command()
+def pin(
+    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    number: Annotated[int, typer.Argument(metavar="VERSION", help="Version to keep.", min=1)],
+    off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep a version of an adapter from being retired."""
+    from weft_cli import operate
+
+    operate.pin(coordinator, policy, number, pinned=not off)
+
+
+@app.command()
 def demo(
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave everything running until interrupted.")

@@ -23,7 +23,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator import abort, catchup, events, preflight, staging
+from weft.coordinator import abort, catchup, events, preflight, rollback, staging
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     BeginAnswer,
@@ -173,7 +173,8 @@ def admit(change: Change) -> None:
     }
     for transfer in waiting:
         if transfer.errand is not Errand.PUSH:
-            busy |= catchup.admit(change, transfer, busy)
+            take = rollback.admit if transfer.errand is Errand.ROLLBACK else catchup.admit
+            busy |= take(change, transfer, busy)
             continue
         replicas = takers[transfer.kind]
         ids = {replica.replica_id for replica in replicas}

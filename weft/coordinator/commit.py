@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.names import BASE_POLICY
-from weft.coordinator import abort, catchup, events
+from weft.coordinator import abort, catchup, events, rollback
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     CallCommit,
@@ -114,7 +114,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
         change.put_replica(replica)
-        if event.failure:
+        if event.failure and (transfer is None or transfer.group_id):
             change.emit(CallDiscard(event.transfer_id, replica.replica_id, replica.address))
     if transfer and transfer.phase is Phase.COMMITTING:
         pause = max(transfer.pause_seconds, event.pause_seconds)
@@ -139,6 +139,9 @@ def note_commit_answer(
 
 
 def _end(change: Change, transfer: Transfer) -> None:
+    if transfer.errand is Errand.ROLLBACK:
+        rollback.end(change, transfer)
+        return
     if transfer.errand is not Errand.PUSH:
         catchup.end(change, transfer)
         return

@@ -65,7 +65,24 @@ class SaveRetired:
     durable: bool = False
 
 
-Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired
+@dataclass(frozen=True)
+class SaveCommitted:
+    """A retired version is served again."""
+
+    version: PolicyVersion
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePin:
+    """A version must not be retired, or may be again."""
+
+    version: PolicyVersion
+    pinned: bool
+    durable: bool = True
+
+
+Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired | SaveCommitted | SavePin
 
 # -- answers to waiting calls --------------------------------------------------
 
@@ -108,11 +125,23 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True)
+class RollbackAnswer:
+    """To Rollback."""
+
+    version: PolicyVersion
+    replaced_version: int
+    replica_ids: tuple[str, ...]
+    pause_seconds: float
+
+
+@dataclass(frozen=True)
 class Done:
     """To calls that answer nothing."""
 
 
-Answer = LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | Transfer | Done
+Answer = (
+    LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | RollbackAnswer | Transfer | Done
+)
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,31 @@ class LookedUp:
     failure: Failure | None
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """An operator asks to serve a former version again."""
+
+    ticket: int
+    policy: str
+    to_version: int
+    ids: FreshIds
+    answer_by: float
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An operator asks to keep a version, or to let it go."""
+
+    ticket: int
+    policy: str
+    version: int
+    pinned: bool
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
+
+
 Event = (
     Tick
     | CallerGone
@@ -280,4 +305,6 @@ Event = (
     | CommitAnswered
     | RetireAnswered
     | LookedUp
+    | Rollback
+    | Pin
 )

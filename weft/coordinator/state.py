@@ -183,6 +183,8 @@ class Policy:
     versions: tuple[int, ...] = ()
     """Committed and not retired, ascending."""
     lease: Lease | None = None
+    pinned: tuple[int, ...] = ()
+    """Never retired, ascending; durable."""
 
 
 @dataclass(frozen=True)

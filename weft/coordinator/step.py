@@ -22,8 +22,10 @@ from weft.coordinator import (
     events,
     leases,
     membership,
+    pins,
     preflight,
     retire,
+    rollback,
     staging,
 )
 from weft.coordinator.change import Change
@@ -114,6 +116,10 @@ def _apply(change: Change, event: events.Event) -> None:
             retire.retire_answered(change, event)
         case events.LookedUp():
             catchup.looked_up(change, event)
+        case events.Rollback():
+            rollback.ask(change, event)
+        case events.Pin():
+            pins.pin(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

@@ -205,6 +205,7 @@ def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
         served_version=policy.served_version,
         last_version=policy.last_version,
         versions=policy.versions,
+        pinned_versions=policy.pinned,
     )
     lease = policy.lease
     if lease and now < lease.expires_at:
