@@ -586,7 +586,7 @@ class Transfer(_message.Message):
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
-    """Who sends; "replica:ID" where that is a replica, "operator:" for a rollback."""
+    """Who sends; "replica:ID" where that is a replica, "(operator)" for a rollback."""
     state: Global___TransferState.ValueType
     """Where it stands."""
     total_bytes: _builtins.int
