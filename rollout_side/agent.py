@@ -131,7 +131,7 @@ class Agent:
                 elif not self._serves(version):
                     times = await self._load_base(version, self.engine.apply_retained(version))
                     await self._look_at_memory()
-            except NotFoundError as error:
+            except (NotFoundError, NotReadyError) as error:
                 raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times

@@ -12,6 +12,7 @@ replica switches. A failure changes nothing but the time of the next attempt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -26,7 +27,7 @@ from weft.coordinator.effects import (
     OpenGroup,
     SaveEpoch,
 )
-from weft.coordinator.holders import sources, wants
+from weft.coordinator.holders import is_ready, wants
 from weft.coordinator.state import (
     ContentDigest,
     Errand,
@@ -38,8 +39,12 @@ from weft.coordinator.state import (
     Replica,
     State,
     Transfer,
+    held_versions,
     holds,
 )
+
+#: Between two plans when one clone ends after another.
+PLAN_SECONDS = 0.02
 
 
 def sender_name(replica_id: str) -> str:
@@ -48,14 +53,19 @@ def sender_name(replica_id: str) -> str:
 
 
 def plan(change: Change) -> None:
-    """Look up what replicas lack and somebody holds: one version a replica at a time.
+    """Look up what replicas lack and somebody holds who is free: one version a replica
+    at a time, one replica a source.
 
-    O(replicas x versions that are lacking): with each tick and after each transfer.
+    With each tick and after each transfer, before those that wait are admitted: so a
+    source is seen free between two pushes, and the clone waits behind the second.
+    O(replicas x versions), and nothing where nobody lacks anything.
     """
+    change.state = replace(change.state, plan_at=change.now + PLAN_SECONDS)
     state = change.state
     occupied = {replica_id for t in state.transfers.values() for replica_id in t.held}
     served = {t.replica_id for t in state.transfers.values() if t.replica_id}
-    taken = occupied | {t.source for t in state.transfers.values()}
+    taken = occupied | served | {t.source for t in state.transfers.values()} | state.lookups
+    free: dict[PolicyVersion, list[Replica]] | None = None
     for replica in list(state.replicas.values()):
         ids = replica.replica_id
         if replica.lost or ids in occupied or ids in served or ids in state.lookups:
@@ -68,7 +78,9 @@ def plan(change: Change) -> None:
         for version in wanted:
             if version in replica.setbacks and change.now < replica.setbacks[version].retry_at:
                 continue
-            source = _choose(state, replica, version, taken)
+            if free is None:
+                free = _free_holders(state, taken)
+            source = _choose(state, replica, version, free.get(version, ()), taken)
             if source is not None:
                 taken |= {ids, source.replica_id}
                 change.look_up(ids)
@@ -78,19 +90,36 @@ def plan(change: Change) -> None:
                 break
 
 
+def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Replica]]:
+    """By version, who could send it now."""
+    found: dict[PolicyVersion, list[Replica]] = {}
+    for replica in state.replicas.values():
+        if not replica.lost and replica.replica_id not in taken:
+            for version in held_versions(replica):
+                found.setdefault(version, []).append(replica)
+    return found
+
+
 def _choose(
-    state: State, replica: Replica, version: PolicyVersion, taken: set[str]
+    state: State,
+    replica: Replica,
+    version: PolicyVersion,
+    holders: Iterable[Replica],
+    taken: Set[str],
 ) -> Replica | None:
     """The replica itself if it holds the version; else the best source: not the one
-    that failed last, and one that is free, if there is such."""
+    that failed last if there is another, a ready one before others.
+
+    Every copy was verified when it came, and its digest is compared again: a source
+    need not be ready.
+    """
     if holds(replica, version):
         return replica
     setback = replica.setbacks.get(version)
     failed = setback.source if setback else ""
-    found = sources(state, version, replica.replica_id)
     return min(
-        found,
-        key=lambda r: (r.replica_id == failed, r.replica_id in taken),
+        (r for r in holders if r.replica_id not in taken),
+        key=lambda r: (r.replica_id == failed, not is_ready(state, r), r.replica_id),
         default=None,
     )
 

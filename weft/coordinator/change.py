@@ -85,7 +85,10 @@ class Change:
 
     def end_transfer(self, transfer: Transfer) -> None:
         """Move a transfer from those under way to the history."""
-        self.touched_all = True
+        if transfer.replica_id:  # what the pool serves is the same
+            self.touched.add(transfer.replica_id)
+        else:
+            self.touched_all = True
         self.drop_transfer(transfer.transfer_id)
         transfer = replace(transfer, layout=replace(transfer.layout, manifest=None))
         history = {**self.state.history, transfer.transfer_id: transfer}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
 from weft.coordinator.retire import kept_versions
-from weft.coordinator.state import Errand, Replica, State, holds
+from weft.coordinator.state import Errand, Replica, State
 
 
 def lacks(state: State, replica: Replica) -> list[str]:
@@ -53,20 +53,6 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
             missing.add(entry.alias)
         found += [PolicyVersion(name, version) for version in sorted(missing)]
     return found
-
-
-def sources(state: State, version: PolicyVersion, besides: str) -> list[Replica]:
-    """Replicas that a version can be cloned from, the best first.
-
-    Every copy was verified when it came and its digest is compared again, so one
-    need not be ready to be a source; one that is, is preferred.
-    """
-    found = [
-        replica
-        for replica in state.replicas.values()
-        if not replica.lost and replica.replica_id != besides and holds(replica, version)
-    ]
-    return sorted(found, key=lambda r: (not is_ready(state, r), r.replica_id))
 
 
 def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:

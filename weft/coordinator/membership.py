@@ -24,7 +24,7 @@ from weft.coordinator.effects import (
     RegisterAnswer,
     SavePool,
 )
-from weft.coordinator.standing import in_contact, standing
+from weft.coordinator.standing import in_contact, place, standing
 from weft.coordinator.state import Failure, Phase, Replica, Standing, State
 
 __all__ = [
@@ -52,8 +52,9 @@ def announce_standings(change: Change) -> None:
         replica = change.state.replicas.get(replica_id)
         if replica is None:
             continue
-        now_is, why = standing(change.state, replica)
+        now_is = place(change.state, replica)
         if now_is is not replica.announced:
+            why = standing(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
             change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
@@ -157,7 +158,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
             dirty_reason=event.dirty_reason,
         )
     change.put_replica(replica)
-    ready = standing(change.state, replica)[0] is Standing.READY
+    ready = place(change.state, replica) is Standing.READY
     change.reply(event.ticket, HeartbeatAnswer(ready))
 
 

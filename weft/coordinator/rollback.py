@@ -43,7 +43,7 @@ from weft.coordinator.state import (
 )
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
-OPERATOR = "operator:"
+OPERATOR = "(operator)"
 _NOTHING = Layout(None, b"", 0, 0, 0)
 
 

@@ -7,8 +7,17 @@ from weft.coordinator.holders import lacks, outlook, wants
 from weft.coordinator.state import Replica, Standing, State
 
 
+def place(state: State, replica: Replica) -> Standing:
+    """Where a replica stands; cheap."""
+    if replica.lost:
+        return Standing.LOST
+    if replica.dirty_reason:
+        return Standing.QUARANTINED
+    return Standing.PENDING_WEIGHTS if lacks(state, replica) else Standing.READY
+
+
 def standing(state: State, replica: Replica) -> tuple[Standing, str]:
-    """Where a replica stands, and why it is not ready."""
+    """Where a replica stands, and why it is not ready; looks at all replicas if so."""
     if replica.lost:
         return Standing.LOST, "no heartbeat"
     if replica.dirty_reason:

@@ -7,7 +7,7 @@ Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -240,6 +240,15 @@ def holds(replica: Replica, version: PolicyVersion) -> bool:
     return replica.vector.holds(version)
 
 
+def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
+    """Every version that ``holds`` is true of."""
+    for number in replica.retained:
+        yield PolicyVersion(BASE_POLICY, number)
+    for name, entry in replica.vector.adapters.items():
+        for number in entry.versions:
+            yield PolicyVersion(name, number)
+
+
 @dataclass(frozen=True)
 class Member:
     """A replica's place in a side group: ranks ``first_rank`` and up."""
@@ -405,6 +414,8 @@ class State:
     """When to look next for versions to retire."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
+    plan_at: float = float("-inf")
+    """When the end of a clone may next give rise to a plan."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
 
@@ -424,14 +435,12 @@ class State:
     @cached_property
     def copies(self) -> frozenset[PolicyVersion]:
         """Versions that a replica in contact holds a copy of."""
-        found: set[PolicyVersion] = set()
-        for replica in self.replicas.values():
-            if replica.lost:
-                continue
-            found.update(PolicyVersion(BASE_POLICY, version) for version in replica.retained)
-            for name, entry in replica.vector.adapters.items():
-                found.update(PolicyVersion(name, version) for version in entry.versions)
-        return frozenset(found)
+        return frozenset(
+            version
+            for replica in self.replicas.values()
+            if not replica.lost
+            for version in held_versions(replica)
+        )
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

@@ -111,7 +111,9 @@ def _apply(change: Change, event: events.Event) -> None:
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retire.retire(change)
-                catchup.plan(change)
+                ended = change.state.history[event.transfer_id]
+                if not ended.replica_id or change.now >= change.state.plan_at:
+                    catchup.plan(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
         case events.LookedUp():

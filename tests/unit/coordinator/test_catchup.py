@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -207,10 +208,11 @@ def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
 
 def test_one_thing_at_a_time_in_fair_order() -> None:
     m = _served()
-    pushed = m.run_to(Phase.STAGING)
     m.register("r1")
-    clone = _clone(m)
-    assert m.transfer(clone).phase is Phase.WAITING, "its source is taken"
+    m.do(events.Tick())
+    pushed = m.run_to(Phase.STAGING)
+    (clone,) = m.answer_look_ups()
+    assert m.transfer(clone).phase is Phase.WAITING, "its source was taken meanwhile"
     later = m.begin("code")
     assert m.transfer(later).phase is Phase.WAITING
     m.stage_all(pushed)
@@ -220,6 +222,40 @@ def test_one_thing_at_a_time_in_fair_order() -> None:
     m.finish(clone)
     assert m.transfer(later).phase is Phase.FORMING
     assert m.transfer(later).targets == ("r0", "r1")
+
+
+def test_trainers_that_push_without_a_break_do_not_starve_a_clone() -> None:
+    m = _served()
+    m.run_to(Phase.COMMITTED)
+    pushed = m.run_to(Phase.STAGING)
+    m.register("r1")
+    m.pass_time(2)
+    assert not m.look_ups(), "its source is taken"
+    following = m.begin("code")
+    m.stage_all(pushed)
+    m.answer_commits(pushed)
+    assert m.transfer(following).phase is Phase.FORMING
+    (clone,) = m.answer_look_ups()
+    after_it = m.begin()
+    m.attend_all(following)
+    m.prepare_all(following)
+    m.stage_all(following)
+    m.answer_commits(following)
+    assert m.transfer(clone).phase is Phase.FORMING
+    assert m.transfer(after_it).phase is Phase.WAITING
+
+
+def test_a_thousand_late_joiners_are_planned_in_reasonable_time() -> None:
+    m = _served()
+    for i in range(1, 1000):
+        m.register(f"r{i:04}")
+    begin = time.perf_counter()
+    for _ in range(20):
+        m.do(events.Tick())
+        for ticket in m.answer_look_ups():
+            m.finish(ticket)
+    assert time.perf_counter() - begin < 10
+    assert sum(r.vector.base == 1 for r in m.state.replicas.values()) > 16
 
 
 def test_clones_of_different_pairs_go_on_at_once() -> None:
@@ -237,13 +273,14 @@ def test_clones_of_different_pairs_go_on_at_once() -> None:
 
 def test_a_clone_that_is_superseded_while_it_waits_is_dropped() -> None:
     m = _served()
-    pushed = m.run_to(Phase.STAGING, "base")
     m.register("r1")
-    clone = _clone(m)
+    m.do(events.Tick())
+    pushed = m.run_to(Phase.STAGING, "base", min_replicas=1)
+    (clone,) = m.answer_look_ups()
     m.stage_all(pushed)
     m.answer_commits(pushed)
     assert f"t{clone}" not in m.state.transfers
-    assert str(m.transfer(_clone(m)).policy_version) == "base@2"
+    assert str(m.transfer(_clone(m)).policy_version) == "code@1"
 
 
 @pytest.mark.parametrize("who", ["r0", "r1"])
@@ -258,18 +295,16 @@ def test_who_leaves_ends_the_clone(who: str) -> None:
 
 def test_who_leaves_while_it_waits_or_is_looked_up() -> None:
     m = _served()
-    pushed = m.run_to(Phase.STAGING)
     m.register("r1")
-    clone = _clone(m)
-    m.do(events.Leave(5, "r1", "i1"))
-    assert f"t{clone}" not in m.state.transfers
-    m.register("r1", "i2")
+    m.register("r2")
+    first = _clone(m)
+    waiting = m.transfer(first)
+    m.do(events.Leave(5, waiting.replica_id, "i1"))
+    assert f"t{first}" not in m.state.transfers
     m.do(events.Tick())
-    assert len(m.look_ups()) == 1
-    m.do(events.Leave(6, "r1", "i2"))
+    (look_up,) = m.look_ups()
+    m.do(events.Leave(6, look_up.replica_id, "i1"))
     assert m.answer_look_ups() == []
-    m.stage_all(pushed)
-    m.answer_commits(pushed)
 
 
 def test_a_lookup_that_fails_is_put_off() -> None:
