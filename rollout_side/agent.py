@@ -9,11 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from rollout_side.config import AgentConfig
-from rollout_side.engine import Engine, GroupSpec, MemoryUse, SwitchTimes
-from rollout_side.registration import Identity, Registration
-from weft.contract.errors import LoadFailedError, NotReadyError, StaleEpochError, WeftError
+from rollout_side.engine import Engine, GroupSpec, MemoryUse, SendOrder, SwitchTimes
+from rollout_side.registration import Holdings, Identity, Registration
+from weft.contract.errors import (
+    LoadFailedError,
+    NotFoundError,
+    NotReadyError,
+    StaleEpochError,
+    WeftError,
+)
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.transport.host import local_address_towards, split_target
@@ -74,9 +83,15 @@ class Agent:
         await self.engine.join_group(spec)
 
     async def commit(
-        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
     ) -> SwitchTimes:
-        """Switch to a staged version; one switch at a time.
+        """Switch to a staged version; one switch at a time. An adapter's alias stands
+        for it afterwards, or for ``alias`` if that version is served.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
@@ -87,21 +102,18 @@ class Agent:
                 return SwitchTimes()
             if transfer_id in self._failed:
                 raise NotReadyError(f"{version} failed to load here before; push it again")
-            try:
-                if version.policy == BASE_POLICY:
-                    times = await self.engine.apply_base(transfer_id, version, content_digest)
-                    self.vector = self.vector.with_base(version.version)
-                    self.dirty_reason = ""
-                else:
+            if version.policy == BASE_POLICY:
+                load = self.engine.apply_base(transfer_id, version, content_digest)
+                times = await self._load_base(version, load, transfer_id)
+                await self._look_at_memory()
+            else:
+                held = self.vector.adapters.get(version.policy, AdapterVersions())
+                alias = alias if alias in held.versions else 0
+                with self._noting_failure(transfer_id):
                     times = await self.engine.load_adapter(
-                        transfer_id, version, config_json, content_digest
+                        transfer_id, version, config_json, content_digest, alias
                     )
-                    self.vector = self.vector.with_adapter(version)
-            except LoadFailedError as error:
-                self._failed.append(transfer_id)
-                if error.metadata.get("dirty") == "true":
-                    self.dirty_reason = error.message
-                raise
+                self.vector = self.vector.with_adapter(version, alias)
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -109,6 +121,73 @@ class Agent:
             times.pause_seconds,
         )
         return times
+
+    async def switch(self, version: PolicyVersion) -> SwitchTimes:
+        """Switch to a version that is held: flip an alias, or load a retained base.
+
+        Raises:
+            NotReadyError: ``NOT_RETAINED``; nothing changed.
+            LoadFailedError: As ``Engine``.
+        """
+        async with self._switching:
+            times = SwitchTimes()
+            try:
+                if version.policy != BASE_POLICY:
+                    await self.engine.set_alias(version)
+                    self.vector = self.vector.with_adapter(version)
+                elif not self._serves(version):
+                    times = await self._load_base(version, self.engine.apply_retained(version))
+                    await self._look_at_memory()
+            except (NotFoundError, NotReadyError) as error:
+                raise NotReadyError(error.message, reason="NOT_RETAINED") from error
+        _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
+        return times
+
+    async def _load_base(
+        self,
+        version: PolicyVersion,
+        load: Coroutine[Any, Any, SwitchTimes],
+        transfer_id: str = "",
+    ) -> SwitchTimes:
+        with self._noting_failure(transfer_id):
+            times = await load
+        self.vector = self.vector.with_base(version.version)
+        self.dirty_reason = ""
+        return times
+
+    @contextmanager
+    def _noting_failure(self, transfer_id: str = "") -> Iterator[None]:
+        try:
+            yield
+        except LoadFailedError as error:
+            if transfer_id:
+                self._failed.append(transfer_id)
+            if error.metadata.get("dirty") == "true":
+                self.dirty_reason = error.message
+            raise
+
+    async def _look_at_memory(self) -> None:
+        """After a switch, so that the answer tells what is retained. What is served
+        is served, whatever becomes of this look."""
+        try:
+            self.memory = await self.engine.memory()
+        except WeftError as error:
+            _log.warning("could not ask the engine what it holds: %s", error)
+
+    async def send(self, order: SendOrder) -> None:
+        """Send a held version to a side group.
+
+        Raises:
+            NotFoundError: It is not held.
+        """
+        _log.info(
+            "sending a clone of %s@%d to group %s, epoch %d",
+            order.policy,
+            order.version,
+            order.group.group_id,
+            order.group.epoch,
+        )
+        await self.engine.send(order)
 
     async def retire(self, versions: list[PolicyVersion]) -> None:
         """Stop serving adapter versions; those in use stay in ``draining``."""
@@ -130,7 +209,7 @@ class Agent:
         if version.policy == BASE_POLICY:
             return self.vector.base == version.version and not self.dirty_reason
         entry = self.vector.adapters.get(version.policy, AdapterVersions())
-        return version.version in entry.versions and entry.alias >= version.version
+        return version.version in entry.versions
 
     # -- staying in the pool -------------------------------------------------
 
@@ -152,6 +231,9 @@ class Agent:
         registration = self.registration
         return registration is not None and registration.ready.is_set() and not self.dirty_reason
 
+    def _holdings(self) -> Holdings:
+        return Holdings(self.vector, self.memory, self.dirty_reason)
+
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
 
@@ -170,9 +252,7 @@ class Agent:
             reference=self.engine.reference,
             model_name=self.engine.model_name,
         )
-        registration = Registration(
-            self.config, identity, current=lambda: (self.vector, self.memory), on_failed=fail
-        )
+        registration = Registration(self.config, identity, current=self._holdings, on_failed=fail)
         self.registration = registration
         registration.start()
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 
@@ -48,6 +49,20 @@ class MemoryUse:
     staging_bytes: int
     staged_transfer_ids: tuple[str, ...] = ()
     """Transfers of which bytes are staged, whole or in part."""
+    retained_bases: tuple[int, ...] = ()
+    """Versions of the base that a copy is held of, last used first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendOrder:
+    """What a replica is to send as rank 0 of a side group; picklable."""
+
+    group: GroupSpec
+    transfer_id: str
+    policy: str
+    version: int
+    nonce: int
+    timeout_seconds: float
 
 
 class Engine(Protocol):
@@ -64,9 +79,15 @@ class Engine(Protocol):
         """Tell the receivers to join; returns before they have joined."""
 
     async def load_adapter(
-        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
     ) -> SwitchTimes:
-        """Make a staged adapter requestable as ``str(version)`` and flip its alias.
+        """Make a staged adapter requestable as ``str(version)`` and flip its alias
+        to it, or to the held version ``alias``.
 
         Raises:
             NotReadyError: Not staged.
@@ -78,12 +99,42 @@ class Engine(Protocol):
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
         """Load a staged base under a pause that keeps running requests, reset the
-        KV cache, keep every adapter served.
+        KV cache, keep every adapter served. The copy is retained, as far as
+        retention allows.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: Metadata ``dirty`` says whether weights are mixed; then
                 the engine stays paused.
+        """
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        """Like ``apply_base``, from a retained copy.
+
+        Raises:
+            NotFoundError: None is held; nothing changed.
+            LoadFailedError: As ``apply_base``.
+        """
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        """Let an adapter's bare name stand for a version that can be requested.
+
+        Raises:
+            NotFoundError: It cannot be requested.
+        """
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        """Of an adapter that is held, or a retained base.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+
+    async def send(self, order: SendOrder) -> None:
+        """Send a held version to a side group, beside all else; returns at once.
+
+        Raises:
+            NotFoundError: It is not held.
         """
 
     async def discard(self, transfer_id: str) -> None:

@@ -14,6 +14,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
+from weft.contract.errors import InvalidRequestError
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
@@ -39,7 +40,14 @@ class RolloutConfig:
     adapter_memory_bytes: int = 4 * 2**30
     """Bound of the adapter store, in host memory."""
     staging_memory_bytes: int = 64 * 2**30
-    """Bound of staged base weights, in host memory."""
+    """Bound of staged and retained base weights, in host memory."""
+    retain_base: int = 1
+    """Versions of the base that a copy is kept of in host memory, the served one
+    included; others are cloned from it, and rollback goes back to it. 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.retain_base <= 100:
+            raise InvalidRequestError("retain_base must be between 0 and 100")
 
 
 async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
@@ -59,6 +67,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
         http_port=config.http_port,
         adapter_memory_bytes=config.adapter_memory_bytes,
         staging_memory_bytes=config.staging_memory_bytes,
+        retain_base=config.retain_base,
     )
     try:
         await _serve_engine(config, engine, stop, ready)

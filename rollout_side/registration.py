@@ -52,6 +52,16 @@ class Identity:
     model_name: str
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """What a replica serves and holds now."""
+
+    vector: VersionVector
+    memory: MemoryUse
+    dirty_reason: str
+    """Why its engine may hold mixed weights; empty when it does not."""
+
+
 class Registration:
     """One replica's place in the registry, from ``start`` to ``stop``.
 
@@ -70,7 +80,7 @@ class Registration:
         config: AgentConfig,
         identity: Identity,
         *,
-        current: Callable[[], tuple[VersionVector, MemoryUse]],
+        current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
     ) -> None:
         #: Set while the coordinator knows this process.
@@ -139,15 +149,17 @@ class Registration:
 
     def _register(self) -> None:
         config, identity = self._config, self._identity
-        vector, _ = self._current()
+        now = self._current()
         request = pb.RegisterRequest(
             replica_id=config.replica_id,
             incarnation=config.incarnation,
             address=identity.address,
             http_url=config.http_url,
             capabilities=capabilities_to_proto(identity.capabilities),
-            version_vector=vector_to_proto(vector),
+            version_vector=vector_to_proto(now.vector),
             model_name=identity.model_name,
+            retained_base_versions=now.memory.retained_bases,
+            dirty_reason=now.dirty_reason,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -167,13 +179,15 @@ class Registration:
             yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> None:
-        vector, memory = self._current()
+        now = self._current()
         request = pb.HeartbeatRequest(
             replica_id=self._config.replica_id,
             incarnation=self._config.incarnation,
-            version_vector=vector_to_proto(vector),
-            adapter_used_bytes=memory.adapter_bytes,
-            staged_transfer_ids=memory.staged_transfer_ids,
+            version_vector=vector_to_proto(now.vector),
+            adapter_used_bytes=now.memory.adapter_bytes,
+            retained_base_versions=now.memory.retained_bases,
+            dirty_reason=now.dirty_reason,
+            staged_transfer_ids=now.memory.staged_transfer_ids,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         if self._away:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from rollout_side.agent import Agent
-from rollout_side.engine import GroupSpec
+from rollout_side.engine import GroupSpec, SendOrder
 from weft.rpc.codec import (
     capabilities_to_proto,
+    duration_from_proto,
     duration_to_proto,
     vector_to_proto,
     version_from_proto,
     version_to_proto,
     versions_from_proto,
 )
+from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.v1 import publish_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
 
@@ -31,19 +35,9 @@ class ReplicaServicer(ReplicaServiceServicer):
     async def JoinGroup(  # noqa: N802
         self, request: pb.JoinGroupRequest, context: _Context
     ) -> pb.JoinGroupResponse:
-        agent, group = self._agent, request.group
+        agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        spec = GroupSpec(
-            coordinator=agent.config.coordinator,
-            trainer_id=request.trainer_id,
-            group_id=group.group_id,
-            token=group.token,
-            epoch=group.epoch,
-            rank=group.rank,
-            size=group.size,
-            backend=group.backend,
-            host=agent.host,
-        )
+        spec = self._spec(request.trainer_id, request.group)
         await agent.join_group(request.trainer_id, spec)
         return pb.JoinGroupResponse()
 
@@ -57,11 +51,62 @@ class ReplicaServicer(ReplicaServiceServicer):
             version_from_proto(request.version),
             request.adapter.config_json,
             request.content_digest.value,
+            request.alias,
         )
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.vector),
             pause=duration_to_proto(times.pause_seconds),
             load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.memory.retained_bases,
+        )
+
+    async def SwitchVersion(  # noqa: N802
+        self, request: pb.SwitchVersionRequest, context: _Context
+    ) -> pb.SwitchVersionResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        times = await agent.switch(version_from_proto(request.version))
+        return pb.SwitchVersionResponse(
+            version_vector=vector_to_proto(agent.vector),
+            pause=duration_to_proto(times.pause_seconds),
+            load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.memory.retained_bases,
+        )
+
+    async def DescribeVersion(  # noqa: N802
+        self, request: pb.DescribeVersionRequest, context: _Context
+    ) -> AsyncIterator[pb.DescribeVersionResponse]:
+        manifest = await self._agent.engine.manifest(version_from_proto(request.version))
+        for chunk in manifest_to_chunks(manifest):
+            yield pb.DescribeVersionResponse(chunk=chunk)
+
+    async def SendVersion(  # noqa: N802
+        self, request: pb.SendVersionRequest, context: _Context
+    ) -> pb.SendVersionResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        order = SendOrder(
+            group=self._spec("", request.group),
+            transfer_id=request.transfer_id,
+            policy=request.version.policy,
+            version=request.version.version,
+            nonce=request.nonce,
+            timeout_seconds=duration_from_proto(request.timeout),
+        )
+        await agent.send(order)
+        return pb.SendVersionResponse()
+
+    def _spec(self, trainer_id: str, group: publish_pb2.GroupPlan) -> GroupSpec:
+        return GroupSpec(
+            coordinator=self._agent.config.coordinator,
+            trainer_id=trainer_id,
+            group_id=group.group_id,
+            token=group.token,
+            epoch=group.epoch,
+            rank=group.rank,
+            size=group.size,
+            backend=group.backend,
+            host=self._agent.host,
         )
 
     async def DiscardTransfer(  # noqa: N802
@@ -94,4 +139,5 @@ class ReplicaServicer(ReplicaServiceServicer):
             dirty_reason=agent.dirty_reason,
             adapter_used_bytes=agent.memory.adapter_bytes,
             staging_used_bytes=agent.memory.staging_bytes,
+            retained_base_versions=agent.memory.retained_bases,
         )

@@ -7,8 +7,9 @@ worker's methods (on the engine's thread) take them out. Nothing here knows vLLM
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +18,7 @@ from rollout_side.segment import Segment, SegmentRef
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
+    NotFoundError,
     NotReadyError,
     TransferAbortedError,
 )
@@ -103,6 +105,7 @@ class Usage:
 
     adapter_bytes: int = 0
     staging_bytes: int = 0
+    """Staged or retained; retained copies give way to a push."""
     free_bytes: int = 0
     transfer_ids: tuple[str, ...] = ()
     """Transfers of which bytes are staged, whole or in part."""
@@ -114,12 +117,16 @@ class WorkerStore:
 
     Args:
         staging_capacity_bytes: Bound of what is being staged or waits for its
-            commit, the retained base included.
+            commit, retained bases included; they are dropped, oldest first, where
+            a push needs the room.
         adapter_capacity_bytes: Bound of the adapters that can be served.
+        retain_base: Versions of the base that a copy is kept of, the served one
+            included.
     """
 
     staging_capacity_bytes: int
     adapter_capacity_bytes: int
+    retain_base: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
@@ -127,6 +134,10 @@ class WorkerStore:
     _reserved: dict[str, int] = field(default_factory=dict)
     _free: list[Segment] = field(default_factory=list)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
+    _bases: list[StagedVersion] = field(default_factory=list)
+    """Retained copies, last used first."""
+    _lent: Counter[int] = field(default_factory=Counter)
+    """Segments that are being sent, by id: never handed out meanwhile."""
 
     # -- the receiver's side ------------------------------------------------
 
@@ -139,6 +150,8 @@ class WorkerStore:
             CapacityError: The bound would be exceeded; says what holds the memory.
         """
         with self._lock:
+            if not adapter:
+                self._make_room(num_bytes)
             self._check_room(num_bytes, adapter=adapter)
             for i, segment in enumerate(self._free):
                 if segment.num_bytes == num_bytes:
@@ -187,6 +200,7 @@ class WorkerStore:
                 f"{num_bytes:,} more; retire versions or start the replica with a larger "
                 "--adapter-memory-gib"
             )
+        waiting += self._retained_bytes()
         if not adapter and waiting + num_bytes > self.staging_capacity_bytes:
             raise CapacityError(
                 f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes: no room for "
@@ -230,10 +244,86 @@ class WorkerStore:
         fresh.data[:end].copy_(partial.segment.data[:end])
         return replace(partial, segment=fresh)
 
+    def _retained_bytes(self) -> int:
+        return sum(base.segment.num_bytes for base in self._bases)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop retained bases, oldest first, as far as a base of that size needs it."""
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        room = self.staging_capacity_bytes - waiting - num_bytes
+        while self._bases and self._retained_bytes() > room:
+            oldest = next((b for b in reversed(self._bases) if not self._is_lent(b)), None)
+            if oldest is None:
+                return  # what is being sent goes on; the push is told what holds the room
+            self._bases.remove(oldest)
+            self._recycle(oldest.segment)
+
+    # -- retained bases, and what is sent from here ---------------------------
+
+    def keep_base(self, transfer_id: str) -> None:
+        """Retain a base that was just loaded, staged or retained before; the least
+        recently used beyond ``retain_base`` are dropped. Succeeds if it is gone."""
+        with self._lock:
+            base = self._staged.pop(transfer_id, None)
+            if base is None:
+                base = next((b for b in self._bases if b.transfer_id == transfer_id), None)
+            if base is None:
+                return
+            others = [b for b in self._bases if b.version != base.version]
+            gone = [b for b in self._bases if b.version == base.version and b is not base]
+            kept = [base, *others]
+            self._bases, beyond = kept[: self.retain_base], kept[self.retain_base :]
+            for dropped in (*gone, *beyond):
+                self._recycle(dropped.segment)
+
+    def retained_bases(self) -> tuple[int, ...]:
+        """Versions of the base that a copy is held of, last used first."""
+        with self._lock:
+            return tuple(base.version.version for base in self._bases)
+
+    def held(self, version: PolicyVersion) -> StagedVersion:
+        """A copy of a version: an adapter that can be served, or a retained base.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            return self._held(version)
+
+    def _held(self, version: PolicyVersion) -> StagedVersion:
+        entry = self._adapters.get(version)
+        if entry is not None:
+            return entry.staged
+        for base in self._bases:
+            if base.version == version:
+                return base
+        raise NotFoundError(f"no copy of {version} is held here")
+
+    @contextmanager
+    def lend(self, version: PolicyVersion) -> Iterator[StagedVersion]:
+        """A held copy whose memory is not reused inside the ``with``, even if the
+        version is dropped meanwhile.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            copy = self._held(version)
+            self._lent[id(copy.segment)] += 1
+        try:
+            yield copy
+        finally:
+            with self._lock:
+                self._lent -= Counter([id(copy.segment)])
+
+    def _is_lent(self, copy: StagedVersion) -> bool:
+        return self._lent[id(copy.segment)] > 0
+
     # -- the engine's side --------------------------------------------------
 
     def handle(self, transfer_id: str) -> StagedHandle:
-        """For ``adopt`` in another worker.
+        """For ``adopt`` in another worker; also of a retained base.
 
         Raises:
             NotReadyError: Nothing is staged for it.
@@ -253,7 +343,7 @@ class WorkerStore:
         )
 
     def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
-        """The staged version, which stays staged.
+        """The staged version, which stays staged; also a retained base.
 
         Raises:
             NotReadyError: Nothing is staged for it.
@@ -301,7 +391,7 @@ class WorkerStore:
             waiting = sum(s.segment.num_bytes for s in self._staged.values())
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
-                staging_bytes=waiting + sum(self._reserved.values()),
+                staging_bytes=waiting + sum(self._reserved.values()) + self._retained_bytes(),
                 free_bytes=sum(s.num_bytes for s in self._free),
                 transfer_ids=tuple(sorted({*self._staged, *self._partial})),
             )
@@ -309,6 +399,10 @@ class WorkerStore:
     def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:
         with self._lock:
             staged = self._staged.get(transfer_id)
+            if staged is None and keep:
+                staged = next((b for b in self._bases if b.transfer_id == transfer_id), None)
+                if staged is not None:
+                    return staged
             if staged is None:
                 raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
             if not keep:
@@ -317,7 +411,7 @@ class WorkerStore:
 
     def _recycle(self, segment: Segment | None) -> None:
         """Keep one segment of a size, and two in all, for pushes of the same layouts."""
-        if segment is None or not segment.owned:
+        if segment is None or not segment.owned or self._lent[id(segment)]:
             return
         if segment.num_bytes not in {s.num_bytes for s in self._free}:
             self._free = [*self._free[-1:], segment]

@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 import torch
 
 from rollout_side.agent import Agent
+from rollout_side.cloner import Cloner
 from rollout_side.config import AgentConfig
-from rollout_side.engine import GroupSpec, MemoryUse, SwitchTimes
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SwitchTimes
 from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.staged import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LoadFailedError
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
@@ -41,7 +43,12 @@ class EngineDouble:
     model_name = "double"
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], *, keep_base: bool = True, **capabilities: Any
+        self,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        keep_base: bool = True,
+        retain_base: int = 0,
+        **capabilities: Any,
     ) -> None:
         self._keep_base = keep_base
         metas = make_metas(weights, CastRule(enabled=False))
@@ -60,12 +67,16 @@ class EngineDouble:
         }
         self.capabilities = Capabilities(**settings | capabilities)
         self.store = WorkerStore(
-            self.capabilities.staging_capacity_bytes, self.capabilities.adapter_capacity_bytes
+            self.capabilities.staging_capacity_bytes,
+            self.capabilities.adapter_capacity_bytes,
+            retain_base,
         )
         self.receiver = Receiver(self.store)
+        self.cloner = Cloner(self.store)
         self.base: dict[str, torch.Tensor] = dict(weights)
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
+        self.aliases: dict[str, int] = {}
 
     def adapter(self, version: str) -> dict[str, torch.Tensor]:
         """Copies of a served adapter's tensors."""
@@ -77,11 +88,17 @@ class EngineDouble:
         self.receiver.join(spec)
 
     async def load_adapter(
-        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
     ) -> SwitchTimes:
         self.store.staged(transfer_id, content_digest)
         self._maybe_fail()
         self.store.keep_adapter(transfer_id, config_json)
+        self.aliases[version.policy] = alias or version.version
         return SwitchTimes()
 
     async def apply_base(
@@ -91,8 +108,22 @@ class EngineDouble:
         self._maybe_fail()
         if self._keep_base:
             self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
-        self.store.discard(transfer_id)
+        self.store.keep_base(transfer_id)
         return SwitchTimes(pause_seconds=0.001)
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        held = self.store.held(version)
+        return await self.apply_base(held.transfer_id, version, held.content_digest)
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        self.store.held(version)
+        self.aliases[version.policy] = version.version
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        return self.store.held(version).manifest
+
+    async def send(self, order: SendOrder) -> None:
+        self.cloner.send(order)
 
     async def discard(self, transfer_id: str) -> None:
         self.store.discard(transfer_id)
@@ -109,6 +140,7 @@ class EngineDouble:
             adapter_bytes=usage.adapter_bytes,
             staging_bytes=usage.staging_bytes,
             staged_transfer_ids=usage.transfer_ids,
+            retained_bases=self.store.retained_bases(),
         )
 
     def _maybe_fail(self) -> None:
@@ -193,6 +225,7 @@ class Pool:
         engine = agent.engine
         assert isinstance(engine, EngineDouble)
         engine.receiver.close()
+        engine.cloner.close()
 
     def close(self) -> None:
         """Stop everything and the loop's thread."""

@@ -114,8 +114,18 @@ def rollout(
         float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
     ] = 4.0,
     staging_memory_gib: Annotated[
-        float, typer.Option(help="Host memory for base weights being staged, at most.", min=0.001)
+        float,
+        typer.Option(help="Host memory for base weights, staged or retained.", min=0.001),
     ] = 64.0,
+    retain_base: Annotated[
+        int,
+        typer.Option(
+            help="Versions of the base to keep a host copy of, the served one included: late "
+            "replicas clone it, `weft rollback base` needs 2. 0 keeps none.",
+            min=0,
+            max=100,
+        ),
+    ] = 1,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -141,6 +151,7 @@ def rollout(
         http_port=http_port,
         adapter_memory_bytes=int(adapter_memory_gib * 2**30),
         staging_memory_bytes=int(staging_memory_gib * 2**30),
+        retain_base=retain_base,
     )
     asyncio.run(
         serve(
@@ -199,6 +210,32 @@ def push(
         cast=cast,
         check_finite=check_finite,
     )
+
+
+@app.command()
+def rollback(
+    policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
+    to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
+    coordinator: Coordinator = "127.0.0.1:50051",
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
+) -> None:
+    """Serve a former version again: an adapter's alias, or a base that replicas retain."""
+    from weft_cli.operate import roll_back
+
+    roll_back(coordinator, policy, to, timeout_seconds=timeout)
+
+
+@app.command()
+def pin(
+    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    number: Annotated[int, typer.Argument(metavar="VERSION", help="Version to keep.", min=1)],
+    off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep a version of an adapter from being retired."""
+    from weft_cli import operate
+
+    operate.pin(coordinator, policy, number, pinned=not off)
 
 
 @app.command()

@@ -120,6 +120,8 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
         served = f"{policy.policy}@{policy.served_version}"
+        if policy.pinned_versions:
+            served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
         table.add_row(policy.policy, served, str(policy.last_version), owner)
     return table
 

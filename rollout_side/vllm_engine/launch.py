@@ -31,6 +31,7 @@ async def open_engine(
     http_port: int,
     adapter_memory_bytes: int,
     staging_memory_bytes: int,
+    retain_base: int = 0,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
 ) -> VllmReplica:
@@ -41,7 +42,9 @@ async def open_engine(
         http_host: Where the OpenAI server will listen.
         http_port: 0 takes a free one; see ``VllmReplica.http_port``.
         adapter_memory_bytes: Bound of the adapter store.
-        staging_memory_bytes: Bound of staged base weights.
+        staging_memory_bytes: Bound of staged base weights, retained ones included.
+        retain_base: Versions of the base that a copy is kept of, the served one
+            included.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
@@ -78,7 +81,11 @@ async def open_engine(
                 "weft_open",
                 args=(
                     _open_config(
-                        described, receiver_factory, adapter_memory_bytes, staging_memory_bytes
+                        described,
+                        receiver_factory,
+                        adapter_memory_bytes,
+                        staging_memory_bytes,
+                        retain_base,
                     ),
                 ),
             )
@@ -194,12 +201,17 @@ def _http_server(
 
 
 def _open_config(
-    described: Reference, receiver_factory: str, adapter_bytes: int, staging_bytes: int
+    described: Reference,
+    receiver_factory: str,
+    adapter_bytes: int,
+    staging_bytes: int,
+    retain_base: int,
 ) -> dict[str, Any]:
     """``worker.OpenConfig`` as plain values."""
     return {
         "staging_memory_bytes": staging_bytes,
         "adapter_memory_bytes": adapter_bytes,
+        "retain_base": retain_base,
         "receiver_factory": receiver_factory,
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],

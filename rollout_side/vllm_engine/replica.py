@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import pickle
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from rollout_side.engine import GroupSpec, MemoryUse, SwitchTimes
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SwitchTimes
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.http_server import HttpServer
@@ -24,6 +25,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     WeftError,
 )
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 
@@ -160,10 +162,31 @@ class VllmReplica:
             adapter_bytes=sum(value["adapter_bytes"] for value in values),
             staging_bytes=sum(value["staging_bytes"] for value in values),
             staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
+            retained_bases=tuple(v for value in values for v in value["retained_bases"]),
         )
 
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        """See ``Engine``."""
+        manifest: Manifest = pickle.loads((await self._held(version))["manifest"])
+        return manifest
+
+    async def send(self, order: SendOrder) -> None:
+        """See ``Engine``."""
+        fields = dataclasses.asdict(order)
+        await self._call("weft_send", fields.pop("group"), fields)
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        """See ``Engine``."""
+        async with self._lock:
+            self.models.set_alias(version)
+
     async def load_adapter(
-        self, transfer_id: str, version: PolicyVersion, config_json: str, content_digest: bytes
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
     ) -> SwitchTimes:
         """See ``Engine``. A version that is served already succeeds at once.
 
@@ -196,7 +219,8 @@ class VllmReplica:
                     await self._call("weft_drop_adapter", version.policy, version.version, number)
                     await self._call("weft_discard", transfer_id)
                 raise
-            self.models.add(version, adapter_hook.lora_request(version, number), content_digest)
+            request = adapter_hook.lora_request(version, number)
+            self.models.add(version, request, content_digest, alias)
             seconds = time.perf_counter() - begin
         _log.info("loaded policy_version=%s seconds=%.4f", version, seconds)
         return SwitchTimes(load_seconds=seconds)
@@ -237,7 +261,7 @@ class VllmReplica:
             self._dirty = self.tracker.refuse_reason = ""
             await self._bounded(bridges.resume(self.engine), "resuming")
             pause_seconds = time.perf_counter() - begin
-            await self._call("weft_discard", transfer_id)
+            await self._call("weft_keep_base", transfer_id)
         _log.info(
             "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f",
             version,
@@ -245,6 +269,11 @@ class VllmReplica:
             pause_seconds,
         )
         return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        """See ``Engine``."""
+        held = await self._held(version)
+        return await self.apply_base(held["transfer_id"], version, held["content_digest"])
 
     async def retire(self, version: PolicyVersion) -> bool:
         """See ``Engine``. Never waits for a request: True comes from a later call, at
@@ -279,6 +308,15 @@ class VllmReplica:
         return str(version) in bridges.loras_in_use(self.engine)
 
     # -- steps ------------------------------------------------------------------
+
+    async def _held(self, version: PolicyVersion) -> dict[str, Any]:
+        """What the receiving rank tells of a held copy.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        values = await self._call("weft_held", version.policy, version.version)
+        return next(value for value in values if value["manifest"])
 
     async def _share(self, transfer_id: str, content_digest: bytes) -> None:
         """Let every rank map what the receiving rank staged.

@@ -15,6 +15,7 @@ from rollout_side.vllm_engine import adapter_hook
 from weft.contract.errors import (
     DigestMismatchError,
     InvalidNameError,
+    NotFoundError,
     NotReadyError,
     UnsupportedError,
 )
@@ -104,15 +105,30 @@ class ServedModels:
             raise NotReadyError(f"{version} is being retired; wait until it is gone")
         return True
 
-    def add(self, version: PolicyVersion, request: Any, content_digest: bytes) -> None:
-        """Make a version requestable, and flip its alias unless that is newer."""
+    def add(
+        self, version: PolicyVersion, request: Any, content_digest: bytes, alias: int = 0
+    ) -> None:
+        """Make a version requestable, and let the alias stand for it, or for the
+        version ``alias`` if that can be requested."""
         self._served[version] = ServedAdapter(request, content_digest)
-        registry = self._serving.lora_requests
-        registry[str(version)] = request
-        current = self._aliases.get(version.policy)
-        if current is None or current.version <= version.version:
-            registry[version.policy] = request
-            self._aliases[version.policy] = version
+        self._serving.lora_requests[str(version)] = request
+        wanted = PolicyVersion(version.policy, alias)
+        self.set_alias(wanted if self._can_be_requested(wanted) else version)
+
+    def set_alias(self, version: PolicyVersion) -> None:
+        """Let the bare name stand for a version; running requests keep theirs.
+
+        Raises:
+            NotFoundError: It cannot be requested.
+        """
+        if not self._can_be_requested(version):
+            raise NotFoundError(f"{version} is not served here")
+        self._serving.lora_requests[version.policy] = self._served[version].request
+        self._aliases[version.policy] = version
+
+    def _can_be_requested(self, version: PolicyVersion) -> bool:
+        served = self._served.get(version)
+        return served is not None and served.removed_at is None
 
     def remove(self, version: PolicyVersion, mark: int) -> ServedAdapter | None:
         """Take a version's name away; requests that have it go on.

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollout_side.engine import GroupSpec
+from rollout_side.cloner import Cloner
+from rollout_side.engine import GroupSpec, SendOrder
 from rollout_side.staged import StagedHandle, WorkerStore
 from rollout_side.vllm_engine import adapter_hook, cpu_fixes
 from rollout_side.vllm_engine.answers import guarded
@@ -54,6 +55,8 @@ class WorkerState:
     store: WorkerStore
     reference: Reference
     receiver: ReceiverLike | None = None
+    cloner: Cloner | None = None
+    """On the receiving rank, which holds every copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class OpenConfig:
 
     staging_memory_bytes: int
     adapter_memory_bytes: int
+    retain_base: int
     receiver_factory: str
     """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
     architecture: str
@@ -89,10 +93,12 @@ class WeftWorker:
         store = WorkerStore(
             staging_capacity_bytes=settings.staging_memory_bytes,
             adapter_capacity_bytes=settings.adapter_memory_bytes,
+            retain_base=settings.retain_base,
         )
         state = WorkerState(store, settings.reference())
         if self.local_rank == RECEIVER_RANK:
             state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
+            state.cloner = Cloner(store)
         self.weft_state = state
         adapter_hook.set_store(store)
         manager = getattr(self.model_runner, "lora_manager", None)
@@ -173,6 +179,37 @@ class WeftWorker:
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
+    def weft_keep_base(self: Any, transfer_id: str) -> None:
+        """Retain a base that every rank has loaded, on the receiving rank; the others
+        let go of their mapping."""
+        state = _state(self)
+        if state.receiver is None:
+            state.store.discard(transfer_id)
+        else:
+            state.store.keep_base(transfer_id)
+
+    @guarded
+    def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
+        """A held copy, for ``weft_apply_base`` and its manifest; empty from those ranks
+        that do not receive."""
+        state = _state(self)
+        if state.receiver is None:
+            return {"transfer_id": "", "content_digest": b"", "manifest": b""}
+        held = state.store.held(PolicyVersion(policy, version))
+        return {
+            "transfer_id": held.transfer_id,
+            "content_digest": held.content_digest,
+            "manifest": pickle.dumps(held.manifest),
+        }
+
+    @guarded
+    def weft_send(self: Any, group: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """Begin to send a held version to a side group; returns before it is sent."""
+        cloner = _state(self).cloner
+        if cloner is not None:
+            cloner.send(SendOrder(group=GroupSpec(**group), **order))
+
+    @guarded
     def weft_discard(self: Any, transfer_id: str) -> None:
         """Forget a staged version; its memory may be reused at once."""
         _state(self).store.discard(transfer_id)
@@ -182,20 +219,28 @@ class WeftWorker:
         """Bytes that this process holds; the receiving rank's count for all."""
         state = _state(self)
         if state.receiver is None:
-            return {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": []}
+            return {
+                "adapter_bytes": 0,
+                "staging_bytes": 0,
+                "transfer_ids": [],
+                "retained_bases": [],
+            }
         usage = state.store.usage()
         return {
             "adapter_bytes": usage.adapter_bytes,
             "staging_bytes": usage.staging_bytes + usage.free_bytes,
             "transfer_ids": list(usage.transfer_ids),
+            "retained_bases": list(state.store.retained_bases()),
         }
 
     @guarded
     def weft_close(self: Any) -> None:
-        """End the receiver."""
-        receiver = _state(self).receiver
-        if receiver is not None:
-            receiver.close()
+        """End the receiver, and what is being sent."""
+        state = _state(self)
+        if state.cloner is not None:
+            state.cloner.close()
+        if state.receiver is not None:
+            state.receiver.close()
 
 
 def _state(worker: Any) -> WorkerState:

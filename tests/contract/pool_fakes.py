@@ -132,6 +132,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.capabilities = capabilities
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
+        self.retained: list[int] = []
         self.digest = b"\1" * 8
         self.attends = True
         self.prepares = True
@@ -169,6 +170,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 capabilities=capabilities_to_proto(self.capabilities),
                 version_vector=vector_to_proto(self.vector),
                 model_name="tiny",
+                retained_base_versions=self.retained,
             )
         )
         if response.reference_wanted:
@@ -184,6 +186,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 replica_id=self.replica_id,
                 incarnation=self.incarnation,
                 version_vector=vector_to_proto(self.vector),
+                retained_base_versions=self.retained,
             )
         )
         return bool(response.ready)
@@ -218,10 +221,28 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         version = version_from_proto(request.version)
         if version.policy == "base":
             self.vector = self.vector.with_base(version.version)
+            self.retained = [version.version, *self.retained][:2]
         else:
             self.vector = self.vector.with_adapter(version)
         return replica_pb2.CommitTransferResponse(
-            version_vector=vector_to_proto(self.vector), pause=duration_to_proto(0.25)
+            version_vector=vector_to_proto(self.vector),
+            pause=duration_to_proto(0.25),
+            retained_base_versions=self.retained,
+        )
+
+    async def SwitchVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls.append("switch")
+        if self.commit_error:
+            raise self.commit_error
+        version = version_from_proto(request.version)
+        if version.policy == "base":
+            self.vector = self.vector.with_base(version.version)
+        else:
+            self.vector = self.vector.with_adapter(version)
+        return replica_pb2.SwitchVersionResponse(
+            version_vector=vector_to_proto(self.vector),
+            pause=duration_to_proto(0.25),
+            retained_base_versions=self.retained,
         )
 
     async def DiscardTransfer(self, request: Any, context: Any) -> Any:  # noqa: N802

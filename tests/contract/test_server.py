@@ -38,6 +38,7 @@ from weft.rpc.status import error_from_rpc, status_from_error
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 _SERVICES = [
+    "weft.v1.AdminService",
     "weft.v1.InspectService",
     "weft.v1.PublishService",
     "weft.v1.RegistryService",

@@ -131,7 +131,7 @@ class EngineProcess:
         return content_digest(file)
 
     def scribble(self) -> None:
-        """Overwrite all memory that a later push may reuse."""
+        """Overwrite all memory that a later push may reuse, and what is retained."""
         self.call("join_group", StageOrder(scribble=True).spec())
 
     def break_next_load(self, after: int) -> None:
@@ -212,6 +212,7 @@ async def _serve(pipe: Connection, argv: list[str]) -> None:
             http_port=0,
             adapter_memory_bytes=2**26,
             staging_memory_bytes=2**26,
+            retain_base=2,
             receiver_factory=FACTORY,
         )
         await replica.start_http()

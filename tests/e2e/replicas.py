@@ -57,19 +57,30 @@ def running_coordinator(work: Path) -> Iterator[Coordinator]:
 
 @contextmanager
 def running_replicas(
-    work: Path, target: str, models: Sequence[Path], *args: str
+    work: Path,
+    target: str,
+    models: Sequence[Path],
+    *args: str,
+    first: int = 0,
+    options: Sequence[str] = (),
 ) -> Iterator[list[str]]:
     """A replica for each of ``models``, started side by side.
+
+    Args:
+        args: vLLM's.
+        first: Number in the name of the first; further ones follow.
+        options: Of ``weft rollout``.
 
     Yields:
         Base URLs of their OpenAI servers.
     """
     with ExitStack() as stack:
         processes = []
-        for i, model in enumerate(models):
+        for i, model in enumerate(models, first):
             command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
                        "--replica-id", f"replica-{i}", "--adapter-memory-gib", "0.25",
-                       "--staging-memory-gib", "0.25", "--", str(model), *ARGS, *args)  # fmt: skip
+                       "--staging-memory-gib", "0.25", *options,
+                       "--", str(model), *ARGS, *args)  # fmt: skip
             process = Process(f"replica-{i}", command, work, ENV)
             stack.callback(process.stop)
             processes.append(process)

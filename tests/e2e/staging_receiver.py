@@ -27,7 +27,8 @@ FACTORY = f"{__name__}:StagingReceiver"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageOrder:
-    """What to stage; or ``scribble``, to overwrite all memory that is free for reuse;
+    """What to stage; or ``scribble``, to overwrite all memory that is free for reuse or
+    retained;
     or ``break_load_after`` so many tensors, once."""
 
     transfer_id: str = ""
@@ -68,7 +69,8 @@ class StagingReceiver:
         """Obey the order in ``spec.group_id``."""
         order = StageOrder(**json.loads(spec.group_id))
         if order.scribble:
-            for segment in self._store._free:
+            store = self._store
+            for segment in (*store._free, *(base.segment for base in store._bases)):
                 segment.data.fill_(0x7F)
             return
         if order.break_load_after:

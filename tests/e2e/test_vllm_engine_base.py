@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from rollout_side.engine import SwitchTimes
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import LORA_ARGS, Completion, EngineProcess
 from tests.e2e.test_vllm_engine_adapters import PROMPT, check
@@ -18,6 +19,7 @@ from tests.models import Referee
 from weft.contract.errors import (
     InvalidManifestError,
     LoadFailedError,
+    NotFoundError,
     NotReadyError,
     PeerUnavailableError,
 )
@@ -111,6 +113,24 @@ def test_a_load_that_fails_midway_is_repaired_by_the_next(served: Served, refere
     check(referee, engine.complete("dirty", PROMPT), models.other, models.adapters[0])
     engine.push_base("base@7", models.base)
     check(referee, engine.complete("dirty", PROMPT), models.base, models.adapters[0])
+
+
+def test_going_back_to_a_retained_copy(served: Served, referee: Referee) -> None:
+    """With two workers the second maps the first one's copy again."""
+    engine, models = served.engine, served.models
+    engine.push_adapter("back@1", models.adapters[0])
+    engine.push_base("base@8", models.other)
+    engine.push_base("base@9", models.base)
+    assert engine.call("memory").retained_bases == (9, 8)
+    times: SwitchTimes = engine.call("apply_retained", PolicyVersion("base", 8))
+    assert 0 < times.pause_seconds < 2
+    assert engine.call("memory").retained_bases == (8, 9)
+    check(referee, engine.complete("tiny", PROMPT), models.other)
+    check(referee, engine.complete("back", PROMPT), models.other, models.adapters[0])
+    with pytest.raises(NotFoundError):
+        engine.call("apply_retained", PolicyVersion("base", 7))
+    engine.call("apply_retained", PolicyVersion("base", 9))
+    check(referee, engine.complete("tiny", PROMPT), models.base)
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,16 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_load_adapter", ("t-unknown", "{}", b"", 1), "nothing is staged"),
     ("weft_drop_adapter", ("x",), "TypeError"),
     ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),
+    ("weft_keep_base", (), "TypeError"),
+    ("weft_held", ("base", 99), "no copy of base@99"),
+    ("weft_send", ({}, {}), "TypeError"),
     ("weft_discard", (), "TypeError"),
     ("weft_memory", (1,), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
+
+
+_MEMORY = {"adapter_bytes", "staging_bytes", "retained_bases"}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])
@@ -36,7 +42,7 @@ def test_a_failing_method_answers_and_the_next_call_is_right(
     memory = engine_tp2.rpc("weft_memory")
     assert [a["ok"] for a in memory] == [True, True]
     assert [a["rank"] for a in memory] == [0, 1]
-    assert all(set(a["value"]) == {"adapter_bytes", "staging_bytes"} for a in memory)
+    assert all(set(a["value"]) == _MEMORY for a in memory)
 
 
 def test_one_rank_fails_and_the_other_drops_what_it_took(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer_side.packer
+from tests.integration.models import HIDDEN, Model, lora, peft_of, same, until, weights
 from tests.pool import EngineDouble, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import (
@@ -25,48 +26,6 @@ from weft.contract.errors import (
 )
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions
-
-HIDDEN = 32
-
-
-class Model(nn.Module):
-    """Two "layers" with the names that the double's LoRA modules have."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(50, HIDDEN)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"q_proj": nn.Linear(HIDDEN, HIDDEN), "v_proj": nn.Linear(HIDDEN, 16)})
-            for _ in range(3)
-        )
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def peft_of(model, seed=0, **settings):
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
-    wrapped = get_peft_model(model, config)
-    torch.manual_seed(100 + seed)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.normal_()
-    return wrapped
-
-
-def lora(peft_model):
-    from peft import get_peft_model_state_dict
-
-    return {k: v.detach().clone() for k, v in get_peft_model_state_dict(peft_model).items()}
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
 @pytest.fixture
@@ -335,6 +294,9 @@ def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_p
     publisher.push_base(Model(1))
     assert same(engines[1].base, weights(Model(1)))
     assert pool.agents["replica-0"].dirty_reason == "mixed"
+    publisher.push_base(Model(2))
+    assert pool.agents["replica-0"].dirty_reason == ""
+    assert same(engines[0].base, weights(Model(2)))
 
 
 def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
@@ -346,11 +308,11 @@ def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
         with Publisher(pool.target, trainer_id="trainer-a") as publisher:
             for _ in range(4):
                 publisher.push_adapter(model, "math")
-        _until(lambda: agent.vector.adapters["math"] == AdapterVersions((3, 4), 4))
+        until(lambda: agent.vector.adapters["math"] == AdapterVersions((3, 4), 4))
         assert engine.store.adapter(PolicyVersion("math", 1)) is not None
         assert engine.store.adapter(PolicyVersion("math", 2)) is None
         engine.in_use.clear()
-        _until(lambda: engine.store.adapter(PolicyVersion("math", 1)) is None)
+        until(lambda: engine.store.adapter(PolicyVersion("math", 1)) is None)
 
 
 def test_an_adapter_store_without_room_refuses_before_a_byte_moves(tmp_path):
@@ -381,11 +343,4 @@ def test_threads_end_with_their_owners(pool, engines):
     for replica_id in list(pool.agents):
         pool.remove_replica(replica_id)
     ours = [t for t in threading.enumerate() if t.name.startswith("weft-") and t.name not in before]
-    _until(lambda: not any(t.is_alive() for t in ours))
-
-
-def _until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
+    until(lambda: not any(t.is_alive() for t in ours))

@@ -21,6 +21,7 @@ from weft.contract.errors import (
     DigestMismatchError,
     InvalidNameError,
     LoadFailedError,
+    NotFoundError,
     NotReadyError,
 )
 from weft.contract.names import PolicyVersion
@@ -112,13 +113,20 @@ def _request(version: PolicyVersion) -> Any:
     return SimpleNamespace(lora_name=str(version), lora_path=f"weft://{version}", lora_int_id=1)
 
 
-def test_an_alias_stands_for_the_newest_version() -> None:
+def test_an_alias_stands_for_what_it_is_told_to() -> None:
     serving = _Serving()
     models = ServedModels(serving)
     versions = [PolicyVersion("math", v) for v in (1, 3, 2)]
-    for version in versions:
-        models.add(version, _request(version), b"")
+    models.add(versions[0], _request(versions[0]), b"", alias=3)  # not here yet
+    assert serving.lora_requests["math"].lora_name == "math@1"
+    models.add(versions[1], _request(versions[1]), b"")
+    models.add(versions[2], _request(versions[2]), b"", alias=3)
     assert serving.lora_requests["math"].lora_name == "math@3"
+    models.set_alias(versions[0])
+    assert serving.lora_requests["math"].lora_name == "math@1"
+    with pytest.raises(NotFoundError):
+        models.set_alias(PolicyVersion("math", 9))
+    models.set_alias(versions[1])
     assert set(serving.lora_requests) == {"math", "math@1", "math@2", "math@3"}
     with pytest.raises(NotReadyError, match="stands for"):
         models.remove(PolicyVersion("math", 3), 0)

@@ -114,7 +114,14 @@ def make_replica(engine: FakeEngine, load_seconds: float = 5.0) -> VllmReplica:
 async def test_a_switch_of_the_base() -> None:
     engine = FakeEngine()
     times = await make_replica(engine).apply_base("t", BASE, b"")
-    assert engine.calls == ["pause", "weft_apply_base", "base@3", "reset", "resume", "weft_discard"]
+    assert engine.calls == [
+        "pause",
+        "weft_apply_base",
+        "base@3",
+        "reset",
+        "resume",
+        "weft_keep_base",
+    ]
     assert times.pause_seconds >= times.load_seconds >= 0
 
 
@@ -122,7 +129,7 @@ async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None
     engine = FakeEngine(num_ranks=2)
     await make_replica(engine).apply_base("t", BASE, b"")
     assert engine.calls[:3] == ["weft_handle", "weft_adopt", "pause"]
-    assert engine.calls[-2:] == ["resume", "weft_discard"]
+    assert engine.calls[-2:] == ["resume", "weft_keep_base"]
 
 
 async def test_nothing_changed_means_that_requests_go_on() -> None:

@@ -175,6 +175,7 @@ REASONS: dict[str, type[WeftError]] = {
     "REQUEST_CONFLICT": RequestConflictError,
     "POLICY_OWNED": PolicyOwnedError,
     "NOT_STAGED": NotReadyError,
+    "NOT_RETAINED": NotReadyError,
     "MANIFEST_UNKNOWN": NotReadyError,
     "ALREADY_COMMITTED": NotReadyError,
     "LORA_DISABLED": NotReadyError,

@@ -37,11 +37,12 @@ class VersionVector:
         """The vector after the base was switched."""
         return replace(self, base=version)
 
-    def with_adapter(self, version: PolicyVersion) -> VersionVector:
-        """The vector after an adapter version was added and its alias flipped."""
+    def with_adapter(self, version: PolicyVersion, alias: int = 0) -> VersionVector:
+        """The vector after an adapter version was added and its alias flipped to it,
+        or to ``alias``, a version that is held."""
         old = self.adapters.get(version.policy, AdapterVersions())
         entry = AdapterVersions(
-            tuple(sorted({*old.versions, version.version})), max(old.alias, version.version)
+            tuple(sorted({*old.versions, version.version})), alias or version.version
         )
         return replace(self, adapters={**self.adapters, version.policy: entry})
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.coordinator import setbacks
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import DropGroup, SaveVersion, SendAbort
 from weft.coordinator.records import record_of
-from weft.coordinator.state import Failure, Phase, Transfer, VersionState
+from weft.coordinator.state import Errand, Failure, Phase, Transfer, VersionState
 
 
 def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
@@ -32,16 +33,25 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
         await_tickets=(),
     )
     change.end_transfer(ended)
-    # Not at once: a restart ends a version that is STAGING in the same way.
-    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
+    if transfer.errand is not Errand.PUSH:
+        setbacks.note(
+            change, transfer.replica_id, transfer.policy_version, transfer.source, failure
+        )
+    else:
+        _record(change, ended)
     change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
     close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
     discard(change, transfer.transfer_id, transfer.targets)
     change.announce(
-        "transfer_aborted",
+        "clone_failed" if transfer.errand is Errand.CLONE else "transfer_aborted",
         transfer.transfer_id,
         f"{transfer.policy_version}: {failure.message} [{failure.reason}]",
     )
+
+
+def _record(change: Change, ended: Transfer) -> None:
+    # Not at once: a restart ends a version that is STAGING in the same way.
+    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
 
 
 def close_group(change: Change, group_id: str, why: str) -> None:

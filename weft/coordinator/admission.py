@@ -23,7 +23,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator import abort, events, preflight, reform, staging
+from weft.coordinator import abort, catchup, events, preflight, reform, rollback, staging
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     BeginAnswer,
@@ -34,9 +34,10 @@ from weft.coordinator.effects import (
     SaveVersion,
 )
 from weft.coordinator.leases import require_lease
-from weft.coordinator.membership import in_contact
 from weft.coordinator.records import record_of
+from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import (
+    Errand,
     Group,
     Lease,
     Member,
@@ -123,7 +124,9 @@ def _check(state: State, event: events.BeginTransfer, policy: Policy) -> None:
             "call PutManifest first",
             reason="MANIFEST_UNKNOWN",
         )
-    under_way = sum(t.policy == policy.name for t in state.transfers.values())
+    under_way = sum(
+        t.policy == policy.name and t.errand is Errand.PUSH for t in state.transfers.values()
+    )
     if under_way >= MAX_TRANSFERS_PER_POLICY:
         raise CapacityError(
             f"{under_way} pushes of {policy.name!r} are under way or wait already",
@@ -162,13 +165,20 @@ def admit(change: Change) -> None:
     if not waiting:
         return
     busy = {
-        replica_id
-        for transfer in change.state.transfers.values()
-        for replica_id in transfer.targets
+        replica_id for transfer in change.state.transfers.values() for replica_id in transfer.held
     }
-    replicas = in_contact(change.state)
-    ids = {replica.replica_id for replica in replicas}
+    # A base also goes to those that it would repair.
+    takers = {
+        PolicyKind.ADAPTER: in_contact(change.state),
+        PolicyKind.BASE: reachable(change.state),
+    }
     for transfer in waiting:
+        if transfer.errand is not Errand.PUSH:
+            take = rollback.admit if transfer.errand is Errand.ROLLBACK else catchup.admit
+            busy |= take(change, transfer, busy)
+            continue
+        replicas = takers[transfer.kind]
+        ids = {replica.replica_id for replica in replicas}
         try:
             waits_for = _try(change, transfer, replicas, turn=not (busy & ids))
         except WeftError as error:

@@ -20,7 +20,9 @@ from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.effects import (
     Save,
+    SaveCommitted,
     SaveEpoch,
+    SavePin,
     SavePolicy,
     SavePool,
     SaveRetired,
@@ -36,7 +38,7 @@ from weft.coordinator.state import (
     VersionState,
 )
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 #: "WEFT": tells a Weft catalog from any other SQLite file.
 APPLICATION_ID: Final = 0x57454654
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -62,6 +64,12 @@ CREATE TABLE versions (
 CREATE UNIQUE INDEX versions_by_request ON versions (trainer_id, request_id);
 CREATE UNIQUE INDEX versions_by_transfer ON versions (transfer_id);
 CREATE INDEX versions_by_state ON versions (state);
+"""
+# Schema 2.
+_PINS: Final = """
+CREATE TABLE pins (
+  policy TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (policy, version)
+);
 """
 
 
@@ -134,10 +142,12 @@ class Catalog:
         write.execute("PRAGMA synchronous=FULL")
         if not tables:
             write.executescript(
-                f"BEGIN;{_SCHEMA}PRAGMA application_id={APPLICATION_ID};"
+                f"BEGIN;{_SCHEMA}{_PINS}PRAGMA application_id={APPLICATION_ID};"
                 f"PRAGMA user_version={SCHEMA_VERSION};"
                 "INSERT INTO meta VALUES (0, 0, '', '');COMMIT;"
             )
+        elif schema < 2:
+            write.executescript(f"BEGIN;{_PINS}PRAGMA user_version={SCHEMA_VERSION};COMMIT;")
         with _Transaction(write):
             write.execute("UPDATE meta SET generation = generation + 1")
             write.execute(
@@ -163,8 +173,21 @@ class Catalog:
             (VersionState.COMMITTED,),
         ):
             held.setdefault(name, []).append(version)
+        pins: dict[str, list[int]] = {}
+        for name, version in self._read.execute(
+            "SELECT policy, version FROM pins ORDER BY version"
+        ):
+            pins.setdefault(name, []).append(version)
         policies = tuple(
-            Policy(name, PolicyKind(kind), last, token, served, tuple(held.get(name, ())))
+            Policy(
+                name,
+                PolicyKind(kind),
+                last,
+                token,
+                served,
+                tuple(held.get(name, ())),
+                pinned=tuple(pins.get(name, ())),
+            )
             for name, kind, last, token, served in self._read.execute(
                 "SELECT name, kind, last_version, fencing_token, served_version FROM policies "
                 "ORDER BY name"
@@ -207,14 +230,28 @@ class Catalog:
                 marks = ",".join("?" * len(row))
                 execute(f"INSERT OR REPLACE INTO versions VALUES ({marks})", row)
             case SaveRetired(version=v):
-                execute(
-                    "UPDATE versions SET state=? WHERE policy=? AND version=?",
-                    (VersionState.RETIRED, v.policy, v.version),
-                )
+                self._set_state(v, VersionState.RETIRED)
+            case SaveCommitted(version=v):
+                self._set_state(v, VersionState.COMMITTED)
+            case SavePin(version=v, pinned=True):
+                execute("INSERT OR REPLACE INTO pins VALUES (?,?)", (v.policy, v.version))
+            case SavePin(version=v):
+                execute("DELETE FROM pins WHERE policy=? AND version=?", (v.policy, v.version))
+
+    def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
+        self._write.execute(
+            "UPDATE versions SET state=? WHERE policy=? AND version=?",
+            (state, version.policy, version.version),
+        )
 
     def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
         """The version that a trainer's request made, if any."""
         return self._find("trainer_id=? AND request_id=?", (trainer_id, request_id))
+
+    def find_version(self, version: PolicyVersion) -> VersionRecord | None:
+        """A version's record."""
+        found = self.list_versions(version.policy, version.version + 1, 1)
+        return found[0] if found and found[0].version == version else None
 
     def find_transfer(self, transfer_id: str) -> VersionRecord | None:
         """The version that a transfer brought, if any."""

@@ -86,13 +86,25 @@ class Change:
 
     def end_transfer(self, transfer: Transfer) -> None:
         """Move a transfer from those under way to the history."""
-        self.touched_all = True
+        if transfer.replica_id:  # what the pool serves is the same
+            self.touched.add(transfer.replica_id)
+        else:
+            self.touched_all = True
         self.drop_transfer(transfer.transfer_id)
         transfer = replace(transfer, layout=replace(transfer.layout, manifest=None))
         history = {**self.state.history, transfer.transfer_id: transfer}
         while len(history) > MAX_HISTORY:
             del history[next(iter(history))]
         self.state = replace(self.state, history=history)
+
+    def look_up(self, replica_id: str) -> None:
+        """Remember that something is being looked up for a replica."""
+        self.state = replace(self.state, lookups=self.state.lookups | {replica_id})
+
+    def looked_up(self, replica_id: str) -> None:
+        """It was."""
+        self.touched.add(replica_id)
+        self.state = replace(self.state, lookups=self.state.lookups - {replica_id})
 
     def fit_under_way(self, key: FitKey) -> None:
         """Remember that preflight was asked."""

@@ -19,14 +19,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.names import BASE_POLICY
-from weft.coordinator import abort, events
+from weft.coordinator import abort, catchup, events, rollback
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
-from weft.coordinator.effects import CallCommit, SavePolicy, SaveRetired, SaveVersion
+from weft.coordinator.effects import (
+    CallCommit,
+    SavePolicy,
+    SaveRetired,
+    SaveVersion,
+)
 from weft.coordinator.leases import live_lease
 from weft.coordinator.records import record_of
 from weft.coordinator.state import (
     ContentDigest,
+    Errand,
     Failure,
     Phase,
     Policy,
@@ -38,6 +44,9 @@ from weft.coordinator.state import (
 
 def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
     """The commit point: one durable write, and only then are replicas told."""
+    if transfer.errand is Errand.CLONE:
+        catchup.commit_clone(change, transfer, digest)
+        return
     policy = change.state.policies[transfer.policy]
     lease = live_lease(policy, change.now)
     if lease is None or lease.fencing_token != transfer.fencing_token:
@@ -86,19 +95,25 @@ def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
 
 
 def commit_answered(change: Change, event: events.CommitAnswered) -> None:
-    """A replica has switched, or not."""
+    """A replica has switched, or not; what it did not load it need not keep."""
+    transfer = change.state.transfers.get(event.transfer_id)
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         if event.vector is not None:
+            loaded_base = transfer is not None and transfer.kind is PolicyKind.BASE
             replica = replace(
-                replica, vector=event.vector, vector_set_at=change.now, commit_failure=""
+                replica,
+                vector=event.vector,
+                vector_set_at=change.now,
+                commit_failure="",
+                retained=event.retained if loaded_base else replica.retained,
+                dirty_reason="" if loaded_base else replica.dirty_reason,
             )
         elif event.failure and event.failure.metadata.get("dirty") == "true":
-            replica = replace(replica, dirty_reason=event.failure.message)
+            replica = replace(replica, dirty_reason=event.failure.message, vector_set_at=change.now)
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
         change.put_replica(replica)
-    transfer = change.state.transfers.get(event.transfer_id)
     if transfer and transfer.phase is Phase.COMMITTING:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
@@ -122,6 +137,12 @@ def note_commit_answer(
 
 
 def _end(change: Change, transfer: Transfer) -> None:
+    if transfer.errand is Errand.ROLLBACK:
+        rollback.end(change, transfer)
+        return
+    if transfer.errand is not Errand.PUSH:
+        catchup.end(change, transfer)
+        return
     ended = replace(
         transfer, phase=Phase.COMMITTED, end_at=change.now, begin_tickets=(), await_tickets=()
     )

@@ -11,16 +11,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.feed import Feed
 from weft.coordinator.hub import Hub
-from weft.coordinator.manifests import ReferenceCache
+from weft.coordinator.lookup import look_up
+from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.preflight import check_fit
 from weft.coordinator.replica_calls import ReplicaCaller
 from weft.coordinator.state import Failure, State
@@ -46,6 +47,7 @@ class Driver:
         references: ReferenceCache,
         feed: Feed,
         *,
+        manifests: ManifestCache | None = None,
         commit_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,6 +55,7 @@ class Driver:
         self.hub = Hub(self.post)
         self._catalog = catalog
         self._references = references
+        self._manifests = manifests or ManifestCache()
         self._feed = feed
         self._clock = clock
         self._caller = ReplicaCaller(state.generation, self.post, commit_seconds)
@@ -62,7 +65,7 @@ class Driver:
         self._calls: dict[int, asyncio.Future[effects.Answer]] = {}
         self._last_ticket = 0
         self._lazy: list[effects.Save] = []
-        self._fit_tasks: set[asyncio.Task[None]] = set()
+        self._aside: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -205,6 +208,8 @@ class Driver:
                 self._caller.close_channel(effect.address)
             case effects.CheckFit():
                 self._check_fit(effect)
+            case effects.LookUp():
+                self._spawn(self._look_up(effect))
             case effects.Announce():
                 _log.info("%s %s: %s", effect.kind, effect.subject, effect.message)
                 wall = self.state.wall(self.now())
@@ -212,6 +217,8 @@ class Driver:
             case (
                 effects.CallJoin()
                 | effects.CallCommit()
+                | effects.CallSend()
+                | effects.CallSwitch()
                 | effects.CallDiscard()
                 | effects.CallRetire()
             ):
@@ -230,9 +237,12 @@ class Driver:
         if len(effect.manifest.tensors) <= _INLINE_TENSORS:
             self.post(events.FitChecked(effect.key, self._fit(effect)))
             return
-        task = asyncio.get_running_loop().create_task(self._check_fit_aside(effect))
-        self._fit_tasks.add(task)
-        task.add_done_callback(self._fit_tasks.discard)
+        self._spawn(self._check_fit_aside(effect))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
 
     async def _check_fit_aside(self, effect: effects.CheckFit) -> None:
         failure = await asyncio.to_thread(self._fit, effect)
@@ -248,6 +258,9 @@ class Driver:
             _log.exception("preflight failed unexpectedly")
             return Failure("INTERNAL", "preflight failed; the coordinator's log says how")
 
+    async def _look_up(self, effect: effects.LookUp) -> None:
+        self.post(await look_up(effect, self._catalog, self._manifests, self._caller))
+
     async def stop(self) -> None:
         """Refuse what waits, end streams and calls, write what is left."""
         self._stopping = True
@@ -256,7 +269,7 @@ class Driver:
             await asyncio.wait([self._task])
         self.hub.close("the coordinator is stopping")
         self._feed.close()
-        for task in list(self._fit_tasks):
+        for task in list(self._aside):
             task.cancel()
         await self._caller.close()
         saves, self._lazy = self._lazy, []

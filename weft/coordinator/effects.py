@@ -65,7 +65,24 @@ class SaveRetired:
     durable: bool = False
 
 
-Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired
+@dataclass(frozen=True)
+class SaveCommitted:
+    """A retired version is served again."""
+
+    version: PolicyVersion
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePin:
+    """A version must not be retired, or may be again."""
+
+    version: PolicyVersion
+    pinned: bool
+    durable: bool = True
+
+
+Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired | SaveCommitted | SavePin
 
 # -- answers to waiting calls --------------------------------------------------
 
@@ -108,11 +125,23 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True)
+class RollbackAnswer:
+    """To Rollback."""
+
+    version: PolicyVersion
+    replaced_version: int
+    replica_ids: tuple[str, ...]
+    pause_seconds: float
+
+
+@dataclass(frozen=True)
 class Done:
     """To calls that answer nothing."""
 
 
-Answer = LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | Transfer | Done
+Answer = (
+    LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | RollbackAnswer | Transfer | Done
+)
 
 
 @dataclass(frozen=True)
@@ -213,6 +242,32 @@ class CallCommit:
     version: PolicyVersion
     adapter: AdapterSpec | None
     content_digest: ContentDigest
+    alias: int = 0
+    """What an adapter's bare name stands for afterwards; 0 is this version."""
+
+
+@dataclass(frozen=True)
+class CallSend:
+    """SendVersion, to the source of a clone; a failure is answered as JoinAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    group: Group
+    version: PolicyVersion
+    nonce: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallSwitch:
+    """SwitchVersion; answered as CommitAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
 
 
 @dataclass(frozen=True)
@@ -254,6 +309,17 @@ class CheckFit:
 
 
 @dataclass(frozen=True)
+class LookUp:
+    """What is needed to bring a version to a replica; answers LookedUp."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    source_address: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
 class Announce:
     """A line of the log and of WatchEvents."""
 
@@ -274,9 +340,12 @@ Effect = (
     | SendAbort
     | CallJoin
     | CallCommit
+    | CallSend
+    | CallSwitch
     | CallDiscard
     | CallRetire
     | CloseChannel
     | CheckFit
+    | LookUp
     | Announce
 )

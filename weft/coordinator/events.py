@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.state import (
     AdapterSpec,
@@ -123,6 +124,8 @@ class Register:
     model_name: str
     capabilities: Capabilities
     vector: VersionVector
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Heartbeat:
     incarnation: str
     vector: VersionVector
     adapter_used_bytes: int
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
 
@@ -230,6 +235,7 @@ class CommitAnswered:
     vector: VersionVector | None
     pause_seconds: float
     failure: Failure | None
+    retained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,45 @@ class DiscardAnswered:
 
     replica_id: str
     transfer_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedUp:
+    """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    version: PolicyVersion
+    ids: FreshIds
+    record: VersionRecord | None
+    layout: Layout | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """An operator asks to serve a former version again."""
+
+    ticket: int
+    policy: str
+    to_version: int
+    ids: FreshIds
+    answer_by: float
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An operator asks to keep a version, or to let it go."""
+
+    ticket: int
+    policy: str
+    version: int
+    pinned: bool
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
 
 
 Event = (
@@ -273,4 +318,7 @@ Event = (
     | CommitAnswered
     | RetireAnswered
     | DiscardAnswered
+    | LookedUp
+    | Rollback
+    | Pin
 )

@@ -15,7 +15,7 @@ from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft.coordinator import abort, events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, LeaseAnswer, SavePolicy
-from weft.coordinator.state import Failure, Lease, Policy, PolicyKind, State
+from weft.coordinator.state import Errand, Failure, Lease, Policy, PolicyKind, State
 
 
 def acquire(change: Change, event: events.AcquirePolicy) -> None:
@@ -112,7 +112,8 @@ def _expire(change: Change, policy: Policy) -> None:
 def _abort_transfers(change: Change, policy: str, why: str) -> None:
     failure = Failure("LEASE_FENCED", f"the push of {policy!r} was given up: {why}")
     for transfer in list(change.state.transfers.values()):
-        if transfer.policy == policy and transfer.uncommitted:
+        pushed = transfer.errand is Errand.PUSH and transfer.policy == policy
+        if pushed and transfer.uncommitted:
             abort.abort(change, transfer, failure)
 
 

@@ -27,6 +27,7 @@ def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord 
         is_ours = transfer_id in change.state.history or bool(replica.commit_failure)
         if record is not None and not is_ours and _is_wanted(change.state, replica, record):
             assert record.content_digest is not None
+            served = change.state.policies[record.version.policy].served_version
             change.emit(
                 CallCommit(
                     transfer_id,
@@ -36,6 +37,8 @@ def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord 
                     record.version,
                     record.adapter,
                     record.content_digest,
+                    # An adapter's name may have been rolled back since.
+                    0 if record.version.policy == BASE_POLICY else served,
                 )
             )
         else:

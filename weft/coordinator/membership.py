@@ -25,7 +25,18 @@ from weft.coordinator.effects import (
     RegisterAnswer,
     SavePool,
 )
+from weft.coordinator.standing import in_contact, place, standing
 from weft.coordinator.state import Failure, Phase, Replica, Standing, State
+
+__all__ = [
+    "announce_standings",
+    "find_lost",
+    "heartbeat",
+    "in_contact",
+    "leave",
+    "register",
+    "standing",
+]
 
 _EVENT_KINDS = {
     Standing.READY: "replica_ready",
@@ -35,36 +46,6 @@ _EVENT_KINDS = {
 }
 
 
-def standing(state: State, replica: Replica) -> tuple[Standing, str]:
-    """Where a replica stands, and why it is not ready."""
-    if replica.lost:
-        return Standing.LOST, "no heartbeat"
-    if replica.suspicion:
-        return Standing.LOST, replica.suspicion
-    if replica.dirty_reason:
-        return Standing.QUARANTINED, replica.dirty_reason
-    lacking = state.vector.missing_from(replica.vector)
-    if lacking:
-        # Between the commit point and its own switch it serves what it should.
-        switching = {
-            str(transfer.policy_version)
-            for transfer in state.transfers.values()
-            if replica.replica_id in transfer.switching
-        }
-        lacking = [name for name in lacking if name not in switching]
-    if not lacking:
-        return Standing.READY, ""
-    reason = f"lacks {', '.join(lacking)}"
-    if replica.commit_failure:
-        reason += f" ({replica.commit_failure})"
-    return Standing.PENDING_WEIGHTS, reason
-
-
-def in_contact(state: State) -> list[Replica]:
-    """Replicas that a push goes to, by id."""
-    return sorted((r for r in state.replicas.values() if r.in_contact), key=lambda r: r.replica_id)
-
-
 def announce_standings(change: Change) -> None:
     """Tell watchers of the replicas whose standing changed."""
     ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
@@ -72,8 +53,9 @@ def announce_standings(change: Change) -> None:
         replica = change.state.replicas.get(replica_id)
         if replica is None:
             continue
-        now_is, why = standing(change.state, replica)
+        now_is = place(change.state, replica)
         if now_is is not replica.announced:
+            why = standing(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
             change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
@@ -108,8 +90,9 @@ def register(change: Change, event: events.Register) -> None:
             capabilities=event.capabilities,
             vector=event.vector,
             last_heard=change.now,
-            dirty_reason=old.dirty_reason if old else "",
+            dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
             announced=old.announced if old else None,
+            retained=event.retained,
         )
     )
     answer = RegisterAnswer(
@@ -175,10 +158,15 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     )
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
-        replica = replace(replica, vector=event.vector)
+        replica = replace(
+            replica,
+            vector=event.vector,
+            retained=event.retained,
+            dirty_reason=event.dirty_reason,
+        )
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
-    ready = standing(change.state, replica)[0] is Standing.READY
+    ready = place(change.state, replica) is Standing.READY
     change.reply(event.ticket, HeartbeatAnswer(ready))
 
 
@@ -233,7 +221,8 @@ def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
     """Abort what it takes part in; after the commit point go on without it."""
     failure = abort.peer_gone(replica.replica_id, why)
     for transfer in list(change.state.transfers.values()):
-        if replica.replica_id not in transfer.targets:
+        concerned = {*transfer.targets, transfer.source, transfer.replica_id}
+        if replica.replica_id not in concerned:
             continue
         if transfer.phase is Phase.COMMITTING:
             lost = Failure(failure.reason, failure.message, failure.metadata)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -15,10 +14,10 @@ from weft.contract.names import check_name
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
+from weft.coordinator.lookup import fresh_ids
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
-from weft.coordinator.membership import in_contact
+from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import (
-    FreshIds,
     PolicyKind,
     Transfer,
     VersionRecord,
@@ -76,7 +75,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
         )
         state = self._driver.state
-        replicas = in_contact(state)
+        replicas = reachable(state)
         if not replicas:
             raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
         capabilities = replicas[0].capabilities
@@ -88,7 +87,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             base_dtype_exceptions={n: dtype_to_proto(d) for n, d in exceptions.items()},
             adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
             base_version=state.vector.base,
-            num_replicas=len(replicas),
+            num_replicas=len(in_contact(state)),
         )
 
     async def AcquirePolicy(
@@ -167,7 +166,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 answer_by=answer_by,
                 backend=request.backend,
                 group_id=request.group_id,
-                ids=_fresh_ids(),
+                ids=fresh_ids(),
                 recorded=self._recorded(request.policy, request.request_id),
             ),
             until=answer_by,
@@ -222,13 +221,3 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             )
         )
         return publish_pb2.AbortTransferResponse()
-
-
-def _fresh_ids() -> FreshIds:
-    return FreshIds(
-        transfer_id=f"t-{secrets.token_hex(8)}",
-        nonce=secrets.randbits(64),
-        group_id=f"g-{secrets.token_hex(8)}",
-        token=secrets.token_urlsafe(32),
-        secret=secrets.token_urlsafe(32),
-    )

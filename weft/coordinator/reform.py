@@ -13,7 +13,7 @@ from dataclasses import replace
 from weft.coordinator import abort
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard, CallJoin, OpenGroup, SaveEpoch, SendReform
-from weft.coordinator.state import Failure, Group, Member, Phase, Replica, Transfer
+from weft.coordinator.state import Errand, Failure, Group, Member, Phase, Replica, Transfer
 
 
 def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: Failure) -> None:
@@ -23,6 +23,9 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
         failure: What the trainer is told if the push cannot go on.
     """
     if transfer.phase is Phase.WAITING:
+        return
+    if transfer.errand is not Errand.PUSH:
+        abort.abort(change, transfer, failure)  # a clone is planned anew
         return
     group = change.state.groups[transfer.group_id]
     survivors = [m for m in group.members if m.replica_id != replica_id]

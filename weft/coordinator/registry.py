@@ -17,6 +17,8 @@ from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_fr
 from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
 
+MAX_REASON_CHARS: Final = 2000
+
 Context = grpc.aio.ServicerContext[Any, Any]
 #: Leftovers that one heartbeat may speak of; the others come with the next.
 _MAX_STAGED: Final = 64
@@ -45,6 +47,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 model_name=request.model_name,
                 capabilities=capabilities,
                 vector=vector_from_proto(request.version_vector),
+                retained=tuple(request.retained_base_versions),
+                dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -82,6 +86,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.incarnation,
                 vector_from_proto(request.version_vector),
                 request.adapter_used_bytes,
+                tuple(request.retained_base_versions),
+                request.dirty_reason[:MAX_REASON_CHARS],
                 staged,
             )
         )

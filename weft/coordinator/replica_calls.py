@@ -11,11 +11,19 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import WeftError
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.state import Failure
 from weft.coordinator.wire import adapter_to_proto, digest_to_proto, group_to_proto
 from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_from_proto, vector_from_proto, version_to_proto
+from weft.rpc.codec import (
+    duration_from_proto,
+    duration_to_proto,
+    vector_from_proto,
+    version_to_proto,
+)
+from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc
 from weft.v1 import replica_pb2, replica_pb2_grpc
 
@@ -26,7 +34,16 @@ _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
 _BEGUN_AT_ONCE: Final = 16
 
-ReplicaCall = effects.CallJoin | effects.CallCommit | effects.CallDiscard | effects.CallRetire
+_DESCRIBE_SECONDS: Final = 60.0
+
+ReplicaCall = (
+    effects.CallJoin
+    | effects.CallCommit
+    | effects.CallSend
+    | effects.CallSwitch
+    | effects.CallDiscard
+    | effects.CallRetire
+)
 
 
 class ReplicaCaller:
@@ -72,6 +89,10 @@ class ReplicaCaller:
                 await self._join(call)
             case effects.CallCommit():
                 await self._commit(call)
+            case effects.CallSend():
+                await self._send(call)
+            case effects.CallSwitch():
+                await self._switch(call)
             case effects.CallDiscard():
                 await self._discard(call)
             case effects.CallRetire():
@@ -129,23 +150,72 @@ class ReplicaCaller:
             version=version_to_proto(call.version),
             adapter=adapter_to_proto(call.adapter) if call.adapter else None,
             content_digest=digest_to_proto(call.content_digest),
+            alias=call.alias,
         )
-        vector, pause, failure = None, 0.0, None
+        await self._have_switched(call, self._stub(call.address).CommitTransfer, request)
+
+    async def _switch(self, call: effects.CallSwitch) -> None:
+        request = replica_pb2.SwitchVersionRequest(
+            coordinator_generation=self._generation, version=version_to_proto(call.version)
+        )
+        await self._have_switched(call, self._stub(call.address).SwitchVersion, request)
+
+    async def _have_switched(
+        self, call: effects.CallCommit | effects.CallSwitch, method: Any, request: Any
+    ) -> None:
+        vector, pause, retained, failure = None, 0.0, (), None
         try:
-            response = await self._stub(call.address).CommitTransfer(
-                request, timeout=self._commit_seconds
-            )
+            response = await method(request, timeout=self._commit_seconds)
             vector = vector_from_proto(response.version_vector)
             pause = duration_from_proto(response.pause)
+            retained = tuple(response.retained_base_versions)
         except grpc.RpcError as error:
             failure = _failure(error, call.replica_id)
             _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
                          failure.message)  # fmt: skip
         self._post(
             events.CommitAnswered(
-                call.transfer_id, call.replica_id, call.incarnation, vector, pause, failure
+                call.transfer_id,
+                call.replica_id,
+                call.incarnation,
+                vector,
+                pause,
+                failure,
+                retained,
             )
         )
+
+    async def _send(self, call: effects.CallSend) -> None:
+        request = replica_pb2.SendVersionRequest(
+            coordinator_generation=self._generation,
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            group=group_to_proto(call.group, 0),
+            nonce=call.nonce,
+            timeout=duration_to_proto(call.timeout_seconds),
+        )
+        failure = None
+        try:
+            await self._stub(call.address).SendVersion(request, timeout=_JOIN_SECONDS)
+        except grpc.RpcError as error:
+            failure = _failure(error, call.replica_id)
+        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def describe(self, address: str, version: PolicyVersion) -> Manifest:
+        """The manifest of a version that the replica at ``address`` holds.
+
+        Raises:
+            WeftError: It does not answer, or holds no copy.
+        """
+        decoder = ManifestDecoder()
+        request = replica_pb2.DescribeVersionRequest(version=version_to_proto(version))
+        try:
+            call = self._stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                decoder.add(response.chunk)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        return await asyncio.to_thread(decoder.finish)
 
     async def _discard(self, call: effects.CallDiscard) -> None:
         request = replica_pb2.DiscardTransferRequest(

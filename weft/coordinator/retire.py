@@ -14,9 +14,10 @@ EVERY_SECONDS = 1.0
 
 
 def kept_versions(policy: Policy, retain: int) -> frozenset[int]:
-    """The newest ``retain`` versions, and always the one behind the alias."""
+    """The newest ``retain`` versions, those that are pinned, and always the one behind
+    the alias."""
     newest = policy.versions[-retain:] if retain else ()
-    return frozenset((*newest, policy.served_version))
+    return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
 def retire(change: Change) -> None:

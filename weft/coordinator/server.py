@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from weft.coordinator.admin import AdminServicer
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.driver import Driver
@@ -20,6 +21,7 @@ from weft.coordinator.rendezvous import RendezvousServicer
 from weft.coordinator.state import State
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1 import (
+    admin_pb2_grpc,
     inspect_pb2_grpc,
     publish_pb2_grpc,
     registry_pb2_grpc,
@@ -64,7 +66,12 @@ class Coordinator:
         manifests, references, feed = ManifestCache(), ReferenceCache(), Feed()
         state = _initial_state(catalog, self.config)
         driver = self._driver = Driver(
-            state, catalog, references, feed, commit_seconds=self.config.commit_timeout_seconds
+            state,
+            catalog,
+            references,
+            feed,
+            manifests=manifests,
+            commit_seconds=self.config.commit_timeout_seconds,
         )
         publish = PublishServicer(driver, catalog, manifests, references)
         inspect = InspectServicer(driver, catalog, feed)
@@ -76,6 +83,11 @@ class Coordinator:
                     "weft.v1.InspectService",
                     inspect,
                     inspect_pb2_grpc.add_InspectServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.AdminService",
+                    AdminServicer(driver, catalog),
+                    admin_pb2_grpc.add_AdminServiceServicer_to_server,
                 ),
                 Servicer(
                     "weft.v1.PublishService",

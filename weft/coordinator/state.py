@@ -7,7 +7,7 @@ Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,6 +55,19 @@ class Phase(enum.IntEnum):
     ABORTED = 5
 
 
+class Errand(enum.IntEnum):
+    """What a transfer is for."""
+
+    PUSH = 0
+    """A trainer brings a new version to the pool."""
+    CLONE = 1
+    """A replica brings a version to another that lacks it."""
+    RESTORE = 2
+    """A replica switches to what it holds itself."""
+    ROLLBACK = 3
+    """The pool goes back to a version that all hold."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options that decisions depend on; ``CoordinatorConfig`` explains them."""
@@ -67,6 +80,8 @@ class Settings:
     """A replica lost for so long is no longer listed."""
     retire_retry_seconds: float = 2.0
     """Between two requests to drop versions that one replica still holds."""
+    clone_seconds: float = 600.0
+    """Longest that a clone may take once it is its turn."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,19 @@ class Policy:
     versions: tuple[int, ...] = ()
     """Committed and not retired, ascending."""
     lease: Lease | None = None
+    pinned: tuple[int, ...] = ()
+    """Never retired, ascending; durable."""
+
+
+@dataclass(frozen=True)
+class Setback:
+    """A version that could not be brought to a replica."""
+
+    count: int
+    retry_at: float
+    source: str
+    """Who was to send it last."""
+    why: str
 
 
 @dataclass(frozen=True)
@@ -196,11 +224,31 @@ class Replica:
     """When it may next be asked to drop versions."""
     announced: Standing | None = None
     """The standing that was last told to watchers."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
+    """What could not be brought to it yet."""
 
     @property
     def in_contact(self) -> bool:
-        """Whether a push goes to it."""
+        """Whether any push goes to it; a base goes to a dirty one, too."""
         return not self.lost and not self.suspicion and not self.dirty_reason
+
+
+def holds(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a copy of a version's bytes that it can send or load."""
+    if version.policy == BASE_POLICY:
+        return version.version in replica.retained
+    return replica.vector.holds(version)
+
+
+def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
+    """Every version that ``holds`` is true of."""
+    for number in replica.retained:
+        yield PolicyVersion(BASE_POLICY, number)
+    for name, entry in replica.vector.adapters.items():
+        for number in entry.versions:
+            yield PolicyVersion(name, number)
 
 
 @dataclass(frozen=True)
@@ -312,6 +360,16 @@ class Transfer:
     judge_at: float = 0.0
     begin_tickets: tuple[int, ...] = ()
     await_tickets: tuple[int, ...] = ()
+    errand: Errand = Errand.PUSH
+    source: str = ""
+    """The replica that sends a clone."""
+    replica_id: str = ""
+    """The replica that a clone or a restore is for."""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Replicas that do nothing else meanwhile; none while it waits."""
+        return (*self.targets, self.source) if self.targets and self.source else self.targets
 
     @property
     def transfer_id(self) -> str:
@@ -320,7 +378,7 @@ class Transfer:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """What it brings; version 0 while it waits."""
+        """What it brings; version 0 while a push waits."""
         return PolicyVersion(self.policy, self.version)
 
     @property
@@ -371,6 +429,10 @@ class State:
     """When to repeat those orders."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
+    plan_at: float = float("-inf")
+    """When the end of a clone may next give rise to a plan."""
+    lookups: frozenset[str] = frozenset()
+    """Replicas for which a version is being looked up."""
 
     @cached_property
     def vector(self) -> VersionVector:
@@ -383,6 +445,16 @@ class State:
                 for policy in self.policies.values()
                 if policy.kind is PolicyKind.ADAPTER and policy.served_version
             },
+        )
+
+    @cached_property
+    def copies(self) -> frozenset[PolicyVersion]:
+        """Versions that a replica in contact holds a copy of."""
+        return frozenset(
+            version
+            for replica in self.replicas.values()
+            if not replica.lost
+            for version in held_versions(replica)
         )
 
     def wall(self, now: float) -> float:

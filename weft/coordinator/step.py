@@ -17,17 +17,21 @@ from weft.contract.errors import (
 from weft.coordinator import (
     abort,
     admission,
+    catchup,
     commit,
     discard,
     events,
     leases,
     membership,
+    pins,
     preflight,
     retire,
+    rollback,
     staging,
 )
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
+from weft.coordinator.standing import reachable
 from weft.coordinator.state import Failure, Phase, State
 
 
@@ -65,6 +69,7 @@ def _apply(change: Change, event: events.Event) -> None:
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
+            catchup.plan(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():
@@ -109,10 +114,19 @@ def _apply(change: Change, event: events.Event) -> None:
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retire.retire(change)
+                ended = change.state.history[event.transfer_id]
+                if not ended.replica_id or change.now >= change.state.plan_at:
+                    catchup.plan(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
             discard.discard_answered(change, event)
+        case events.LookedUp():
+            catchup.looked_up(change, event)
+        case events.Rollback():
+            rollback.ask(change, event)
+        case events.Pin():
+            pins.pin(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
@@ -183,7 +197,7 @@ def _answer_describers(change: Change) -> None:
     waiting = change.state.target_tickets
     if not waiting:
         return
-    if change.state.reference_known and membership.in_contact(change.state):
+    if change.state.reference_known and reachable(change.state):
         for ticket in waiting:
             change.reply(ticket, Done())
         waiting = {}

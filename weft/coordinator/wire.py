@@ -7,7 +7,7 @@ import hashlib
 from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError
 from weft.coordinator.effects import BeginAnswer
-from weft.coordinator.membership import standing
+from weft.coordinator.standing import standing
 from weft.coordinator.state import (
     AdapterSpec,
     ContentDigest,
@@ -194,6 +194,7 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
         adapter_used_bytes=replica.adapter_used_bytes,
+        retained_base_versions=replica.retained,
     )
 
 
@@ -205,6 +206,7 @@ def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
         served_version=policy.served_version,
         last_version=policy.last_version,
         versions=policy.versions,
+        pinned_versions=policy.pinned,
     )
     lease = policy.lease
     if lease and now < lease.expires_at:

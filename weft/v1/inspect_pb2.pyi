@@ -41,7 +41,7 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """No heartbeat for longer than the coordinator's limit."""
     REPLICA_STATE_QUARANTINED: _ReplicaState.ValueType  # 4
-    """Its engine may hold mixed weights; out of service."""
+    """Its engine may hold mixed weights; out of service until a base loads."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Where a replica stands."""
@@ -57,7 +57,7 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """No heartbeat for longer than the coordinator's limit."""
 REPLICA_STATE_QUARANTINED: ReplicaState.ValueType  # 4
-"""Its engine may hold mixed weights; out of service."""
+"""Its engine may hold mixed weights; out of service until a base loads."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 class _VersionState:
@@ -75,7 +75,9 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     VERSION_STATE_ABORTED: _VersionState.ValueType  # 3
     """Its push failed; it was never served and never will be."""
     VERSION_STATE_RETIRED: _VersionState.ValueType  # 4
-    """Was committed; no longer held."""
+    """Was committed; can no longer be requested. Replicas may still hold a copy of
+    a base (Replica.retained_base_versions).
+    """
 
 class VersionState(_VersionState, metaclass=_VersionStateEnumTypeWrapper):
     """Where a version stands."""
@@ -89,7 +91,9 @@ VERSION_STATE_COMMITTED: VersionState.ValueType  # 2
 VERSION_STATE_ABORTED: VersionState.ValueType  # 3
 """Its push failed; it was never served and never will be."""
 VERSION_STATE_RETIRED: VersionState.ValueType  # 4
-"""Was committed; no longer held."""
+"""Was committed; can no longer be requested. Replicas may still hold a copy of
+a base (Replica.retained_base_versions).
+"""
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
 @_typing.final
@@ -108,6 +112,7 @@ class Replica(_message.Message):
     SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -134,6 +139,10 @@ class Replica(_message.Message):
     def since_heartbeat(self) -> _duration_pb2.Duration:
         """Time since it was last heard."""
 
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See RegisterRequest.retained_base_versions."""
+
     def __init__(
         self,
         *,
@@ -147,10 +156,11 @@ class Replica(_message.Message):
         since_heartbeat: _duration_pb2.Duration | None = ...,
         model_name: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -168,6 +178,7 @@ class Policy(_message.Message):
     LAST_VERSION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -184,6 +195,10 @@ class Policy(_message.Message):
     def lease(self) -> _publish_pb2.Lease:
         """Its owner now; absent when nobody holds the lease."""
 
+    @_builtins.property
+    def pinned_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions that are never retired, ascending."""
+
     def __init__(
         self,
         *,
@@ -193,10 +208,11 @@ class Policy(_message.Message):
         last_version: _builtins.int = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
         lease: _publish_pb2.Lease | None = ...,
+        pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,7 +614,10 @@ class WatchEventsResponse(_message.Message):
     kind: _builtins.str
     """What, as a word: "replica_ready", "replica_pending", "replica_lost",
     "replica_quarantined", "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
-    "transfer_committed", "transfer_aborted", "version_retired".
+    "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
+    "clone_ended", "clone_failed", "restore_begun", "restore_ended",
+    "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
+    "version_unpinned".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

@@ -561,7 +561,10 @@ Global___BeginTransferResponse: _TypeAlias = BeginTransferResponse  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):
-    """A transfer as seen from outside."""
+    """A transfer as seen from outside. Beside pushes: a clone, which brings a
+    version to one replica from another, a restore, by which a replica goes back to
+    a copy of its own, and a rollback, by which all do.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -587,7 +590,7 @@ class Transfer(_message.Message):
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
-    """Who sends."""
+    """Who sends; "replica:ID" where that is a replica, "(operator)" for a rollback."""
     state: Global___TransferState.ValueType
     """Where it stands."""
     total_bytes: _builtins.int

@@ -113,6 +113,8 @@ class RegisterRequest(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    DIRTY_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -123,6 +125,8 @@ class RegisterRequest(_message.Message):
     """Base URL of its OpenAI-compatible server."""
     model_name: _builtins.str
     """Name of the served model in the OpenAI API."""
+    dirty_reason: _builtins.str
+    """Why its engine may hold mixed weights; empty when it does not."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -130,6 +134,12 @@ class RegisterRequest(_message.Message):
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
+
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions of the base that it holds a copy of, in host memory, newest use
+        first; others can be cloned from it, and it can go back to them.
+        """
 
     def __init__(
         self,
@@ -141,10 +151,12 @@ class RegisterRequest(_message.Message):
         capabilities: Global___Capabilities | None = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
         model_name: _builtins.str = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        dirty_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,12 +248,16 @@ class HeartbeatRequest(_message.Message):
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     STAGED_TRANSFER_IDS_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    DIRTY_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
     """As registered."""
     adapter_used_bytes: _builtins.int
     """Bytes of adapters in host memory."""
+    dirty_reason: _builtins.str
+    """See RegisterRequest.dirty_reason."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -252,6 +268,10 @@ class HeartbeatRequest(_message.Message):
         restart the coordinator orders each committed or discarded.
         """
 
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See RegisterRequest.retained_base_versions."""
+
     def __init__(
         self,
         *,
@@ -260,10 +280,12 @@ class HeartbeatRequest(_message.Message):
         version_vector: _types_pb2.VersionVector | None = ...,
         adapter_used_bytes: _builtins.int = ...,
         staged_transfer_ids: _abc.Iterable[_builtins.str] | None = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        dirty_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "incarnation", b"incarnation", "replica_id", b"replica_id", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

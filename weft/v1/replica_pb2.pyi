@@ -82,10 +82,15 @@ class CommitTransferRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    ALIAS_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
     """What was staged."""
+    alias: _builtins.int
+    """Version that an adapter's bare name stands for afterwards, held by the
+    replica; 0 means this one.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it is served as."""
@@ -106,10 +111,11 @@ class CommitTransferRequest(_message.Message):
         version: _types_pb2.PolicyVersion | None = ...,
         adapter: _types_pb2.AdapterSpec | None = ...,
         content_digest: _types_pb2.ContentDigest | None = ...,
+        alias: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,6 +130,7 @@ class CommitTransferResponse(_message.Message):
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -136,16 +143,21 @@ class CommitTransferResponse(_message.Message):
     def load(self) -> _duration_pb2.Duration:
         """How long loading took."""
 
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See RegisterRequest.retained_base_versions."""
+
     def __init__(
         self,
         *,
         version_vector: _types_pb2.VersionVector | None = ...,
         pause: _duration_pb2.Duration | None = ...,
         load: _duration_pb2.Duration | None = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -255,6 +267,189 @@ class RetireVersionsResponse(_message.Message):
 Global___RetireVersionsResponse: _TypeAlias = RetireVersionsResponse  # noqa: Y015
 
 @_typing.final
+class DescribeVersionRequest(_message.Message):
+    """Asks for a manifest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """Of which version."""
+
+    def __init__(
+        self,
+        *,
+        version: _types_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeVersionRequest: _TypeAlias = DescribeVersionRequest  # noqa: Y015
+
+@_typing.final
+class DescribeVersionResponse(_message.Message):
+    """Part of a manifest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> _types_pb2.ManifestChunk:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        chunk: _types_pb2.ManifestChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeVersionResponse: _TypeAlias = DescribeVersionResponse  # noqa: Y015
+
+@_typing.final
+class SendVersionRequest(_message.Message):
+    """Orders to send."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    transfer_id: _builtins.str
+    """Names it on the Attend stream."""
+    nonce: _builtins.int
+    """Repeated in every bucket's trailer."""
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """Which version."""
+
+    @_builtins.property
+    def group(self) -> _publish_pb2.GroupPlan:
+        """The group; `rank` is 0."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time for all of it."""
+
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        version: _types_pb2.PolicyVersion | None = ...,
+        group: _publish_pb2.GroupPlan | None = ...,
+        nonce: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "timeout", b"timeout", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "nonce", b"nonce", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendVersionRequest: _TypeAlias = SendVersionRequest  # noqa: Y015
+
+@_typing.final
+class SendVersionResponse(_message.Message):
+    """The replica was told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendVersionResponse: _TypeAlias = SendVersionResponse  # noqa: Y015
+
+@_typing.final
+class SwitchVersionRequest(_message.Message):
+    """Orders a switch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """To which version."""
+
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        version: _types_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchVersionRequest: _TypeAlias = SwitchVersionRequest  # noqa: Y015
+
+@_typing.final
+class SwitchVersionResponse(_message.Message):
+    """The version is served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What is served now."""
+
+    @_builtins.property
+    def pause(self) -> _duration_pb2.Duration:
+        """How long requests were held still; zero for an adapter."""
+
+    @_builtins.property
+    def load(self) -> _duration_pb2.Duration:
+        """How long loading took."""
+
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See RegisterRequest.retained_base_versions."""
+
+    def __init__(
+        self,
+        *,
+        version_vector: _types_pb2.VersionVector | None = ...,
+        pause: _duration_pb2.Duration | None = ...,
+        load: _duration_pb2.Duration | None = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "version_vector", b"version_vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pause", b"pause", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchVersionResponse: _TypeAlias = SwitchVersionResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the status."""
 
@@ -284,6 +479,7 @@ class GetStatusResponse(_message.Message):
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     incarnation: _builtins.str
@@ -302,6 +498,10 @@ class GetStatusResponse(_message.Message):
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves."""
 
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See RegisterRequest.retained_base_versions."""
+
     def __init__(
         self,
         *,
@@ -312,10 +512,11 @@ class GetStatusResponse(_message.Message):
         dirty_reason: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
         staging_used_bytes: _builtins.int = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,21 @@ class ReplicaServiceStub(object):
                 request_serializer=weft_dot_v1_dot_replica__pb2.RetireVersionsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_replica__pb2.RetireVersionsResponse.FromString,
                 _registered_method=True)
+        self.DescribeVersion = channel.unary_stream(
+                '/weft.v1.ReplicaService/DescribeVersion',
+                request_serializer=weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.FromString,
+                _registered_method=True)
+        self.SendVersion = channel.unary_unary(
+                '/weft.v1.ReplicaService/SendVersion',
+                request_serializer=weft_dot_v1_dot_replica__pb2.SendVersionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.SendVersionResponse.FromString,
+                _registered_method=True)
+        self.SwitchVersion = channel.unary_unary(
+                '/weft.v1.ReplicaService/SwitchVersion',
+                request_serializer=weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weft.v1.ReplicaService/GetStatus',
                 request_serializer=weft_dot_v1_dot_replica__pb2.GetStatusRequest.SerializeToString,
@@ -82,8 +97,8 @@ class ReplicaServiceServicer(object):
         """Switches to a staged version: an adapter is loaded and its alias flipped;
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
-        Idempotent by version: committing what is served already succeeds.
-        Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+        Idempotent by version: committing what is held already succeeds and leaves
+        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
         INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
         `dirty` is "true").
         """
@@ -103,6 +118,38 @@ class ReplicaServiceServicer(object):
         """Drops adapter versions once no request uses them.
         Idempotent. Answers what is still held; call again later for those.
         Statuses: ABORTED/EPOCH_FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeVersion(self, request, context):
+        """The manifest of a version that the replica holds: an adapter, or a retained
+        copy of a base.
+        Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendVersion(self, request, context):
+        """Makes the replica join a side group as rank 0 and send a version that it
+        holds to the group's receivers. It goes on serving. Answers when it was told,
+        not when it has joined: that is said on its Attend stream.
+        Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
+        ABORTED/EPOCH_FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwitchVersion(self, request, context):
+        """Switches to a version that the replica holds: an adapter's alias is flipped;
+        a retained copy of a base is loaded as by CommitTransfer, which also repairs
+        mixed weights. Answers when the version is served.
+        Idempotent: switching to what is served already succeeds.
+        Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
+        INTERNAL/LOAD_FAILED (as for CommitTransfer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +185,21 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.RetireVersions,
                     request_deserializer=weft_dot_v1_dot_replica__pb2.RetireVersionsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_replica__pb2.RetireVersionsResponse.SerializeToString,
+            ),
+            'DescribeVersion': grpc.unary_stream_rpc_method_handler(
+                    servicer.DescribeVersion,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.SerializeToString,
+            ),
+            'SendVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendVersion,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.SendVersionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.SendVersionResponse.SerializeToString,
+            ),
+            'SwitchVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchVersion,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -255,6 +317,87 @@ class ReplicaService(object):
             '/weft.v1.ReplicaService/RetireVersions',
             weft_dot_v1_dot_replica__pb2.RetireVersionsRequest.SerializeToString,
             weft_dot_v1_dot_replica__pb2.RetireVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.ReplicaService/DescribeVersion',
+            weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/SendVersion',
+            weft_dot_v1_dot_replica__pb2.SendVersionRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.SendVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/SwitchVersion',
+            weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

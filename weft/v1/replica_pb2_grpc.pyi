@@ -45,8 +45,8 @@ class ReplicaServiceStub:
     """Switches to a staged version: an adapter is loaded and its alias flipped;
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
-    Idempotent by version: committing what is served already succeeds.
-    Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+    Idempotent by version: committing what is held already succeeds and leaves
+    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
@@ -58,6 +58,26 @@ class ReplicaServiceStub:
     """Drops adapter versions once no request uses them.
     Idempotent. Answers what is still held; call again later for those.
     Statuses: ABORTED/EPOCH_FENCED.
+    """
+    DescribeVersion: _grpc.UnaryStreamMultiCallable[_replica_pb2.DescribeVersionRequest, _replica_pb2.DescribeVersionResponse]
+    """The manifest of a version that the replica holds: an adapter, or a retained
+    copy of a base.
+    Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+    """
+    SendVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]
+    """Makes the replica join a side group as rank 0 and send a version that it
+    holds to the group's receivers. It goes on serving. Answers when it was told,
+    not when it has joined: that is said on its Attend stream.
+    Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
+    ABORTED/EPOCH_FENCED.
+    """
+    SwitchVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]
+    """Switches to a version that the replica holds: an adapter's alias is flipped;
+    a retained copy of a base is loaded as by CommitTransfer, which also repairs
+    mixed weights. Answers when the version is served.
+    Idempotent: switching to what is served already succeeds.
+    Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
+    INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
     """What the replica is and serves.
@@ -81,8 +101,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Switches to a staged version: an adapter is loaded and its alias flipped;
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
-    Idempotent by version: committing what is served already succeeds.
-    Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+    Idempotent by version: committing what is held already succeeds and leaves
+    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
@@ -94,6 +114,26 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Drops adapter versions once no request uses them.
     Idempotent. Answers what is still held; call again later for those.
     Statuses: ABORTED/EPOCH_FENCED.
+    """
+    DescribeVersion: _aio.UnaryStreamMultiCallable[_replica_pb2.DescribeVersionRequest, _replica_pb2.DescribeVersionResponse]  # type: ignore[assignment]
+    """The manifest of a version that the replica holds: an adapter, or a retained
+    copy of a base.
+    Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+    """
+    SendVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]  # type: ignore[assignment]
+    """Makes the replica join a side group as rank 0 and send a version that it
+    holds to the group's receivers. It goes on serving. Answers when it was told,
+    not when it has joined: that is said on its Attend stream.
+    Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
+    ABORTED/EPOCH_FENCED.
+    """
+    SwitchVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]  # type: ignore[assignment]
+    """Switches to a version that the replica holds: an adapter's alias is flipped;
+    a retained copy of a base is loaded as by CommitTransfer, which also repairs
+    mixed weights. Answers when the version is served.
+    Idempotent: switching to what is served already succeeds.
+    Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
+    INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
     """What the replica is and serves.
@@ -126,8 +166,8 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         """Switches to a staged version: an adapter is loaded and its alias flipped;
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
-        Idempotent by version: committing what is served already succeeds.
-        Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+        Idempotent by version: committing what is held already succeeds and leaves
+        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
         INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
         `dirty` is "true").
         """
@@ -151,6 +191,44 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drops adapter versions once no request uses them.
         Idempotent. Answers what is still held; call again later for those.
         Statuses: ABORTED/EPOCH_FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeVersion(
+        self,
+        request: _replica_pb2.DescribeVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_replica_pb2.DescribeVersionResponse], _abc.AsyncIterator[_replica_pb2.DescribeVersionResponse]]:
+        """The manifest of a version that the replica holds: an adapter, or a retained
+        copy of a base.
+        Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+        """
+
+    @_abc_1.abstractmethod
+    def SendVersion(
+        self,
+        request: _replica_pb2.SendVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.SendVersionResponse, _abc.Awaitable[_replica_pb2.SendVersionResponse]]:
+        """Makes the replica join a side group as rank 0 and send a version that it
+        holds to the group's receivers. It goes on serving. Answers when it was told,
+        not when it has joined: that is said on its Attend stream.
+        Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
+        ABORTED/EPOCH_FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def SwitchVersion(
+        self,
+        request: _replica_pb2.SwitchVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.SwitchVersionResponse, _abc.Awaitable[_replica_pb2.SwitchVersionResponse]]:
+        """Switches to a version that the replica holds: an adapter's alias is flipped;
+        a retained copy of a base is loaded as by CommitTransfer, which also repairs
+        mixed weights. Answers when the version is served.
+        Idempotent: switching to what is served already succeeds.
+        Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
+        INTERNAL/LOAD_FAILED (as for CommitTransfer).
         """
 
     @_abc_1.abstractmethod

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.contract.versions import VersionVector
+from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
 from weft.coordinator.state import (
     AdapterSpec,
@@ -62,6 +63,8 @@ class Machine:
         self.tokens: dict[str, int] = {}
         self.refused_rank = -1
         self.refusal: Failure | None = None
+        self.retain_base = 1
+        self.answered_lookups = 0
 
     def do(self, event: events.Event) -> list[effects.Effect]:
         self.state, self.last = step(self.state, event, self.now)
@@ -75,7 +78,15 @@ class Machine:
             self.now = min(end, self.now + 0.25)
             for replica in list(self.state.replicas.values()) if beats else []:
                 self.do(
-                    events.Heartbeat(0, replica.replica_id, replica.incarnation, replica.vector, 0)
+                    events.Heartbeat(
+                        0,
+                        replica.replica_id,
+                        replica.incarnation,
+                        replica.vector,
+                        0,
+                        replica.retained,
+                        replica.dirty_reason,
+                    )
                 )
             for policy, token in self.tokens.items() if renews else []:
                 self.do(events.RenewLease(0, policy, token))
@@ -106,6 +117,8 @@ class Machine:
     def register(self, replica_id: str, incarnation: str = "i1", **capabilities: Any) -> int:
         ticket = next(self.ids)
         vector = capabilities.pop("vector", VersionVector())
+        retained = capabilities.pop("retained", ())
+        dirty_reason = capabilities.pop("dirty_reason", "")
         self.do(
             events.Register(
                 ticket=ticket,
@@ -116,6 +129,8 @@ class Machine:
                 model_name="tiny",
                 capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
                 vector=vector,
+                retained=retained,
+                dirty_reason=dirty_reason,
             )
         )
         return ticket
@@ -173,6 +188,46 @@ class Machine:
         name = f"t{ticket}"
         return self.state.transfers.get(name) or self.state.history[name]
 
+    # -- clones ----------------------------------------------------------------
+
+    def look_ups(self) -> list[effects.LookUp]:
+        """Those that were not answered yet."""
+        return self.ever(effects.LookUp)[self.answered_lookups :]
+
+    def answer_look_ups(self, failure: Failure | None = None, **changes: Any) -> list[int]:
+        """Answer as the driver would; the tickets name what was begun or waits."""
+        tickets = []
+        for effect in self.look_ups():
+            self.answered_lookups += 1
+            ticket = next(self.ids)
+            tickets.append(ticket)
+            fields: dict[str, Any] = {
+                "replica_id": effect.replica_id,
+                "incarnation": effect.incarnation,
+                "source_id": effect.source_id,
+                "version": effect.version,
+                "ids": FreshIds(
+                    f"t{ticket}", ticket, f"g{ticket}", f"k{ticket}", f"secret{ticket}"
+                ),
+                "record": self.record(effect.version),
+                "layout": LAYOUT,
+                "failure": failure,
+            }
+            self.do(events.LookedUp(**fields | changes))
+        return [t for t in tickets if f"t{t}" in self.state.transfers]
+
+    def record(self, version: PolicyVersion) -> VersionRecord | None:
+        """What the catalog has of a version."""
+        found = [s.record for s in self.ever(effects.SaveVersion) if s.record.version == version]
+        return found[-1] if found else None
+
+    def finish(self, ticket: int, **failures: Failure) -> None:
+        """A clone from its group to its end."""
+        self.attend_all(ticket)
+        self.prepare_all(ticket)
+        self.stage_all(ticket)
+        self.answer_commits(ticket, **failures)
+
     # -- ranks -----------------------------------------------------------------
 
     def attend_all(self, ticket: int) -> None:
@@ -204,10 +259,15 @@ class Machine:
         transfer = self.transfer(ticket)
         replica = self.state.replicas.get(replica_id)
         vector = replica.vector if replica else VersionVector()
+        retained = replica.retained if replica else ()
         if transfer.kind is PolicyKind.BASE:
             vector = vector.with_base(transfer.version)
+            others = [v for v in retained if v != transfer.version]
+            retained = (transfer.version, *others)[: self.retain_base]
         else:
-            vector = vector.with_adapter(transfer.policy_version)
+            wanted = self.state.policies[transfer.policy].served_version
+            held = vector.adapters.get(transfer.policy, AdapterVersions()).versions
+            vector = vector.with_adapter(transfer.policy_version, wanted if wanted in held else 0)
         self.do(
             events.CommitAnswered(
                 transfer.transfer_id,
@@ -216,6 +276,7 @@ class Machine:
                 None if failure else vector,
                 0.5,
                 failure,
+                retained,
             )
         )
 

@@ -12,7 +12,7 @@ from weft.coordinator.state import Phase, VersionRecord, VersionState
 def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:
     replica = m.state.replicas[replica_id]
     m.do(
-        events.Heartbeat(0, replica_id, replica.incarnation, replica.vector, 0, staged),
+        events.Heartbeat(0, replica_id, replica.incarnation, replica.vector, 0, staged=staged),
     )
 
 

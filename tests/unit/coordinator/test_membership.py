@@ -121,20 +121,50 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     assert m.answer(94) == effects.HeartbeatAnswer(ready=False)
 
 
-def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
+def _with_dirty() -> Machine:
     m = Machine().pool("r0", "r1")
     m.acquire("base")
+    m.acquire("math")
     ticket = m.run_to(Phase.COMMITTING, "base")
     m.answer_commits(ticket, r1=DIRTY)
     assert m.transfer(ticket).phase is Phase.COMMITTED
     assert _standing(m, "r1") == (Standing.QUARANTINED, "the engine broke")
-    again = m.run_to(Phase.COMMITTED, "base")
-    assert m.transfer(again).targets == ("r0",)
+    return m
+
+
+def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
+    m = _with_dirty()
     m.register("r1")  # the same process
     assert _standing(m, "r1")[0] is Standing.QUARANTINED
     m.now += 5
     m.register("r1", "i2")
     assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+
+
+def test_only_a_base_is_pushed_to_a_dirty_replica_and_repairs_it() -> None:
+    m = _with_dirty()
+    assert m.transfer(m.run_to(Phase.COMMITTED)).targets == ("r0",)
+    ticket = m.run_to(Phase.COMMITTED, "base")
+    assert m.transfer(ticket).targets == ("r0", "r1")
+    assert not m.state.replicas["r1"].dirty_reason
+    assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks math@1")
+
+
+def test_what_a_dirty_replica_could_not_load_it_need_not_keep() -> None:
+    m = _with_dirty()
+    assert [c.replica_id for c in m.ever(effects.CallDiscard)] == ["r1"]
+
+
+def test_agent_and_coordinator_agree_on_what_is_dirty() -> None:
+    m = _with_dirty()
+    beat = events.Heartbeat(0, "r1", "i1", m.state.replicas["r1"].vector, 0)
+    m.do(beat)  # on its way since before the load failed
+    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    m.now += 3
+    m.do(beat)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    m.register("r2", dirty_reason="broken since the last coordinator")
+    assert _standing(m, "r2")[0] is Standing.QUARANTINED
 
 
 def test_reason_of_a_failed_switch_is_told_until_the_next_one() -> None:

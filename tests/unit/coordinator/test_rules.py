@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
-from weft.coordinator.state import Phase, Settings, State, VersionState
+from weft.coordinator.state import Errand, Phase, Settings, State, VersionState
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
 _TRAINERS = st.sampled_from(["t1", "t2"])
@@ -91,6 +91,22 @@ class Histories(RuleBasedStateMachine):
             self.m.answer_commits(ticket, **dict.fromkeys(fails, LOAD_FAILED))
         self.write()
 
+    @precondition(lambda self: self.m.look_ups())
+    @rule()
+    def look_up(self) -> None:
+        """A replica lacks something that another holds, or held when it was asked."""
+        self.m.answer_look_ups()
+        self.write()
+
+    @rule(replica_id=st.sampled_from(["r1", "r2"]))
+    def join_late(self, replica_id: str) -> None:
+        """A new process without weights, in place of an old one if there was."""
+        old = self.m.state.replicas.get(replica_id)
+        if old:
+            self.m.do(events.Leave(0, replica_id, old.incarnation))
+        self.m.register(replica_id, f"i{next(self.m.ids)}")
+        self.write()
+
     @precondition(lambda self: self._active())
     @rule(data=st.data(), rank=st.integers(0, 2))
     def break_stream(self, data: st.DataObject, rank: int) -> None:
@@ -111,7 +127,8 @@ class Histories(RuleBasedStateMachine):
         self.catalog.close()
         self.catalog = Catalog.open(self.path)
         known = self.catalog.snapshot()
-        vectors = {r.replica_id: r.vector for r in self.m.state.replicas.values()}
+        replicas = list(self.m.state.replicas.values())
+        self.m.answered_lookups = len(self.m.ever(effects.LookUp))
         self.m.state = State(
             settings=Settings(retain=2),
             generation=known.generation,
@@ -120,8 +137,13 @@ class Histories(RuleBasedStateMachine):
             epoch=known.epoch,
             policies={p.name: p for p in known.policies},
         )
-        for replica_id, vector in vectors.items():
-            self.m.register(replica_id, vector=vector)
+        for replica in replicas:
+            self.m.register(
+                replica.replica_id,
+                replica.incarnation,
+                vector=replica.vector,
+                retained=replica.retained,
+            )
         self.m.do(events.ReferenceKnown("f" * 64))
         assert {name: self._served(name) for name in self.m.state.policies} == served
         self.write()
@@ -147,12 +169,22 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def no_replica_is_held_twice(self) -> None:
-        held = [r for t in self.m.state.transfers.values() for r in t.targets]
+        held = [r for t in self.m.state.transfers.values() for r in t.held]
         assert len(held) == len(set(held))
 
     @invariant()
     def groups_are_bounded(self) -> None:
-        assert len(self.m.state.groups) <= 2
+        clones = [t for t in self.m.state.transfers.values() if t.errand is Errand.CLONE]
+        assert len(self.m.state.groups) <= 2 + len(clones)
+
+    @invariant()
+    def clones_are_of_what_is_committed(self) -> None:
+        for transfer in self.m.state.transfers.values():
+            if transfer.errand is Errand.CLONE and transfer.phase is Phase.FORMING:
+                record = self.catalog.find_version(transfer.policy_version)
+                assert record is not None
+                assert record.content_digest == transfer.content_digest
+                assert transfer.source != transfer.replica_id
 
 
 Histories.TestCase.settings = settings(

@@ -1,0 +1,129 @@
+"""AdminService: every documented status, over real stubs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.contract.conftest import Pool
+from tests.contract.pool_fakes import LOAD_FAILED
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import duration_from_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
+
+
+async def _rollback(pool: Pool, policy: str, to: int, timeout: float = 10.0) -> Any:
+    async with open_aio_channel(pool.target) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        request = admin_pb2.RollbackRequest(policy=policy, to_version=to)
+        return await stub.Rollback(request, timeout=timeout)
+
+
+async def _pin(pool: Pool, policy: str, version: int, *, pinned: bool = True) -> None:
+    async with open_aio_channel(pool.target) as channel:
+        wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+        request = admin_pb2.PinRequest(version=wanted, pinned=pinned)
+        await admin_pb2_grpc.AdminServiceStub(channel).Pin(request, timeout=10)
+
+
+async def _policy(pool: Pool, name: str) -> inspect_pb2.Policy:
+    async with open_aio_channel(pool.target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        policies = (await stub.ListPolicies(inspect_pb2.ListPoliciesRequest())).policies
+    return next(policy for policy in policies if policy.policy == name)
+
+
+async def _refused(call: Any) -> tuple[str, dict[str, str]]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    error = error_from_rpc(caught.value)
+    return f"{caught.value.code().name}/{error.reason}", error.metadata
+
+
+async def test_rollback_of_an_adapter(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    await trainer.push()
+    response = await _rollback(pool, "math", 1)
+    assert (response.version.version, response.replaced_version) == (1, 2)
+    assert list(response.replica_ids) == ["r0"]
+    assert replica.vector.adapters["math"].alias == 1
+    assert (await _policy(pool, "math")).served_version == 1
+    again = await _rollback(pool, "math", 1)
+    assert (again.replaced_version, list(again.replica_ids)) == (1, [])
+    assert (await trainer.push()).version.version == 3
+
+
+async def test_rollback_of_a_base(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer(policy="base")
+    for _ in range(3):
+        await trainer.push()
+    response = await _rollback(pool, "base", 2)
+    assert duration_from_proto(response.pause) == 0.25
+    status, metadata = await _refused(_rollback(pool, "base", 1))
+    assert (status, metadata["member"]) == ("FAILED_PRECONDITION/NOT_RETAINED", "r0")
+
+
+async def test_what_cannot_be_gone_back_to(pool: Pool) -> None:
+    await pool.replica()
+    await (await pool.trainer()).push()
+    assert (await _refused(_rollback(pool, "no", 1)))[0] == "NOT_FOUND/POLICY_UNKNOWN"
+    assert (await _refused(_rollback(pool, "math", 9)))[0] == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+async def test_a_rollback_that_no_replica_can_carry_out(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    await trainer.push()
+    replica.commit_error = LOAD_FAILED
+    assert (await _refused(_rollback(pool, "math", 1)))[0] == "INTERNAL/LOAD_FAILED"
+    assert (await _policy(pool, "math")).served_version == 2
+
+
+async def test_a_rollback_whose_turn_does_not_come(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    await trainer.push()
+    await trainer.begin()
+    status, _ = await _refused(_rollback(pool, "math", 1, timeout=1.0))
+    assert status == "DEADLINE_EXCEEDED/DEADLINE"
+    assert (await _policy(pool, "math")).served_version == 2
+
+
+async def test_pin(pool: Pool) -> None:
+    await pool.replica()
+    await (await pool.trainer()).push()
+    await _pin(pool, "math", 1)
+    await _pin(pool, "math", 1)
+    assert list((await _policy(pool, "math")).pinned_versions) == [1]
+    await pool.restart()
+    assert list((await _policy(pool, "math")).pinned_versions) == [1]
+    await _pin(pool, "math", 1, pinned=False)
+    await _pin(pool, "math", 1, pinned=False)
+    assert list((await _policy(pool, "math")).pinned_versions) == []
+
+
+async def test_what_cannot_be_pinned(pool: Pool) -> None:
+    await pool.replica()
+    base = await pool.trainer(policy="base")
+    await base.push()
+    assert (await _refused(_pin(pool, "base", 1)))[0] == "UNIMPLEMENTED/UNSUPPORTED"
+    assert (await _refused(_pin(pool, "no", 1)))[0] == "NOT_FOUND/POLICY_UNKNOWN"
+    assert (await _refused(_pin(pool, "base", 9)))[0] == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+async def test_a_version_that_was_retired_can_be_neither(pool: Pool) -> None:
+    await pool.restart(retain=1)
+    await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    await trainer.push()
+    for call in (_rollback(pool, "math", 1), _pin(pool, "math", 1)):
+        assert (await _refused(call))[0] == "FAILED_PRECONDITION/NOT_RETAINED"

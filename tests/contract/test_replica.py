@@ -1,0 +1,156 @@
+"""ReplicaService as a replica serves it: what it holds, sends and switches to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+
+from rollout_side.agent import Agent
+from rollout_side.config import AgentConfig
+from rollout_side.servicer import ReplicaServicer
+from rollout_side.staged import StagedVersion
+from tests.pool import EngineDouble
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.versions import AdapterVersions
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import vector_from_proto
+from weft.rpc.manifest_codec import ManifestDecoder
+from weft.rpc.server import Servicer, bind, make_server
+from weft.rpc.status import error_from_rpc
+from weft.v1 import publish_pb2, replica_pb2, replica_pb2_grpc, types_pb2
+
+MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8, 8))])
+BASE_1 = types_pb2.PolicyVersion(policy="base", version=1)
+
+
+@dataclass
+class Served:
+    """A replica with an engine double, and a stub to it."""
+
+    agent: Agent
+    engine: EngineDouble
+    stub: Any
+
+    def stage(self, version: str) -> str:
+        parsed = PolicyVersion.parse(version)
+        segment = self.engine.store.reserve(
+            f"t-{version}", MANIFEST.wire_bytes, adapter=parsed.policy != "base"
+        )
+        segment.data.fill_(parsed.version)
+        self.engine.store.put_staged(
+            StagedVersion(f"t-{version}", parsed, MANIFEST, segment, version.encode())
+        )
+        return f"t-{version}"
+
+    async def commit(self, version: str, **fields: Any) -> replica_pb2.CommitTransferResponse:
+        parsed = PolicyVersion.parse(version)
+        return await self.stub.CommitTransfer(
+            replica_pb2.CommitTransferRequest(
+                transfer_id=self.stage(version),
+                version=types_pb2.PolicyVersion(policy=parsed.policy, version=parsed.version),
+                content_digest=types_pb2.ContentDigest(value=version.encode()),
+                **fields,
+            )
+        )
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Served]:
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2)
+    agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
+    servicer = Servicer(
+        "weft.v1.ReplicaService",
+        ReplicaServicer(agent),
+        replica_pb2_grpc.add_ReplicaServiceServicer_to_server,
+    )
+    server = (await make_server([servicer])).server
+    agent.advertise(bind(server, "127.0.0.1:0"))
+    await server.start()
+    async with open_aio_channel(agent.address) as channel:
+        yield Served(agent, engine, replica_pb2_grpc.ReplicaServiceStub(channel))
+    engine.cloner.close()
+    await server.stop(None)
+
+
+def _switch(policy: str, version: int, **fields: int) -> replica_pb2.SwitchVersionRequest:
+    wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+    return replica_pb2.SwitchVersionRequest(version=wanted, **fields)
+
+
+async def _refused(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if hasattr(call, "read") else call)
+    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
+
+
+async def test_a_base_is_retained_and_switched_back_to(served: Served) -> None:
+    assert list((await served.commit("base@1")).retained_base_versions) == [1]
+    assert list((await served.commit("base@2")).retained_base_versions) == [2, 1]
+    for _ in range(2):  # idempotent
+        response = await served.stub.SwitchVersion(_switch("base", 1))
+        assert list(response.retained_base_versions) == [1, 2]
+        assert vector_from_proto(response.version_vector).base == 1
+    assert served.engine.base["w"].view(torch.uint8).eq(1).all()
+    status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
+    assert list(status.retained_base_versions) == [1, 2]
+    assert list((await served.commit("base@3")).retained_base_versions) == [3, 1]
+
+
+async def test_an_alias_goes_down_and_up(served: Served) -> None:
+    await served.commit("math@1")
+    await served.commit("math@2")
+    response = await served.stub.SwitchVersion(_switch("math", 1))
+    vector = vector_from_proto(response.version_vector)
+    assert vector.adapters == {"math": AdapterVersions((1, 2), 1)}
+    response = await served.commit("math@3", alias=1)
+    vector = vector_from_proto(response.version_vector)
+    assert vector.adapters == {"math": AdapterVersions((1, 2, 3), 1)}
+    response = await served.commit("math@4", alias=9)  # which is not here
+    assert vector_from_proto(response.version_vector).adapters["math"].alias == 4
+
+
+async def test_switching_to_what_is_not_held(served: Served) -> None:
+    for policy in ("base", "math"):
+        refused = await _refused(served.stub.SwitchVersion(_switch(policy, 7)))
+        assert refused == "FAILED_PRECONDITION/NOT_RETAINED"
+    assert served.agent.vector.base == 0
+
+
+async def test_the_manifest_of_what_is_held(served: Served) -> None:
+    await served.commit("base@1")
+    decoder = ManifestDecoder()
+    request = replica_pb2.DescribeVersionRequest(version=BASE_1)
+    async for response in served.stub.DescribeVersion(request):
+        decoder.add(response.chunk)
+    assert decoder.finish() == MANIFEST
+    request.version.version = 9
+    assert await _refused(served.stub.DescribeVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+async def test_sending_what_is_not_held(served: Served) -> None:
+    request = replica_pb2.SendVersionRequest(
+        transfer_id="t", version=BASE_1, group=publish_pb2.GroupPlan(group_id="g", backend="gloo")
+    )
+    assert await _refused(served.stub.SendVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+async def test_orders_of_an_older_coordinator_are_fenced(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Registered:
+        coordinator_generation = 5
+
+    monkeypatch.setattr(served.agent, "registration", Registered())
+    for call in (
+        served.stub.SwitchVersion(_switch("base", 1, coordinator_generation=4)),
+        served.stub.SendVersion(replica_pb2.SendVersionRequest(coordinator_generation=4)),
+    ):
+        assert await _refused(call) == "ABORTED/EPOCH_FENCED"

@@ -1,0 +1,231 @@
+"""Late joiners and repairs: real coordinator, real gRPC, real gloo, engine double."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rollout_side.cloner
+from rollout_side.cloner import compose
+from tests.integration.models import Model, lora, peft_of, same, until, weights
+from tests.pool import EngineDouble, Pool, running_pool
+from trainer_side import Publisher
+from weft.contract.errors import LoadFailedError
+from weft.contract.versions import AdapterVersions
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+DIRTY = LoadFailedError("mixed", metadata={"dirty": "true"})
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with running_pool(tmp_path / "weft.db") as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(pool: Pool) -> Iterator[Publisher]:
+    with Publisher(
+        pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=2048
+    ) as running:
+        yield running
+
+
+def double(**settings: int) -> EngineDouble:
+    return EngineDouble(weights(Model()), **{"retain_base": 1, **settings})
+
+
+def replica(pool: Pool, replica_id: str) -> pb.Replica:
+    with open_channel(pool.target) as channel:
+        replicas = InspectServiceStub(channel).ListReplicas(pb.ListReplicasRequest()).replicas
+    return next(r for r in replicas if r.replica_id == replica_id)
+
+
+def is_ready(pool: Pool, replica_id: str) -> bool:
+    ready = replica(pool, replica_id).state == pb.REPLICA_STATE_READY
+    return ready and pool.agents[replica_id].is_ready
+
+
+def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(
+    pool: Pool, publisher: Publisher
+) -> None:
+    first, late = double(), double()
+    pool.add_replica("replica-0", first)
+    base, adapters = Model(seed=5), [peft_of(Model(), seed) for seed in (1, 2, 3)]
+    publisher.push_base(base)
+    publisher.push_adapter(adapters[0], "math")
+    publisher.push_adapter(adapters[1], "math")
+    publisher.push_adapter(adapters[2], "code")
+    agent = pool.add_replica("replica-9", late)
+    assert not agent.is_ready
+    until(lambda: is_ready(pool, "replica-9"))
+    assert same(late.base, weights(base))
+    for name, adapter in zip(("math@1", "math@2", "code@1"), adapters, strict=True):
+        assert same(late.adapter(name), lora(adapter))
+    assert late.aliases == {"math": 2, "code": 1}
+    assert agent.vector == pool.agents["replica-0"].vector
+    assert list(replica(pool, "replica-9").retained_base_versions) == [1]
+    assert same(first.base, weights(base)), "the source was only read"
+    assert same(first.adapter("math@1"), lora(adapters[0]))
+    assert str(publisher.push_base(Model(6))) == "base@2"
+    assert str(publisher.push_adapter(adapters[0], "math")) == "math@3"
+    assert same(late.base, weights(Model(6)))
+    assert not [t for t in threading.enumerate() if t.name.startswith("weft-clone")]
+
+
+def test_a_chain_the_second_late_joiner_can_clone_from_the_first(
+    pool: Pool, publisher: Publisher
+) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(5))
+    pool.add_replica("replica-1", double())
+    until(lambda: is_ready(pool, "replica-1"))
+    pool.remove_replica("replica-0")
+    late = double()
+    pool.add_replica("replica-2", late)
+    until(lambda: is_ready(pool, "replica-2"))
+    assert same(late.base, weights(Model(5)))
+
+
+def test_a_coordinator_that_was_restarted_asks_the_source_for_the_layout(
+    pool: Pool, publisher: Publisher
+) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(5))
+    adapter = peft_of(Model(), 1)
+    publisher.push_adapter(adapter, "math")
+    publisher.close()
+    pool.stop_coordinator()
+    pool.start_coordinator()
+    late = double()
+    pool.add_replica("replica-1", late)
+    until(lambda: is_ready(pool, "replica-1"))
+    assert same(late.base, weights(Model(5)))
+    assert same(late.adapter("math@1"), lora(adapter))
+
+
+def test_the_source_dies_during_the_clone_and_another_one_takes_over(
+    pool: Pool, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [double(), double()]
+    for i, engine in enumerate(engines):
+        pool.add_replica(f"replica-{i}", engine)
+    publisher.push_base(Model(5))
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(copy, nonce):  # type: ignore[no-untyped-def]
+        wire_bytes = compose(copy, nonce)
+
+        def make(index):  # type: ignore[no-untyped-def]
+            if index == 3 and not reached.is_set():
+                reached.set()
+                go_on.wait(10)
+            return wire_bytes(index)
+
+        return make
+
+    monkeypatch.setattr(rollout_side.cloner, "compose", slow)
+    late = double()
+    pool.add_replica("replica-9", late)
+    assert reached.wait(10)
+    assert replica(pool, "replica-9").state_reason == "lacks base@1, which comes from replica-0"
+    pool.remove_replica("replica-0")
+    go_on.set()
+    until(lambda: is_ready(pool, "replica-9"))
+    assert same(late.base, weights(Model(5)))
+    assert late.store.usage().staging_bytes == engines[1].store.usage().staging_bytes
+
+
+def test_a_whole_pool_restarted_says_what_is_to_be_pushed_again(
+    pool: Pool, publisher: Publisher
+) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(5))
+    publisher.push_adapter(peft_of(Model(), 1), "math")
+    pool.remove_replica("replica-0")
+    fresh = double()
+    pool.add_replica("replica-0", fresh)
+    until(lambda: replica(pool, "replica-0").state_reason)
+    assert replica(pool, "replica-0").state_reason == (
+        "lacks base@1, math@1, which no replica in contact holds: push it again"
+    )
+    publisher.push_base(Model(6))
+    publisher.push_adapter(peft_of(Model(), 1), "math")
+    until(lambda: is_ready(pool, "replica-0"))
+
+
+def test_a_dirty_replica_is_repaired_by_the_next_push(pool: Pool, publisher: Publisher) -> None:
+    engines = [double(retain_base=0), double(retain_base=0)]
+    for i, engine in enumerate(engines):
+        pool.add_replica(f"replica-{i}", engine)
+    engines[0].fail_next_load = DIRTY
+    publisher.push_base(Model(1))
+    assert replica(pool, "replica-0").state == pb.REPLICA_STATE_QUARANTINED
+    assert "which no replica in contact holds" in replica(pool, "replica-0").state_reason
+    publisher.push_adapter(peft_of(Model()), "math")
+    assert "math" not in pool.agents["replica-0"].vector.adapters
+    publisher.push_base(Model(2))
+    assert pool.agents["replica-0"].dirty_reason == ""
+    assert same(engines[0].base, weights(Model(2)))
+    until(lambda: is_ready(pool, "replica-0"))  # the adapter came as a clone
+    assert pool.agents["replica-0"].vector.adapters == {"math": AdapterVersions((1,), 1)}
+
+
+def test_a_dirty_replica_is_repaired_by_a_clone(pool: Pool, publisher: Publisher) -> None:
+    engines = [double(), double()]
+    for i, engine in enumerate(engines):
+        pool.add_replica(f"replica-{i}", engine)
+    engines[0].fail_next_load = DIRTY
+    publisher.push_base(Model(1))
+    until(lambda: is_ready(pool, "replica-0"))
+    assert same(engines[0].base, weights(Model(1)))
+    until(lambda: engines[0].store.usage().staging_bytes == engines[1].store.usage().staging_bytes)
+
+
+def test_a_replica_alone_is_repaired_from_its_own_copy(pool: Pool, publisher: Publisher) -> None:
+    engine = double()
+    agent = pool.add_replica("replica-0", engine)
+    publisher.push_base(Model(1))
+    engine.base = weights(Model(9))
+    agent.dirty_reason = "a layer burned"
+    until(lambda: not agent.dirty_reason and is_ready(pool, "replica-0"))
+    assert same(engine.base, weights(Model(1)))
+
+
+def test_a_clone_that_fails_is_tried_again(pool: Pool, publisher: Publisher) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(1))
+    late = double()
+    late.fail_next_load = LoadFailedError("out of luck")
+    pool.add_replica("replica-1", late)
+    until(lambda: "out of luck" in replica(pool, "replica-1").state_reason)
+    until(lambda: is_ready(pool, "replica-1"))
+    assert same(late.base, weights(Model(1)))
+
+
+def test_pushes_and_clones_take_turns(pool: Pool, publisher: Publisher) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(1))
+    joiners = {f"replica-{i}": double() for i in range(1, 4)}
+    for replica_id, engine in joiners.items():
+        pool.add_replica(replica_id, engine)
+        publisher.push_adapter(peft_of(Model(), 1), "math")
+    publisher.push_base(Model(2))
+    for replica_id, engine in joiners.items():
+        until(lambda replica_id=replica_id: is_ready(pool, replica_id))  # type: ignore[misc]
+        assert same(engine.base, weights(Model(2)))
+        agents = (pool.agents[replica_id], pool.agents["replica-0"])
+        until(lambda agents=agents: agents[0].vector == agents[1].vector)  # type: ignore[misc]
+
+
+def test_copies_leave_with_what_the_bound_allows(pool: Pool, publisher: Publisher) -> None:
+    engine = double(retain_base=3)
+    pool.add_replica("replica-0", engine)
+    for seed in range(1, 5):
+        publisher.push_base(Model(seed))
+    until(lambda: list(replica(pool, "replica-0").retained_base_versions) == [4, 3, 2])

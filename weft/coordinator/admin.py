@@ -1,0 +1,64 @@
+"""AdminService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.names import PolicyVersion
+from weft.coordinator import effects, events
+from weft.coordinator.catalog import Catalog
+from weft.coordinator.driver import Driver
+from weft.coordinator.lookup import fresh_ids
+from weft.rpc.codec import duration_to_proto, version_from_proto, version_to_proto
+from weft.v1 import admin_pb2, admin_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: A wait on behalf of a caller that set no deadline.
+MAX_WAIT_SECONDS: Final = 3_600.0
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """For operators."""
+
+    def __init__(self, driver: Driver, catalog: Catalog) -> None:
+        self._driver = driver
+        self._catalog = catalog
+
+    async def Rollback(
+        self, request: admin_pb2.RollbackRequest, context: Context
+    ) -> admin_pb2.RollbackResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        left = context.time_remaining()
+        left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
+        answer_by = self._driver.now() + left
+        await self._driver.flush()
+        recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
+        answer = await self._driver.call(
+            lambda ticket: events.Rollback(
+                ticket, request.policy, request.to_version, fresh_ids(), answer_by, recorded
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.RollbackAnswer)
+        return admin_pb2.RollbackResponse(
+            version=version_to_proto(answer.version),
+            replaced_version=answer.replaced_version,
+            replica_ids=answer.replica_ids,
+            pause=duration_to_proto(answer.pause_seconds),
+        )
+
+    async def Pin(self, request: admin_pb2.PinRequest, context: Context) -> admin_pb2.PinResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        version = version_from_proto(request.version)
+        await self._driver.flush()
+        recorded = self._catalog.find_version(version)
+        await self._driver.call(
+            lambda ticket: events.Pin(
+                ticket, version.policy, version.version, request.pinned, recorded
+            )
+        )
+        return admin_pb2.PinResponse()

@@ -1,0 +1,69 @@
+"""Who lacks what, and who holds a copy of it. Questions only; nothing is decided here."""
+
+from __future__ import annotations
+
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.versions import AdapterVersions
+from weft.coordinator.retire import kept_versions
+from weft.coordinator.state import Errand, Replica, State
+
+
+def lacks(state: State, replica: Replica) -> list[str]:
+    """What a replica must still serve to be ready, as ``policy@version``.
+
+    Between the commit point and its own switch it serves what it should.
+    """
+    lacking = state.vector.missing_from(replica.vector)
+    if lacking:
+        switching = {
+            str(transfer.policy_version)
+            for transfer in state.transfers.values()
+            if replica.replica_id in transfer.switching and transfer.errand in _FORWARD
+        }
+        lacking = [name for name in lacking if name not in switching]
+    return lacking
+
+
+#: What serves the pool's version as soon as it ends; others only repair one replica.
+_FORWARD = (Errand.PUSH, Errand.ROLLBACK)
+
+
+def is_ready(state: State, replica: Replica) -> bool:
+    """Whether a replica serves everything that the pool serves."""
+    return replica.in_contact and not lacks(state, replica)
+
+
+def wants(state: State, replica: Replica) -> list[PolicyVersion]:
+    """What is to be brought to a replica, in order: the base, then each adapter's
+    versions from the oldest on, so that it is ready when it has them all. One whose
+    weights may be mixed gets a base before anything else.
+    """
+    pool = state.vector
+    base = PolicyVersion(BASE_POLICY, pool.base)
+    if replica.dirty_reason:
+        return [base] if pool.base else []
+    found = [base] if pool.base and replica.vector.base != pool.base else []
+    if replica.vector == pool or not replica.capabilities.lora_enabled:
+        return found
+    for name, entry in sorted(pool.adapters.items()):
+        theirs = replica.vector.adapters.get(name, AdapterVersions())
+        kept = kept_versions(state.policies[name], state.settings.retain)
+        missing = {v for v in entry.versions if v in kept and v not in theirs.versions}
+        if theirs.alias != entry.alias:
+            missing.add(entry.alias)
+        found += [PolicyVersion(name, version) for version in sorted(missing)]
+    return found
+
+
+def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
+    """What is being done about a version that a replica lacks, for people; empty
+    when it will be brought in a moment."""
+    for transfer in state.transfers.values():
+        if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
+            return f", which comes from {transfer.source or 'its own copy'}"
+    setback = replica.setbacks.get(version)
+    if setback:
+        return f", which could not be brought yet, it is tried again: {setback.why}"
+    if version not in state.copies:
+        return ", which no replica in contact holds: push it again"
+    return ""
