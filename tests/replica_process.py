@@ -39,14 +39,16 @@ def describe(agent: Agent, engine: EngineDouble) -> dict[str, Any]:
         "adapters": {name: list(e.versions) for name, e in agent.vector.adapters.items()},
         "firsts": sorted({float(t.flatten()[0]) for t in engine.base.values()}),
         "is_whole": all(bool((t == t.flatten()[0]).all()) for t in engine.base.values()),
-        "staging_bytes": usage.staging_bytes,
+        "staging_bytes": usage.staging_bytes - engine.store._retained_bytes(),
         "parked_groups": num_parked_groups(),
     }
 
 
 async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
     """Serve until standard input closes."""
-    engine = EngineDouble(base_weights(num_tensors, elements), keep_base="--keep" in sys.argv)
+    engine = EngineDouble(
+        base_weights(num_tensors, elements), keep_base="--keep" in sys.argv, retain_base=1
+    )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
     servicer = Servicer(
         "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
