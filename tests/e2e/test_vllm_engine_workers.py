@@ -27,7 +27,7 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-_MEMORY = {"adapter_bytes", "staging_bytes", "retained_bases"}
+_MEMORY = {"transfer_ids", "adapter_bytes", "staging_bytes", "retained_bases"}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])
