@@ -53,6 +53,7 @@ class Agent:
         # its steps, and a heartbeat must not wait for a long one.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         self.registration: Registration | None = None
+        self._aliases_hidden = False
         self._switching = asyncio.Lock()
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
@@ -229,10 +230,26 @@ class Agent:
     def is_ready(self) -> bool:
         """Whether the coordinator says that this replica serves all it should."""
         registration = self.registration
-        return registration is not None and registration.ready.is_set() and not self.dirty_reason
+        return (
+            registration is not None
+            and registration.in_contact
+            and registration.ready.is_set()
+            and not self.dirty_reason
+        )
 
     def _holdings(self) -> Holdings:
         return Holdings(self.vector, self.memory, self.dirty_reason)
+
+    async def _watch_contact(self, registration: Registration) -> None:
+        """Refuse bare names while nobody can say what they stand for now."""
+        if registration.in_contact is not self._aliases_hidden:
+            return
+        self._aliases_hidden = not registration.in_contact
+        await self.engine.hide_aliases(self._aliases_hidden)
+        _log.warning(
+            "bare names are %s",
+            "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
+        )
 
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
@@ -258,6 +275,7 @@ class Agent:
         try:
             while not refused.done():
                 await asyncio.wait({refused}, timeout=_REAP_SECONDS)
+                await self._watch_contact(registration)
                 if not self._switching.locked():  # the engine answers after the switch
                     await self._drop_unused()
                     self.memory = await self.engine.memory()

@@ -31,6 +31,9 @@ class AgentConfig:
     coordinator."""
     http_url: str = ""
     """Base URL of the OpenAI-compatible server, as clients reach it."""
+    contact_seconds: float = 30.0
+    """Time without an answer from the coordinator after which this replica is not
+    ready and refuses bare names."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random for each process."""
     conflict_patience_seconds: float = 30.0

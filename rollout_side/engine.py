@@ -140,6 +140,13 @@ class Engine(Protocol):
     async def discard(self, transfer_id: str) -> None:
         """Drop what was staged; succeeds if nothing was."""
 
+    async def hide_aliases(self, hidden: bool) -> None:
+        """Refuse requests for bare names (``math``), or take them again.
+
+        What a name stands for may have changed unheard; exact versions answer all
+        the same.
+        """
+
     async def retire(self, version: PolicyVersion) -> bool:
         """Stop taking requests for an adapter version; drop it once unused.
 

@@ -96,8 +96,14 @@ class Registration:
         self._interval_seconds = _RETRY_SECONDS
         self._conflict_since: float | None = None
         self._away = False
+        self._heard_at = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether the coordinator answered within ``AgentConfig.contact_seconds``."""
+        return time.monotonic() - self._heard_at < self._config.contact_seconds
 
     def start(self) -> None:
         """Begin; goes on by itself through restarts of the coordinator."""
@@ -190,6 +196,7 @@ class Registration:
             staged_transfer_ids=now.memory.staged_transfer_ids,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
+        self._heard_at = time.monotonic()
         if self._away:
             _log.info("in contact with the coordinator again")
             self._away = False

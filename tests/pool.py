@@ -35,6 +35,7 @@ from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _T = TypeVar("_T")
 _WAIT_SECONDS = 20.0
+CONTACT_SECONDS = 3.0
 
 
 class EngineDouble:
@@ -74,6 +75,7 @@ class EngineDouble:
         self.receiver = Receiver(self.store)
         self.cloner = Cloner(self.store)
         self.base: dict[str, torch.Tensor] = dict(weights)
+        self.aliases_hidden = False
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
@@ -127,6 +129,9 @@ class EngineDouble:
 
     async def discard(self, transfer_id: str) -> None:
         self.store.discard(transfer_id)
+
+    async def hide_aliases(self, hidden: bool) -> None:
+        self.aliases_hidden = hidden
 
     async def retire(self, version: PolicyVersion) -> bool:
         if version in self.in_use:
@@ -198,7 +203,9 @@ class Pool:
         return self.run(self._add_replica(replica_id, engine))
 
     async def _add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
-        config = AgentConfig(coordinator=self.target, replica_id=replica_id)
+        config = AgentConfig(
+            coordinator=self.target, replica_id=replica_id, contact_seconds=CONTACT_SECONDS
+        )
         agent = Agent(config, engine)
         servicer = Servicer(
             "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server

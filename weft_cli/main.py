@@ -110,6 +110,14 @@ def rollout(
     replica_id: Annotated[
         str, typer.Option(envvar="WEFT_REPLICA_ID", help="Stable name; default: the host's name.")
     ] = "",
+    contact_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Out of contact with the coordinator for so long: not ready, refuse "
+            "bare names; exact versions still answer.",
+            min=1,
+        ),
+    ] = 30.0,
     adapter_memory_gib: Annotated[
         float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
     ] = 4.0,
@@ -145,6 +153,7 @@ def rollout(
             listen=listen,
             advertise_host=advertise_host,
             http_url=http_url,
+            contact_seconds=contact_seconds,
         ),
         vllm_args=context.args,
         http_host=http_host,

@@ -275,6 +275,10 @@ class VllmReplica:
         held = await self._held(version)
         return await self.apply_base(held["transfer_id"], version, held["content_digest"])
 
+    async def hide_aliases(self, hidden: bool) -> None:
+        """See ``Engine``."""
+        self.models.hide_aliases(hidden)
+
     async def retire(self, version: PolicyVersion) -> bool:
         """See ``Engine``. Never waits for a request: True comes from a later call, at
         least ``GRACE_SECONDS`` after the version was first seen unused.

@@ -50,6 +50,7 @@ class ServedModels:
         self._ids = itertools.count(FIRST_LORA_ID)
         self._served: dict[PolicyVersion, ServedAdapter] = {}
         self._aliases: dict[str, PolicyVersion] = {}
+        self._hidden = False
         serving_models.show_available_models = self._show_available_models
 
     def next_id(self) -> int:
@@ -123,8 +124,18 @@ class ServedModels:
         """
         if not self._can_be_requested(version):
             raise NotFoundError(f"{version} is not served here")
-        self._serving.lora_requests[version.policy] = self._served[version].request
         self._aliases[version.policy] = version
+        if not self._hidden:
+            self._serving.lora_requests[version.policy] = self._served[version].request
+
+    def hide_aliases(self, hidden: bool) -> None:
+        """Refuse bare names, or serve them again; exact versions answer throughout."""
+        self._hidden = hidden
+        for policy, version in self._aliases.items():
+            if hidden:
+                self._serving.lora_requests.pop(policy, None)
+            else:
+                self._serving.lora_requests[policy] = self._served[version].request
 
     def _can_be_requested(self, version: PolicyVersion) -> bool:
         served = self._served.get(version)

@@ -117,6 +117,19 @@ def test_versions_go_on_counting_after_the_coordinator_restarts(pool, engines, p
     assert same(engines[0].base, weights(Model(2)))
 
 
+def test_out_of_contact_bare_names_are_refused_until_the_coordinator_is_back(
+    pool, engines, publisher
+):
+    publisher.push_base(Model(1))
+    until(lambda: pool.agents["replica-0"].is_ready)
+    pool.stop_coordinator()
+    until(lambda: engines[0].aliases_hidden)
+    assert not pool.agents["replica-0"].is_ready
+    pool.start_coordinator()
+    until(lambda: not engines[0].aliases_hidden)
+    until(lambda: pool.agents["replica-0"].is_ready)
+
+
 def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
     result = {}
     pusher = threading.Thread(target=lambda: result.update(v=publisher.push_base(Model(1))))

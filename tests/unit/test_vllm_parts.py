@@ -245,3 +245,16 @@ def test_floats_wider_than_most_keep_their_width() -> None:
         DataType.FLOAT8_E4M3FN,
         DataType.FLOAT64,
     ]
+
+
+def test_hidden_aliases_come_back_as_they_should_be_by_then() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+    first, second = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    models.add(first, _request(first), b"")
+    models.hide_aliases(True)
+    assert set(serving.lora_requests) == {"math@1"}
+    models.add(second, _request(second), b"")
+    assert set(serving.lora_requests) == {"math@1", "math@2"}
+    models.hide_aliases(False)
+    assert serving.lora_requests["math"].lora_name == "math@2"
