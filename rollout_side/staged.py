@@ -335,6 +335,10 @@ class WorkerStore:
 
     def adopt(self, handle: StagedHandle) -> None:
         """Map what another worker of this machine has staged."""
+        with self._lock:
+            # A retained copy is mapped anew after it was discarded here once.
+            if handle.transfer_id in self._discarded:
+                self._discarded.remove(handle.transfer_id)
         segment = Segment.attach(handle.segment)
         self.put_staged(
             StagedVersion(

@@ -62,6 +62,7 @@ class RankLink:
         """Close the stream after what is queued: with ``error``, or in peace."""
         if not self._ended:
             self._ended, self._error = True, error
+            self._released = None  # of no use to a stream that closes
         self._wake.set()
 
     async def next(self) -> rendezvous_pb2.AttendResponse | None:
