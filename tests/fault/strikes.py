@@ -147,7 +147,7 @@ def _replica(strike: Strike) -> None:
         case "inside commit":
             _before(EngineDouble, "apply_base", strike)
         case "after commit":
-            _before(WorkerStore, "discard", strike)  # the double's last act in apply_base
+            _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
 
 
 def _coordinator(strike: Strike) -> None:
