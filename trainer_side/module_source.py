@@ -1,4 +1,4 @@
-"""Every weight of a plain torch or transformers model, in checkpoint names."""
+"""Every weight of a model, in checkpoint names."""
 
 from __future__ import annotations
 
@@ -7,68 +7,95 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.names import Conversion, Revert, plan_conversions, reverter, unwrapped_name
-from trainer_side.source import CastRule, copy_into, make_metas
+from trainer_side.names import Conversion, Revert, plan_conversions, reverter
+from trainer_side.params.params import Params, copy_into
+from trainer_side.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
 from weft.contract.tensors import TensorMeta
 
 
 class ModuleSource:
-    """Parameters of a module, tied ones once, buffers not.
+    """Parameters of a model, tied ones once, buffers not.
 
     Args:
-        model: Kept by reference; its parameters are read in place, and must not
-            change while a push reads them.
+        model: The module itself, without wrappers, which knows its checkpoint names.
+        params: Its parameters; they must not change while a push reads them.
         cast: See ``CastRule``.
 
-    Parameters that transformers holds in another form are converted one at a time:
-    extra memory is that of the largest such parameter.
+    Parameters that transformers holds in another form are converted one group at a
+    time: extra memory at the sender is that of the largest such group.
 
     Raises:
-        InvalidManifestError: A parameter is empty (sharded, offloaded or on meta).
+        InvalidManifestError: A parameter's values are not here (offloaded, on meta).
     """
 
-    def __init__(self, model: torch.nn.Module, cast: CastRule) -> None:
-        self._params = {unwrapped_name(n): p.detach() for n, p in model.named_parameters()}
-        for name, param in self._params.items():
-            if param.is_meta:
+    def __init__(self, model: torch.nn.Module, params: Params, cast: CastRule) -> None:
+        for name, tensor in params.local():
+            if tensor.is_meta:
                 raise InvalidManifestError(
                     f"parameter {name!r} is on the meta device: its values are elsewhere "
                     "(offloaded?); load it first"
                 )
+        self._params = params
         self._revert = reverter(model)
-        self._groups, outputs = cached_conversions(model, self._params, self._revert)
-        self.description = f"{type(model).__name__}, {len(self._params)} parameters"
+        self._groups, outputs = cached_conversions(model, params.metas, self._revert)
+        self.description = f"{params.kind} {type(model).__name__}, {len(params.metas)} parameters"
+        self.is_collective = params.is_collective
         self.metas = make_metas(
             [(name, outputs[name]) for group in self._groups for name in group.targets], cast
         )
+        self._dtypes = torch_dtypes(self.metas)
         self._index = [
             (group, position) for group in self._groups for position in range(len(group.targets))
         ]
-        self._converted: tuple[Conversion, list[torch.Tensor]] | None = None
+        self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
 
-    def read(self, first: int, views: Sequence[torch.Tensor]) -> None:
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
-        entries = self._index[first : first + len(views)]
-        if all(group.is_identity for group, _ in entries):
-            copy_into(views, [self._params[group.sources[0]] for group, _ in entries])
-            return
-        for view, (group, position) in zip(views, entries, strict=True):
-            copy_into([view], [self._convert(group)[position]])
-        if first + len(views) == len(self._index):
+        run: list[int] = []
+        for index in range(first, first + count):
+            group, position = self._index[index]
+            if group.is_identity:
+                run.append(index)
+                continue
+            converted = self._convert(group, wanted=views is not None)
+            if views is not None and converted is not None:
+                copy_into([views[index - first]], [converted[position]])
+        if run:
+            self._params.fetch(
+                [self._index[index][0].sources[0] for index in run],
+                [self._dtypes[index] for index in run],
+                None if views is None else [views[index - first] for index in run],
+            )
+        if first + count == len(self._index):
             self._converted = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Source.tensors``; in the model's own names, which people know."""
-        return iter(self._params.items())
+        return self._params.local()
 
-    def _convert(self, group: Conversion) -> list[torch.Tensor]:
-        if group.is_identity:
-            return [self._params[group.sources[0]]]
+    def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
+        """The group's checkpoint tensors; None at ranks that only give what they hold."""
         if self._converted is None or self._converted[0] is not group:
             self._converted = None  # free the former before making the next
-            self._converted = (group, convert(group, self._params, self._revert))
+            tensors = whole_tensors(self._params, group.sources, wanted=wanted)
+            outs = None if tensors is None else convert(group, tensors, self._revert)
+            self._converted = (group, outs)
         return self._converted[1]
+
+
+def whole_tensors(
+    params: Params, names: Sequence[str], *, wanted: bool
+) -> dict[str, torch.Tensor] | None:
+    """Parameters whole and in their own dtypes, by reference where they lie whole here,
+    else in new memory; collective like ``Params.fetch``. None unless ``wanted``."""
+    if not params.is_collective:
+        held = {name: params.whole(name) for name in names}
+        return held if wanted else None
+    metas = [params.metas[name] for name in names]
+    outs = [torch.empty(m.shape, dtype=m.dtype) for m in metas] if wanted else None
+    params.fetch(names, [meta.dtype for meta in metas], outs)
+    return None if outs is None else dict(zip(names, outs, strict=True))
 
 
 def convert(

@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 # Components that wrappers insert (DDP, FSDP1, activation checkpointing, compile).
 _WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
+# Modules that PEFT keeps a LoRA pair in, by adapter.
+_LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
@@ -62,6 +65,19 @@ def base_name_in_peft(name: str) -> str | None:
     if any(p.startswith("lora_") or p in ("original_module", "token_adapter") for p in parts):
         return None
     return ".".join(part for part in parts if part != "base_layer")
+
+
+def adapter_tensor_name(name: str, adapter: str) -> str | None:
+    """What PEFT's save_pretrained calls a parameter of ``adapter``; None for others.
+
+    ``model.layers.0.q_proj.lora_A.math.weight`` gives ``model.layers.0.q_proj.lora_A.weight``
+    for the adapter ``math``.
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part in _LORA and parts[i + 1] == adapter:
+            return ".".join((*parts[: i + 1], *parts[i + 2 :]))
+    return None
 
 
 def reverter(model: torch.nn.Module) -> Revert | None:

@@ -63,7 +63,7 @@ class Packer:
         """
         bucket = self.manifest.buckets[index]
         buffer = self._buffer(index)
-        source.read(self._firsts[index], self._views[index])
+        source.read(self._firsts[index], bucket.num_tensors, self._views[index])
         payload = buffer[: bucket.payload_bytes]
         # Padding is part of the digest: equal weights must digest equally.
         if self._paddings[index]:

@@ -6,58 +6,38 @@ and the control plane.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal
 
-import grpc
 import torch
 
 from trainer_side.adapter_source import Adapter, adapter_of_model
+from trainer_side.delivery import Delivery
 from trainer_side.file_source import CheckpointSource, adapter_of_dir
-from trainer_side.leases import Leases
 from trainer_side.module_source import ModuleSource
-from trainer_side.progress import ProgressReporter, reporter_for
-from trainer_side.sender import Sender
+from trainer_side.params.choose import open_model
+from trainer_side.progress import reporter_for
+from trainer_side.ranks import SENDER, Together, agreeing, ranks_of
 from trainer_side.source import CastRule, Source, check_all_finite
+from trainer_side.together import LedSource, follow
 from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES, plan_buckets
-from weft.contract.errors import (
-    InvalidRequestError,
-    LeaseFencedError,
-    NotReadyError,
-    PeerUnavailableError,
-    StaleEpochError,
-    TransferTimeoutError,
-    WeftError,
-)
+from weft.contract.errors import InvalidManifestError, InvalidRequestError
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
 from weft.contract.tensors import TensorMeta
-from weft.rpc.channel import open_channel
-from weft.rpc.codec import dtype_from_proto, duration_to_proto, version_from_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.rpc.status import error_from_rpc
-from weft.transport.group import BACKENDS
-from weft.transport.host import local_address_towards
-from weft.transport.membership import GroupTicket
+from weft.rpc.codec import dtype_from_proto, version_from_proto
 from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 #: ``require``: every replica in contact when the push begins, or at least so many.
 Require = Literal["all"] | int
-# How often the outcome is asked again while the coordinator is away.
-_RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +57,7 @@ class PushReport:
 
 
 class Publisher:
-    """Pushes versions of policies from one trainer process.
+    """Pushes versions of policies from one trainer, of one process or of many.
 
     Pushes of one publisher run one after the other; every method may be called
     from any thread. Leases are renewed in the background until ``close``.
@@ -93,6 +73,11 @@ class Publisher:
             one its routes choose towards the coordinator.
         progress: "auto" draws a bar on a terminal; None is silent; or a function
             of (policy, buckets verified, buckets in all).
+        ranks: Which processes push together. "all" of ``torch.distributed`` (one, if it
+            is not initialised) or those of a group: each makes a Publisher, and each
+            calls every push, in the same order; rank 0 of them is the sender, and the
+            only one that reaches the coordinator. "this" process only: for a trainer
+            whose weights are whole here, pushed by one of its ranks.
     """
 
     def __init__(
@@ -105,21 +90,18 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         data_host: str | None = None,
         progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
+        ranks: Together = "all",
     ) -> None:
         check_name(trainer_id, "trainer")
-        self._target = coordinator
         self._require = _min_replicas(require)
         self._timeout_seconds = timeout_seconds
         self._bucket_bytes = bucket_bytes
-        self._data_host = data_host
-        self._reporter: ProgressReporter = reporter_for(progress)
-        self._channel = open_channel(coordinator)
-        self._stub = PublishServiceStub(self._channel)
-        self._leases = Leases(self._stub, trainer_id)
+        self._ranks = ranks_of(ranks)
+        self._speaker: Delivery | None = None
+        if self._ranks.rank == SENDER:
+            self._speaker = Delivery(coordinator, trainer_id, data_host, reporter_for(progress))
         self._pushing = threading.Lock()
-        self._sender: Sender | None = None
         self._plans: dict[tuple[TensorMeta, ...], Manifest] = {}
-        self._put: set[bytes] = set()
         #: What the last successful push cost.
         self.last_report: PushReport | None = None
 
@@ -160,7 +142,8 @@ class Publisher:
             if isinstance(model, str | Path):
                 adapter = adapter_of_dir(Path(model), rule)
             else:
-                adapter = adapter_of_model(model, adapter_name, rule, check_base=check_base)
+                opened = open_model(model, self._ranks)
+                adapter = adapter_of_model(opened, adapter_name, rule, check_base=check_base)
             return adapter.source, adapter
 
         return self._push(policy, make, check_finite, require, timeout_seconds)
@@ -202,18 +185,17 @@ class Publisher:
             rule = CastRule(cast, dtype_from_proto(target.base_dtype), exceptions)
             if isinstance(model, str | Path):
                 return CheckpointSource(Path(model), rule), None
-            return ModuleSource(model, rule), None
+            opened = open_model(model, self._ranks)
+            return ModuleSource(opened.module, opened.params, rule), None
 
         return self._push(BASE_POLICY, make, check_finite, require, timeout_seconds)
 
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
         with self._pushing:
-            if self._sender is not None:
-                self._sender.close()
-                self._sender = None
-        self._leases.close()
-        self._channel.close()
+            self._ranks.abandon()
+            if self._speaker is not None:
+                self._speaker.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -239,18 +221,26 @@ class Publisher:
         began = time.monotonic()
         deadline = began + (timeout_seconds or self._timeout_seconds)
         min_replicas = self._require if require is None else _min_replicas(require)
+        ranks = self._ranks
         with self._pushing:
-            target = self._call(
-                lambda left: self._stub.DescribeTarget(
-                    pb.DescribeTargetRequest(), timeout=left, wait_for_ready=True
-                ),
-                deadline,
+            ranks.open(deadline)
+            target = pb.DescribeTargetResponse.FromString(
+                ranks.share(lambda: self._delivery.describe(deadline).SerializeToString())
             )
-            source, adapter = make(target)
-            if check_finite:
-                check_all_finite(source)
-            manifest = self._plan(source.metas)
-            begun = self._begin(policy, manifest, adapter, target, min_replicas, deadline)
+            with agreeing(ranks):
+                source, adapter = make(target)
+                if check_finite:
+                    check_all_finite(source)
+                manifest = self._plan(source.metas)
+            self._check_same(manifest)
+
+            def begin() -> bytes:
+                begun = self._delivery.begin(
+                    policy, manifest, adapter, target, min_replicas, deadline
+                )
+                return begun.SerializeToString()
+
+            begun = pb.BeginTransferResponse.FromString(ranks.share(begin))
             version = version_from_proto(begun.version)
             _log.info(
                 "pushing %s: %s, %d bytes to %s, epoch %d",
@@ -260,7 +250,7 @@ class Publisher:
                 ", ".join(begun.replica_ids),
                 begun.group.epoch,
             )
-            transfer = self._carry_out(begun, version, source, manifest, deadline)
+            transfer = self._carry_out(begun, source, manifest, deadline)
         seconds = time.monotonic() - began
         self.last_report = PushReport(
             version=version,
@@ -275,6 +265,35 @@ class Publisher:
         _log.info("pushed %s in %.3f s", version, seconds)
         return version
 
+    def _check_same(self, manifest: Manifest) -> None:
+        """The ranks of a trainer must have the same model in mind."""
+        theirs = self._ranks.share(lambda: manifest.layout_digest)
+        with agreeing(self._ranks):
+            if theirs != manifest.layout_digest:
+                raise InvalidManifestError(
+                    f"rank {self._ranks.rank} of this trainer would push other names or shapes "
+                    "than its rank 0: every rank must push the same model"
+                )
+
+    def _carry_out(
+        self, begun: pb.BeginTransferResponse, source: Source, manifest: Manifest, deadline: float
+    ) -> pb.Transfer:
+        """Send at the sender, help elsewhere; the outcome everywhere."""
+        ranks = self._ranks
+        led = LedSource(source, ranks) if source.is_collective and ranks.size > 1 else source
+
+        def send() -> bytes:
+            return self._delivery.carry_out(begun, led, manifest, deadline).SerializeToString()
+
+        if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):
+            follow(source, ranks, manifest)
+        return pb.Transfer.FromString(ranks.share(send))
+
+    @property
+    def _delivery(self) -> Delivery:
+        assert self._speaker is not None
+        return self._speaker
+
     def _plan(self, metas: tuple[TensorMeta, ...]) -> Manifest:
         """The bucket plan of these tensors, kept: the next push has the same."""
         manifest = self._plans.get(metas)
@@ -284,171 +303,6 @@ class Publisher:
                 self._plans.clear()
             self._plans[metas] = manifest
         return manifest
-
-    def _begin(
-        self,
-        policy: str,
-        manifest: Manifest,
-        adapter: Adapter | None,
-        target: pb.DescribeTargetResponse,
-        min_replicas: int,
-        deadline: float,
-    ) -> pb.BeginTransferResponse:
-        """Begin, after acquiring the lease and making the manifest known as needed."""
-        kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
-        spec = None
-        if adapter is not None:
-            spec = types_pb2.AdapterSpec(
-                config_json=adapter.config_json,
-                base_fingerprint=adapter.base_fingerprint,
-                trained_on_base_version=target.base_version,
-            )
-        request = pb.BeginTransferRequest(
-            request_id=secrets.token_hex(16),
-            policy=policy,
-            layout_digest=manifest.layout_digest,
-            adapter=spec,
-            require=pb.Requirement(min_replicas=min_replicas),
-            backend=BACKENDS[0],
-        )
-        fenced = False
-        while True:
-            request.fencing_token = self._leases.token(policy, kind, deadline)
-            if manifest.layout_digest not in self._put:
-                self._put_manifest(manifest, deadline)
-            if self._sender is not None and self._sender.usable:
-                request.group_id = self._sender.ticket.group_id
-            request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
-            try:
-                return self._call(
-                    lambda left: self._stub.BeginTransfer(
-                        request, timeout=left, wait_for_ready=True
-                    ),
-                    deadline,
-                )
-            except LeaseFencedError:
-                # Expired while we were away (a long step under a debugger, a restart
-                # of the coordinator): acquire anew once, or learn who holds it.
-                self._leases.forget(policy)
-                if fenced:
-                    raise
-                fenced = True
-            except NotReadyError as error:
-                if error.reason != "MANIFEST_UNKNOWN" or manifest.layout_digest not in self._put:
-                    raise
-                self._put.discard(manifest.layout_digest)  # the coordinator restarted
-
-    def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
-        def chunks() -> Iterator[pb.PutManifestRequest]:
-            return (pb.PutManifestRequest(chunk=chunk) for chunk in manifest_to_chunks(manifest))
-
-        self._call(lambda left: self._stub.PutManifest(chunks(), timeout=left), deadline)
-        self._put.add(manifest.layout_digest)
-
-    def _carry_out(
-        self,
-        begun: pb.BeginTransferResponse,
-        version: PolicyVersion,
-        source: Source,
-        manifest: Manifest,
-        deadline: float,
-    ) -> pb.Transfer:
-        """Send, then learn the outcome; the group is kept if all went well."""
-        if not begun.HasField("group"):  # a retried call of a push that has ended
-            return self._outcome(begun.transfer_id, deadline, None)
-        sender = None
-        try:
-            # When the group is gone, only the coordinator knows why, or whether the
-            # version was committed all the same.
-            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
-                sender = self._sender_for(begun.group)
-                self._send(sender, begun, version, source, manifest, deadline)
-            return self._outcome(begun.transfer_id, deadline, sender)
-        except BaseException as error:
-            self._give_up(begun, error)
-            raise
-
-    def _send(
-        self,
-        sender: Sender,
-        begun: pb.BeginTransferResponse,
-        version: PolicyVersion,
-        source: Source,
-        manifest: Manifest,
-        deadline: float,
-    ) -> None:
-        with self._reporter.push(str(version), manifest.total_bytes) as progress:
-            sender.send(
-                source,
-                manifest,
-                transfer_id=begun.transfer_id,
-                nonce=begun.nonce,
-                deadline=deadline,
-                progress=progress,
-            )
-
-    def _sender_for(self, group: pb.GroupPlan) -> Sender:
-        if self._sender is not None:
-            if self._sender.usable and self._sender.ticket.group_id == group.group_id:
-                return self._sender
-            self._sender.close()
-            self._sender = None
-        host = self._data_host or local_address_towards(self._target)
-        ticket = GroupTicket(
-            group_id=group.group_id,
-            token=group.token,
-            epoch=group.epoch,
-            rank=group.rank,
-            size=group.size,
-            backend=group.backend,
-            host=host,
-        )
-        self._sender = Sender(self._target, ticket)
-        return self._sender
-
-    def _outcome(self, transfer_id: str, deadline: float, sender: Sender | None) -> pb.Transfer:
-        """Wait for the commit, the sender standing by; outlives the coordinator."""
-        request = pb.AwaitTransferRequest(transfer_id=transfer_id)
-
-        def ask(left: float) -> pb.AwaitTransferResponse:
-            call = self._stub.AwaitTransfer.future(request, timeout=left)
-            if sender is not None and sender.usable:
-                sender.stand_by(call)
-            return call.result()
-
-        while True:
-            try:
-                return self._call(ask, deadline).transfer
-            except PeerUnavailableError as error:
-                if error.reason != "COORDINATOR_AWAY" or time.monotonic() > deadline:
-                    raise
-                time.sleep(_RETRY_SECONDS)
-
-    def _give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
-        """Tell the coordinator, best effort, and leave the group."""
-        request = pb.AbortTransferRequest(
-            transfer_id=begun.transfer_id,
-            fencing_token=self._leases.held_token(begun.version.policy),
-            message=f"the trainer gave up: {error!r}"[:500],
-        )
-        if not isinstance(error, WeftError) or isinstance(error, TransferTimeoutError):
-            try:
-                self._stub.AbortTransfer(request, timeout=2.0)
-            except grpc.RpcError as rpc_error:
-                _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-
-    def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
-        """One RPC with the time that is left; its failure as a typed error."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TransferTimeoutError("the push's deadline passed")
-        try:
-            return call(left)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
 
 
 def _min_replicas(require: Require) -> int:

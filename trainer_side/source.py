@@ -1,7 +1,8 @@
 """Where a push's tensors come from, read bucket by bucket.
 
 A source never copies the model: its metas say what will be sent, and ``read``
-fills the packer's views. Sharded trainers' sources gather inside ``read``.
+fills the packer's views. In a sharded trainer every rank has one, and they gather
+inside ``read``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from trainer_side.params.params import Params, WholeParams
 from weft.contract.errors import InvalidManifestError
 from weft.contract.tensors import DataType, TensorMeta
 
@@ -24,18 +26,25 @@ class Source(Protocol):
     description: str
     """What it reads, for logs: "plain module", "PEFT adapter", ..."""
     metas: tuple[TensorMeta, ...]
-    """Names on the wire, wire dtypes and full shapes, in the order of sending."""
+    """Names on the wire, wire dtypes and full shapes, in the order of sending; the same
+    on every rank of the trainer."""
+    is_collective: bool
+    """Whether every rank of the trainer must call ``read``, and not the sender alone."""
 
-    def read(self, first: int, views: Sequence[torch.Tensor]) -> None:
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """Fill ``views[i]`` with tensor ``first + i``, cast to the view's dtype.
 
-        Views are contiguous CPU tensors of the metas' shapes, owned by the caller.
-        Called with ascending, gapless ranges; blocks for the copies; in a sharded
-        trainer it is collective.
+        Args:
+            first, count: Ascending, gapless ranges; the same on every rank.
+            views: At the sender: ``count`` contiguous CPU tensors of the metas' shapes,
+                owned by the caller. None at the trainer's other ranks, which only give
+                what they hold.
+
+        Blocks for the copies.
         """
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and content of each tensor, one at a time, not to be kept."""
+        """Name and content of what this rank holds, one at a time, not to be kept."""
 
 
 @dataclass(frozen=True)
@@ -70,36 +79,47 @@ def make_metas(
     )
 
 
-class TensorSource:
-    """Tensors that are simply there, by their final names.
+class ParamsSource:
+    """Parameters by their final names, as they are.
 
     Args:
-        tensors: Kept by reference, on any device; they must not change while a
-            push reads them.
+        params: See ``Params``.
+        names: Name in ``params`` to name on the wire, in the order of sending.
         cast: See ``CastRule``.
         description: See ``Source``.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], cast: CastRule, description: str
+        self, params: Params, names: Mapping[str, str], cast: CastRule, description: str
     ) -> None:
         self.description = description
-        self.metas = make_metas(tensors, cast)
-        self._tensors = [tensor.detach() for tensor in tensors.values()]
+        self.is_collective = params.is_collective
+        self._params, self._names = params, list(names)
+        self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
+        self._dtypes = torch_dtypes(self.metas)
 
-    def read(self, first: int, views: Sequence[torch.Tensor]) -> None:
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
-        copy_into(views, self._tensors[first : first + len(views)])
+        wanted = slice(first, first + count)
+        self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Source.tensors``."""
-        return ((m.name, t) for m, t in zip(self.metas, self._tensors, strict=True))
+        wanted = set(self._names)
+        return ((name, t) for name, t in self._params.local() if name in wanted)
 
 
-def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy and cast; one call for all, which is 3 times faster for many small ones."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(views), list(tensors))
+def tensor_source(
+    tensors: Mapping[str, torch.Tensor], cast: CastRule, description: str
+) -> ParamsSource:
+    """Tensors that are simply there, by their final names; kept by reference."""
+    params = WholeParams(tensors, "tensors")
+    return ParamsSource(params, {name: name for name in tensors}, cast, description)
+
+
+def torch_dtypes(metas: Sequence[TensorMeta]) -> list[torch.dtype]:
+    """The wire dtypes, as torch names them."""
+    return [getattr(torch, meta.dtype.torch_name) for meta in metas]
 
 
 def check_all_finite(source: Source) -> None:

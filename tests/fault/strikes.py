@@ -109,6 +109,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 
 def _trainer(strike: Strike) -> None:
+    from trainer_side.delivery import Delivery
     from trainer_side.packer import Packer
     from trainer_side.publisher import Publisher
     from trainer_side.sender import Sender
@@ -116,7 +117,7 @@ def _trainer(strike: Strike) -> None:
 
     match strike.point:
         case "before begin":
-            _before(Publisher, "_begin", strike)
+            _before(Delivery, "begin", strike)
         case "in rendezvous":
             _before(Sender, "_send_buckets", strike)
         case "at a bucket":

@@ -190,6 +190,7 @@ REASONS: dict[str, type[WeftError]] = {
     "TOO_SLOW": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
+    "RANK_GONE": PeerUnavailableError,
     "COORDINATOR_AWAY": PeerUnavailableError,
     "DEADLINE": TransferTimeoutError,
     "DIGEST_MISMATCH": DigestMismatchError,

@@ -12,13 +12,20 @@ from trainer_side.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.module_source import ModuleSource
 from trainer_side.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.packer import Packer
-from trainer_side.source import CastRule, TensorSource, check_all_finite
+from trainer_side.params.choose import open_model
+from trainer_side.ranks import OneRank
+from trainer_side.source import CastRule, check_all_finite, tensor_source
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
 from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer
 from weft.contract.tensors import DataType
 
 KEEP = CastRule(enabled=False)
+
+
+def module_source(model):
+    opened = open_model(model, OneRank())
+    return ModuleSource(opened.module, opened.params, KEEP)
 
 
 def packed(source, bucket_bytes):
@@ -48,7 +55,7 @@ def packed(source, bucket_bytes):
 def test_a_module_travels_as_its_checkpoint(kind, bucket_bytes, tmp_path):
     path = models.make_model(kind, tmp_path / kind)
     model = models.load_hf(path)
-    sent = packed(ModuleSource(model, KEEP), bucket_bytes)
+    sent = packed(module_source(model), bucket_bytes)
     saved = packed(CheckpointSource(path, KEEP), bucket_bytes)
     assert sent.keys() == saved.keys()
     for name, tensor in saved.items():
@@ -58,7 +65,7 @@ def test_a_module_travels_as_its_checkpoint(kind, bucket_bytes, tmp_path):
 def test_floats_are_cast_but_for_exceptions_and_integers():
     tensors = {"a": torch.randn(5, 3), "router": torch.randn(4), "steps": torch.arange(6)}
     rule = CastRule(True, DataType.BFLOAT16, {"router": DataType.FLOAT32})
-    sent = packed(TensorSource(tensors, rule, "test"), 2**20)
+    sent = packed(tensor_source(tensors, rule, "test"), 2**20)
     assert torch.equal(sent["a"], tensors["a"].bfloat16())
     assert torch.equal(sent["router"], tensors["router"])
     assert torch.equal(sent["steps"], tensors["steps"])
@@ -66,14 +73,14 @@ def test_floats_are_cast_but_for_exceptions_and_integers():
 
 def test_non_contiguous_parameters_travel_row_major():
     tensors = {"t": torch.randn(6, 4).t(), "s": torch.tensor(3.0)}
-    sent = packed(TensorSource(tensors, KEEP, "test"), 2**20)
+    sent = packed(tensor_source(tensors, KEEP, "test"), 2**20)
     assert torch.equal(sent["t"], tensors["t"])
     assert torch.equal(sent["s"], tensors["s"])
 
 
 def test_reused_buffers_do_not_leak_into_the_padding():
     """Equal weights digest equally whatever the buffer held before."""
-    source = TensorSource({"a": torch.ones(3)}, KEEP, "test")
+    source = tensor_source({"a": torch.ones(3)}, KEEP, "test")
     manifest = plan_buckets(source.metas)
     clean, dirty = Packer(manifest), Packer(manifest)
     dirty.buffers[0].fill_(255)
@@ -81,7 +88,7 @@ def test_reused_buffers_do_not_leak_into_the_padding():
 
 
 def test_two_buffers_are_enough_and_are_handed_on():
-    source = TensorSource({f"l.{i}.w": torch.randn(64) for i in range(9)}, KEEP, "test")
+    source = tensor_source({f"l.{i}.w": torch.randn(64) for i in range(9)}, KEEP, "test")
     packer = Packer(plan_buckets(source.metas, ALIGN_BYTES))
     assert len(packer.buffers) == 2
     again = Packer(plan_buckets(source.metas, ALIGN_BYTES), packer.buffers)
@@ -95,23 +102,23 @@ def test_emptied_parameters_are_refused():
             self.w = nn.Parameter(torch.empty(0))
 
     with pytest.raises(InvalidManifestError, match=r"'w' has shape \(0\)"):
-        plan_buckets(ModuleSource(Emptied(), KEEP).metas)
+        plan_buckets(module_source(Emptied()).metas)
     with pytest.raises(InvalidManifestError, match="meta device"):
-        ModuleSource(nn.Linear(2, 2, device="meta"), KEEP)
+        module_source(nn.Linear(2, 2, device="meta"))
 
 
 def test_dtype_that_cannot_travel():
     with pytest.raises(InvalidManifestError, match="complex64"):
-        TensorSource({"c": torch.zeros(2, dtype=torch.complex64)}, KEEP, "test")
+        tensor_source({"c": torch.zeros(2, dtype=torch.complex64)}, KEEP, "test")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_check_finite_names_the_tensor(bad):
     tensors = {"good": torch.ones(4), "bad": torch.ones(4)}
-    check_all_finite(TensorSource(tensors, KEEP, "test"))
+    check_all_finite(tensor_source(tensors, KEEP, "test"))
     tensors["bad"][2] = bad
     with pytest.raises(InvalidManifestError, match="'bad' holds NaN or infinity"):
-        check_all_finite(TensorSource(tensors, KEEP, "test"))
+        check_all_finite(tensor_source(tensors, KEEP, "test"))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,7 @@ def test_adapter_of_a_model_and_of_its_directory_are_the_same(tmp_path):
     path = models.make_model("qwen2", tmp_path / "base")
     saved = models.make_adapter(path, tmp_path / "adapter", seed=1)
     peft_model = models.load_peft(path, saved)
-    live = adapter_of_model(peft_model, "default", KEEP, check_base=True)
+    live = adapter_of_model(open_model(peft_model, OneRank()), "default", KEEP, check_base=True)
     read = adapter_of_dir(saved, KEEP)
     assert packed(live.source, 2**20).keys() == packed(read.source, 2**20).keys()
     for name, tensor in packed(read.source, 2**20).items():
@@ -181,7 +188,7 @@ def test_adapter_of_a_model_and_of_its_directory_are_the_same(tmp_path):
 
 def test_adapter_requests_that_make_no_sense(tmp_path):
     with pytest.raises(InvalidAdapterError, match="not a PEFT model"):
-        adapter_of_model(nn.Linear(2, 2), "default", KEEP, check_base=True)
+        adapter_of_model(open_model(nn.Linear(2, 2), OneRank()), "default", KEEP, check_base=True)
     with pytest.raises(InvalidRequestError, match=r"adapter_config\.json"):
         adapter_of_dir(tmp_path, KEEP)
     with pytest.raises(InvalidRequestError, match=r"no \.safetensors file"):

@@ -1,0 +1,152 @@
+"""Trainers of several ranks, with their real frameworks, push what they hold.
+
+The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py.
+"""
+
+import pytest
+import torch
+
+from tests.integration.models import Model, same, until, weights
+from tests.pool import EngineDouble, running_pool
+from tests.trainers.launch import running_ranks
+
+KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    with running_pool(tmp_path_factory.mktemp("pool") / "weft.db") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def engine(pool):
+    engine = EngineDouble(weights(Model(9)))
+    pool.add_replica("replica-0", engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def trainer(pool, tmp_path_factory):
+    with running_ranks(tmp_path_factory.mktemp("ranks"), pool.target, 2) as trainer:
+        yield trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_trainer_pushes_its_own_weights_bit_by_bit(kind, engine, trainer, tmp_path):
+    trainer.do("make", kind=kind)
+    for _ in range(2):
+        trainer.do("train", steps=1)
+        trainer.push("base")
+        trainer.do("save", path=str(tmp_path / "whole.pt"))
+        whole = torch.load(tmp_path / "whole.pt")
+        assert same(engine.base, {name: tensor.float() for name, tensor in whole.items()})
+    assert not same(engine.base, weights(Model(0)))
+
+
+# FSDP1 without use_orig_params takes no model that is trained in part.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fsdp1_flat"])
+def test_every_kind_of_trainer_pushes_its_adapter_without_its_base(kind, engine, trainer, tmp_path):
+    trainer.do("make", kind=kind, peft={"seed": 1})
+    trainer.do("train", steps=1)
+    version = trainer.push("adapter", policy=f"math-{kind}".replace("_", "-"))
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt")
+    expected = {
+        name.replace(".default", ""): tensor.float()
+        for name, tensor in whole.items()
+        if "lora_" in name
+    }
+    assert same(engine.adapter(f"math-{kind}@{version}".replace("_", "-")), expected)
+
+
+def test_replicated_shards_and_uneven_rows(pool, engine, tmp_path):
+    """HSDP of 2 x 2 ranks, and rows that do not divide by the ranks."""
+    with running_ranks(tmp_path, pool.target, 4) as four:
+        for kind in ("hsdp2", "fsdp2", "zero3"):
+            four.do("make", kind=kind)
+            four.do("train", steps=1)
+            four.push("base")
+            four.do("save", path=str(tmp_path / "whole.pt"))
+            assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+        four.do("close")
+
+
+# -- failures: the same typed error on every rank, and nobody waits -------------------
+
+
+def errors(answers):
+    return {(answer.get("type"), answer.get("error"), answer.get("message")) for answer in answers}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_what_preflight_refuses_is_refused_on_every_rank(kind, engine, trainer):
+    trainer.do("make", kind=kind, peft={"seed": 1, "use_dora": True})
+    found = errors(trainer.do("push", what="adapter", policy="refused"))
+    assert [(kind, reason) for kind, reason, _ in found] == [
+        ("InvalidAdapterError", "INVALID_ADAPTER")
+    ]
+    trainer.do("make", kind=kind)
+    trainer.push("base")  # and the next push is none the worse
+
+
+def test_a_failing_rank_fails_all_with_its_reason(engine, trainer):
+    trainer.do("make", kind="fsdp2")
+    trainer.do("spoil", rank=1)  # NaN in a shard of rank 1 alone
+    found = errors(trainer.do("push", what="base", check_finite=True))
+    assert [(kind, reason) for kind, reason, _ in found] == [
+        ("InvalidManifestError", "INVALID_MANIFEST")
+    ]
+    assert "NaN" in next(iter(found))[2]
+
+
+def test_ranks_that_push_unlike_models_are_refused(engine, trainer):
+    trainer.do("make_unlike")
+    found = errors(trainer.do("push", what="base"))
+    assert [reason for _, reason, _ in found] == ["INVALID_MANIFEST"]
+
+
+def test_a_coordinator_that_is_away_is_so_for_every_rank(tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            pool.stop_coordinator()
+            found = errors(trainer.do("push", what="base", timeout=2.0))
+            assert len(found) == 1, found
+            assert next(iter(found))[1] in ("DEADLINE", "COORDINATOR_AWAY")
+            pool.start_coordinator()
+            trainer.push("base")
+
+
+def test_a_send_that_fails_at_a_bucket_ends_every_ranks_gather(tmp_path):
+    """The only replica goes away in the middle: ranks in their gathers learn of it."""
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights(Model(9)))
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push", what="base", timeout=20.0)
+            until(lambda: (tmp_path / "held").exists())
+            pool.remove_replica("replica-0")
+            (tmp_path / "held").unlink()
+            found = errors([process.answer(30) for process in trainer.processes])
+            assert len(found) == 1, found
+            assert next(iter(found))[0] != "None"
+            pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+            trainer.push("base")
+
+
+def test_a_rank_that_dies_is_told_of_to_the_others(tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            trainer.processes[1].kill()
+            trainer.processes.pop()
+            (answer,) = trainer.do("push", what="base", timeout=3.0)
+            assert (answer["type"], answer["error"]) == ("PeerUnavailableError", "RANK_GONE")

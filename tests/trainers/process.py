@@ -1,0 +1,181 @@
+"""One rank of a real trainer: ``python -m tests.trainers.process RANK SIZE STORE TARGET``.
+
+STORE is a file for the ranks to meet at, TARGET the coordinator's HOST:PORT. Each line
+of its standard input is a JSON object with one command, which every rank is given; it
+answers each with a line of JSON. See ``Rank``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.fault import strikes
+from tests.integration import models
+from tests.trainers.kinds import Trainer, wrap
+from trainer_side import Publisher
+from weft.contract.errors import WeftError
+
+
+def _tiny_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    return model(torch.randint(0, 50, (4,))).pow(2).mean()
+
+
+def _causal_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    ids = torch.randint(4, 250, (2, 12))
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, layer: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = layer["q_proj"], layer["v_proj"]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.q_proj(hidden)
+        return hidden + self.v_proj(hidden).repeat(1, models.HIDDEN // 16)
+
+
+class Model(models.Model):
+    """The double's model, with a forward: shape (n,) of ids to (n, HIDDEN)."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.layers = torch.nn.ModuleList(map(_Layer, self.layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Rank:
+    """Commands are methods; their answers are JSON."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._publisher: Publisher | None = None
+        self._trainer: Trainer | None = None
+        self._step = 0
+
+    def make(self, kind: str, model: str = "", peft: dict[str, Any] | None = None) -> None:
+        """Make a trainer around the double's model, or a saved one at path ``model``."""
+        if model:
+            from tests.models import load_hf
+
+            module = load_hf(Path(model))
+            layers = list(module.model.layers)
+            loss = _causal_loss
+        else:
+            module = Model(0)
+            layers = list(module.layers)
+            loss = _tiny_loss
+        if peft is not None:
+            module = models.peft_of(module, **peft)
+        self._trainer = wrap(kind, module, layers, loss)
+
+    def make_unlike(self) -> None:
+        """Rank 1's model is of another shape."""
+        module = Model(0) if dist.get_rank() == 0 else torch.nn.Linear(3, 3)
+        self._trainer = Trainer("plain", module, _tiny_loss, None)
+
+    def spoil(self, rank: int) -> None:
+        """NaN in what one rank holds."""
+        assert self._trainer is not None
+        for param in self._trainer.model.parameters():
+            local = param.to_local()
+            if dist.get_rank() == rank and local.numel():
+                with torch.no_grad():
+                    local.fill_(float("nan"))
+
+    def hold_at(self, bucket: int) -> None:
+        """The sender waits before it packs ``bucket`` while the file "held" exists."""
+        if dist.get_rank() != 0:
+            return
+        from trainer_side.packer import Packer
+
+        held, original = Path(sys.argv[3]).with_name("held"), Packer.pack
+
+        def pack(packer: Packer, index: int, *rest: Any) -> Any:
+            if index == bucket:
+                Packer.pack = original  # type: ignore[method-assign]
+                held.touch()
+                while held.exists():
+                    time.sleep(0.01)
+                time.sleep(0.5)  # until it is told that the replica left
+            return original(packer, index, *rest)
+
+        Packer.pack = pack  # type: ignore[method-assign]
+
+    def train(self, steps: int) -> None:
+        """Go on training."""
+        assert self._trainer is not None
+        self._trainer.train(self._step, steps)
+        self._step += steps
+
+    def save(self, path: str) -> None:
+        """Rank 0 saves the whole weights, by the framework's own way."""
+        assert self._trainer is not None
+        whole = self._trainer.whole()
+        if dist.get_rank() == 0:
+            torch.save(whole, path)
+
+    def push(self, what: str, timeout: float = 60.0, **arguments: Any) -> dict[str, Any]:
+        """``push_<what>`` of the publisher; how it ended."""
+        assert self._trainer is not None
+        if self._publisher is None:
+            self._publisher = Publisher(
+                self._target, trainer_id="trainer-a", progress=None, bucket_bytes=2**14
+            )
+        began = time.time()
+        method = getattr(self._publisher, f"push_{what}")
+        try:
+            version = method(self._trainer.model, timeout_seconds=timeout, **arguments)
+            outcome: dict[str, Any] = {"version": version.version}
+        except WeftError as error:
+            outcome = {
+                "error": error.reason, "type": type(error).__name__, "message": error.message
+            }  # fmt: skip
+        return {**outcome, "began": began, "ended": time.time()}
+
+    def close(self) -> None:
+        """Of the publisher."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def main() -> None:
+    """Serve until standard input closes."""
+    rank, size, store, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    strikes.install("trainer rank" if rank else "trainer sender")
+    served = Rank(target)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = getattr(served, command.pop("do"))(**command)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"crash": repr(error)}
+        print(json.dumps(answer if answer is not None else {}), flush=True)
+    served.close()
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed now and then aborts at exit, after all work
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""One push as the sender carries it out: begin, send, learn the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from trainer_side.adapter_source import Adapter
+from trainer_side.leases import Leases
+from trainer_side.progress import ProgressReporter
+from trainer_side.sender import Sender
+from trainer_side.source import Source
+from weft.contract.errors import (
+    LeaseFencedError,
+    NotReadyError,
+    PeerUnavailableError,
+    StaleEpochError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.manifest import Manifest
+from weft.rpc.channel import open_channel
+from weft.rpc.codec import duration_to_proto, version_from_proto
+from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.transport.group import BACKENDS
+from weft.transport.host import local_address_towards
+from weft.transport.membership import GroupTicket
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.publish_pb2_grpc import PublishServiceStub
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How often the outcome is asked again while the coordinator is away.
+_RETRY_SECONDS = 0.5
+
+
+class Delivery:
+    """The coordinator and the side group, as the sender of a trainer uses them.
+
+    Used by one thread at a time; leases are renewed on a thread of their own.
+
+    Args:
+        coordinator: HOST:PORT.
+        trainer_id: Owner of the policies that are pushed.
+        data_host: Address that replicas reach this machine by; None finds it out.
+        reporter: Shows progress.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        trainer_id: str,
+        data_host: str | None,
+        reporter: ProgressReporter,
+    ) -> None:
+        self._target = coordinator
+        self._data_host = data_host
+        self._reporter = reporter
+        self._channel = open_channel(coordinator)
+        self._stub = PublishServiceStub(self._channel)
+        self._leases = Leases(self._stub, trainer_id)
+        self._sender: Sender | None = None
+        self._put: set[bytes] = set()
+
+    def describe(self, deadline: float) -> pb.DescribeTargetResponse:
+        """What the pool serves; blocks until a replica has described it."""
+        return self._call(
+            lambda left: self._stub.DescribeTarget(
+                pb.DescribeTargetRequest(), timeout=left, wait_for_ready=True
+            ),
+            deadline,
+        )
+
+    def close(self) -> None:
+        """Release the leases and leave the side group; blocks at most some seconds."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        self._leases.close()
+        self._channel.close()
+
+    def begin(
+        self,
+        policy: str,
+        manifest: Manifest,
+        adapter: Adapter | None,
+        target: pb.DescribeTargetResponse,
+        min_replicas: int,
+        deadline: float,
+    ) -> pb.BeginTransferResponse:
+        """Begin, after acquiring the lease and making the manifest known as needed."""
+        kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
+        spec = None
+        if adapter is not None:
+            spec = types_pb2.AdapterSpec(
+                config_json=adapter.config_json,
+                base_fingerprint=adapter.base_fingerprint,
+                trained_on_base_version=target.base_version,
+            )
+        request = pb.BeginTransferRequest(
+            request_id=secrets.token_hex(16),
+            policy=policy,
+            layout_digest=manifest.layout_digest,
+            adapter=spec,
+            require=pb.Requirement(min_replicas=min_replicas),
+            backend=BACKENDS[0],
+        )
+        fenced = False
+        while True:
+            request.fencing_token = self._leases.token(policy, kind, deadline)
+            if manifest.layout_digest not in self._put:
+                self._put_manifest(manifest, deadline)
+            if self._sender is not None and self._sender.usable:
+                request.group_id = self._sender.ticket.group_id
+            request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
+            try:
+                return self._call(
+                    lambda left: self._stub.BeginTransfer(
+                        request, timeout=left, wait_for_ready=True
+                    ),
+                    deadline,
+                )
+            except LeaseFencedError:
+                # Expired while we were away (a long step under a debugger, a restart
+                # of the coordinator): acquire anew once, or learn who holds it.
+                self._leases.forget(policy)
+                if fenced:
+                    raise
+                fenced = True
+            except NotReadyError as error:
+                if error.reason != "MANIFEST_UNKNOWN" or manifest.layout_digest not in self._put:
+                    raise
+                self._put.discard(manifest.layout_digest)  # the coordinator restarted
+
+    def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
+        def chunks() -> Iterator[pb.PutManifestRequest]:
+            return (pb.PutManifestRequest(chunk=chunk) for chunk in manifest_to_chunks(manifest))
+
+        self._call(lambda left: self._stub.PutManifest(chunks(), timeout=left), deadline)
+        self._put.add(manifest.layout_digest)
+
+    def carry_out(
+        self,
+        begun: pb.BeginTransferResponse,
+        source: Source,
+        manifest: Manifest,
+        deadline: float,
+    ) -> pb.Transfer:
+        """Send, then learn the outcome; the group is kept if all went well."""
+        if not begun.HasField("group"):  # a retried call of a push that has ended
+            return self._outcome(begun.transfer_id, deadline, None)
+        sender = None
+        try:
+            # When the group is gone, only the coordinator knows why, or whether the
+            # version was committed all the same.
+            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                sender = self._sender_for(begun.group)
+                self._send(sender, begun, source, manifest, deadline)
+            return self._outcome(begun.transfer_id, deadline, sender)
+        except BaseException as error:
+            self._give_up(begun, error)
+            raise
+
+    def _send(
+        self,
+        sender: Sender,
+        begun: pb.BeginTransferResponse,
+        source: Source,
+        manifest: Manifest,
+        deadline: float,
+    ) -> None:
+        version = version_from_proto(begun.version)
+        with self._reporter.push(str(version), manifest.total_bytes) as progress:
+            sender.send(
+                source,
+                manifest,
+                transfer_id=begun.transfer_id,
+                nonce=begun.nonce,
+                deadline=deadline,
+                progress=progress,
+            )
+
+    def _sender_for(self, group: pb.GroupPlan) -> Sender:
+        if self._sender is not None:
+            if self._sender.usable and self._sender.ticket.group_id == group.group_id:
+                return self._sender
+            self._sender.close()
+            self._sender = None
+        host = self._data_host or local_address_towards(self._target)
+        ticket = GroupTicket(
+            group_id=group.group_id,
+            token=group.token,
+            epoch=group.epoch,
+            rank=group.rank,
+            size=group.size,
+            backend=group.backend,
+            host=host,
+        )
+        self._sender = Sender(self._target, ticket)
+        return self._sender
+
+    def _outcome(self, transfer_id: str, deadline: float, sender: Sender | None) -> pb.Transfer:
+        """Wait for the commit, the sender standing by; outlives the coordinator."""
+        request = pb.AwaitTransferRequest(transfer_id=transfer_id)
+
+        def ask(left: float) -> pb.AwaitTransferResponse:
+            call = self._stub.AwaitTransfer.future(request, timeout=left)
+            if sender is not None and sender.usable:
+                sender.stand_by(call)
+            return call.result()
+
+        while True:
+            try:
+                return self._call(ask, deadline).transfer
+            except PeerUnavailableError as error:
+                if error.reason != "COORDINATOR_AWAY" or time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
+        """Tell the coordinator, best effort, and leave the group."""
+        request = pb.AbortTransferRequest(
+            transfer_id=begun.transfer_id,
+            fencing_token=self._leases.held_token(begun.version.policy),
+            message=f"the trainer gave up: {error!r}"[:500],
+        )
+        if not isinstance(error, WeftError) or isinstance(error, TransferTimeoutError):
+            try:
+                self._stub.AbortTransfer(request, timeout=2.0)
+            except grpc.RpcError as rpc_error:
+                _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
+        """One RPC with the time that is left; its failure as a typed error."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TransferTimeoutError("the push's deadline passed")
+        try:
+            return call(left)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error

@@ -1,0 +1,138 @@
+"""Which kind of trainer a model is of, told by looking at it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainer_side.names import unwrapped_name
+from trainer_side.params import zero3
+from trainer_side.params.params import Params, WholeParams
+from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.ranks import SENDER, Ranks, TorchRanks
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trainer's model without its wrappers, and where its parameters are."""
+
+    module: torch.nn.Module
+    """The user's own module: a PreTrainedModel, a PEFT model, any other."""
+    params: Params
+    """By ``unwrapped_name``, tied ones once."""
+
+
+def open_model(model: torch.nn.Module, ranks: Ranks) -> Opened:
+    """Look at a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.
+
+    Not collective; parameters are by reference.
+
+    Raises:
+        UnsupportedError: It is sharded over ranks that do not push together.
+    """
+    module, wrapper = _unwrap(model)
+    rank_of = _rank_of(ranks)
+    if wrapper == "FSDP1" or _has_fsdp1(module):
+        return Opened(module, ShardedParams(_fsdp1(model, rank_of), "FSDP1", ranks))
+    if _is_loaded("torch.distributed.fsdp"):
+        from trainer_side.params.dtensor import reshard
+
+        reshard(module)
+    named = {unwrapped_name(name): param for name, param in module.named_parameters()}
+    kinds = {_kind(param) for param in named.values()} - {""}
+    if not kinds:
+        return Opened(module, WholeParams(named, wrapper or "plain"))
+    placed = {name: _place(param, rank_of) for name, param in named.items()}
+    return Opened(module, ShardedParams(placed, " and ".join(sorted(kinds)), ranks))
+
+
+def _is_loaded(name: str) -> bool:
+    """Whether the application uses a module of torch, which would take long to import."""
+    return name in sys.modules
+
+
+def _kind(param: torch.nn.Parameter) -> str:
+    if zero3.is_zero3(param):
+        return "DeepSpeed ZeRO-3"
+    if _is_loaded("torch.distributed.tensor"):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(param, DTensor):
+            return "FSDP2"
+    return ""
+
+
+def _place(param: torch.nn.Parameter, rank_of: Mapping[int, int]) -> Sharded | Gathered:
+    match _kind(param):
+        case "DeepSpeed ZeRO-3":
+            return zero3.of_zero3(param, rank_of)
+        case "FSDP2":
+            from trainer_side.params.dtensor import DTensor, of_dtensor
+
+            assert isinstance(param, DTensor)
+            return of_dtensor(param, rank_of)
+        case _:
+            return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
+
+
+def _has_fsdp1(module: torch.nn.Module) -> bool:
+    if not _is_loaded("torch.distributed.fsdp"):
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:
+    from torch.distributed.fsdp import FlatParameter
+
+    from trainer_side.params.fsdp1 import units_of
+
+    placed: dict[str, Sharded | Gathered] = {
+        unwrapped_name(name): shard for name, shard in units_of(model, rank_of)
+    }
+    for raw, param in model.named_parameters():  # those that FSDP was told to ignore
+        name = unwrapped_name(raw)
+        if name not in placed and not isinstance(param, FlatParameter):
+            placed[name] = _place(param, rank_of)
+    return placed
+
+
+def _unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The user's own module, and the name of the outermost wrapper."""
+    wrapper = ""
+    while True:
+        kind, attribute = _wrapper(model)
+        if not kind:
+            return model, wrapper
+        wrapper = wrapper or kind
+        model = getattr(model, attribute)
+
+
+def _wrapper(model: torch.nn.Module) -> tuple[str, str]:
+    """What a module is if it only wraps another, and where it keeps that one."""
+    if isinstance(model, DistributedDataParallel):
+        return "DDP", "module"
+    if isinstance(model, DataParallel):
+        return "DataParallel", "module"
+    classes = {c.__name__ for c in type(model).__mro__}
+    if "FullyShardedDataParallel" in classes:
+        return "FSDP1", "module"
+    if "DeepSpeedEngine" in classes:
+        return "DeepSpeed", "module"
+    if hasattr(model, "_orig_mod"):
+        return "compiled", "_orig_mod"
+    return "", ""
+
+
+def _rank_of(ranks: Ranks) -> dict[int, int]:
+    """The application's ranks to the trainer's."""
+    if isinstance(ranks, TorchRanks):
+        return {member: rank for rank, member in enumerate(ranks.members)}
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return {dist.get_rank() if is_distributed else 0: SENDER}

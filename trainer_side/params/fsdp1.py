@@ -1,0 +1,79 @@
+"""FSDP1 (``FullyShardedDataParallel``): the parameters of a unit lie end to end in one
+flat parameter, of which each rank has an equal run.
+
+The flat parameter's attributes are not public, but the same from torch 2.1 to 2.13;
+the alternative, ``summon_full_params``, makes every rank hold every unit whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from trainer_side.params.sharded import Run, Sharded
+from trainer_side.ranks import SENDER
+from weft.contract.errors import UnsupportedError
+
+
+def units_of(model: torch.nn.Module, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]]:
+    """Raw name and place of each parameter that FSDP1 manages.
+
+    Args:
+        rank_of: The application's rank to the trainer's.
+
+    Raises:
+        UnsupportedError: A unit's ranks are not all this trainer's.
+    """
+    for prefix, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._has_params:
+            for name, sharded in _unit(module._handle, rank_of):
+                yield f"{prefix}.{name}" if prefix else name, sharded
+
+
+def _unit(handle: Any, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]]:
+    flat = handle.flat_param
+    is_sharded = handle.uses_sharded_strategy
+    local = flat._local_shard if is_sharded else flat.data
+    holders = dist.get_process_group_ranks(handle.process_group) if is_sharded else [_own_rank()]
+    if not all(rank in rank_of for rank in holders):
+        raise UnsupportedError(
+            "an FSDP unit is sharded over ranks that do not push together: make the Publisher "
+            "with ranks='all', or with the group of all of them"
+        )
+    ranks = [rank_of[rank] for rank in holders]
+    own, size = holders.index(_own_rank()), local.numel()
+    begin = position = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            # A replica (HYBRID_SHARD) that the sender is not of has nothing to give.
+            runs = tuple(_runs(begin, numel, size, ranks)) if SENDER in ranks else ()
+            first, last = max(begin, own * size), min(begin + numel, (own + 1) * size)
+            piece = local.detach()[first - own * size : last - own * size]
+            yield (
+                flat._fqns[position],
+                Sharded(
+                    torch.Size(flat._shapes[position]),
+                    flat.dtype,
+                    runs,
+                    piece if first < last else None,
+                ),
+            )
+            position += 1
+        begin += numel
+
+
+def _own_rank() -> int:
+    return int(dist.get_rank())
+
+
+def _runs(begin: int, numel: int, size: int, ranks: list[int]) -> Iterator[Run]:
+    """Where [begin, begin + numel) of a flat parameter lies, ``size`` elements a rank."""
+    for index, rank in enumerate(ranks):
+        first = max(begin, index * size)
+        last = min(begin + numel, (index + 1) * size)
+        if first < last:
+            yield Run(rank, first - begin, last - first)

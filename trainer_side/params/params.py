@@ -1,0 +1,90 @@
+"""What every kind of trainer offers: its parameters by name, brought to the sender."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Params(Protocol):
+    """Parameters of one model, by their own unwrapped names."""
+
+    kind: str
+    """Where they lie, for people: "plain module", "FSDP2", ..."""
+    is_collective: bool
+    """Whether ``fetch`` needs every rank; the same on all of them."""
+
+    @property
+    def metas(self) -> Mapping[str, torch.Tensor]:
+        """Name to a tensor on the meta device of the whole shape and own dtype, in order."""
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Bring parameters to the sender.
+
+        Args:
+            names: Which; the same on every rank, in the same order of calls.
+            dtypes: What to cast each to; the same on every rank.
+            outs: At the sender: contiguous CPU tensors of those dtypes and the whole
+                shapes to copy into; owned by the caller. None elsewhere.
+
+        Blocks for the copies. Collective where ``is_collective``.
+        """
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole parameter by reference; only where not ``is_collective``."""
+
+    def local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and content of what this rank holds, in whatever shape; not collective."""
+
+
+def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy and cast; one call for all, which is 3 times faster for many small ones."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(views), list(tensors))
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Shape and dtype alone."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+class WholeParams:
+    """Parameters of which the sender holds all: a plain module, DDP, ZeRO-1 and 2.
+
+    Args:
+        tensors: Kept by reference, on any device; they must not change while a push
+            reads them.
+        kind: See ``Params``.
+    """
+
+    is_collective = False
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
+        self.kind = kind
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.metas = {name: as_meta(tensor) for name, tensor in self._tensors.items()}
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """See ``Params.fetch``."""
+        if outs is not None:
+            copy_into(outs, [self._tensors[name] for name in names])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See ``Params.whole``."""
+        return self._tensors[name]
+
+    def local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``Params.local``."""
+        return iter(self._tensors.items())

@@ -1,0 +1,212 @@
+"""Parameters sharded over ranks, gathered to the sender in bounded chunks.
+
+FSDP1, FSDP2 and ZeRO-3 all give each rank one contiguous run of a parameter's
+row-major elements. So one gather serves them: each rank casts its runs of many
+parameters into one message to the sender, which copies them to where they belong.
+Only the sender ever holds a parameter whole, in the caller's memory; a message holds
+at most ``CHUNK_BYTES`` over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer_side.params.params import copy_into
+from trainer_side.ranks import SENDER, Ranks
+
+#: Of all messages of one chunk; less where the largest parameter is smaller.
+CHUNK_BYTES = 32 * 2**20
+_MIN_CHUNK_BYTES = 2**20
+_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Contiguous elements of a parameter that one rank holds."""
+
+    rank: int
+    """Of the trainer's ranks."""
+    begin: int
+    """First element in the row-major order of the whole parameter."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A parameter in runs that together are all of it, without overlap."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    runs: tuple[Run, ...]
+    local: torch.Tensor | None
+    """The elements of this rank's run (or more, with those first), any shape; None
+    where this rank has none. By reference."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter that only its framework can put together."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gather: Callable[[], torch.Tensor]
+    """Collective: the whole tensor, at least at the sender; not to be kept."""
+    local: torch.Tensor
+
+
+class ShardedParams:
+    """See ``Params``; gathers over the trainer's ranks.
+
+    Args:
+        params: The same names in the same order on every rank.
+        kind: See ``Params``.
+        ranks: Of the trainer.
+    """
+
+    is_collective = True
+
+    def __init__(self, params: Mapping[str, Sharded | Gathered], kind: str, ranks: Ranks) -> None:
+        self.kind = kind
+        self._params, self._ranks = params, ranks
+        self.metas = {
+            name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in params.items()
+        }
+        largest = max((t.numel() * t.element_size() for t in self.metas.values()), default=0)
+        self._chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, largest))
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """See ``Params.fetch``."""
+        pending: list[tuple[Sharded, torch.dtype, torch.Tensor | None]] = []
+        for index, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+            param = self._params[name]
+            out = None if outs is None else outs[index]
+            if isinstance(param, Sharded):
+                # Cast by whoever holds it if that makes it smaller.
+                narrow = dtype if dtype.itemsize <= param.dtype.itemsize else param.dtype
+                pending.append((param, narrow, out))
+                continue
+            whole = param.gather()
+            if out is not None:
+                copy_into([out], [whole.detach().view(out.shape)])
+        for chunk in _chunks(pending, self._ranks.size, self._chunk_bytes):
+            self._bring(chunk)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See ``Params.whole``."""
+        raise TypeError(f"{name!r} lies in shards")
+
+    def local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``Params.local``."""
+        for name, param in self._params.items():
+            if param.local is not None:
+                yield name, param.local.detach()
+
+    def _bring(self, pieces: Sequence[_Piece]) -> None:
+        """One message from each rank that holds some of ``pieces``."""
+        own = self._ranks.rank
+        if own != SENDER:
+            mine = [piece for piece in pieces if piece.rank == own]
+            if mine:
+                message, views = self._message(own, mine)
+                copy_into(views, [piece.source() for piece in mine])
+                self._ranks.collect(message, {})
+            return
+        here = [piece for piece in pieces if piece.rank == SENDER]
+        if here:
+            copy_into([piece.target() for piece in here], [piece.source() for piece in here])
+        by_rank: dict[int, list[_Piece]] = {}
+        for piece in pieces:
+            if piece.rank != SENDER:
+                by_rank.setdefault(piece.rank, []).append(piece)
+        messages = {rank: self._message(rank, theirs) for rank, theirs in by_rank.items()}
+        self._ranks.collect(None, {rank: message for rank, (message, _) in messages.items()})
+        for rank, theirs in by_rank.items():
+            copy_into([piece.target() for piece in theirs], messages[rank][1])
+
+    def _message(
+        self, rank: int, pieces: Sequence[_Piece]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Bytes for one rank's pieces, in memory that is used again, and a view of each."""
+        offsets, size = [], 0
+        for piece in pieces:
+            offsets.append(size)
+            size += -(-piece.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        buffer = self._buffers.get(rank)
+        if buffer is None or buffer.numel() < size:
+            # zeros, not empty: touched memory is filled and sent twice as fast
+            buffer = self._buffers[rank] = torch.zeros(size, dtype=torch.uint8)
+        views = [
+            buffer[offset : offset + piece.num_bytes].view(piece.dtype)
+            for offset, piece in zip(offsets, pieces, strict=True)
+        ]
+        return buffer[:size], views
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A part of a run, as it travels."""
+
+    param: Sharded
+    dtype: torch.dtype
+    """That it travels in."""
+    run: Run
+    first: int
+    """Within the run."""
+    numel: int
+    out: torch.Tensor | None
+
+    @property
+    def rank(self) -> int:
+        return self.run.rank
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def source(self) -> torch.Tensor:
+        assert self.param.local is not None
+        return self.param.local.detach().reshape(-1)[self.first : self.first + self.numel]
+
+    def target(self) -> torch.Tensor:
+        assert self.out is not None
+        begin = self.run.begin + self.first
+        return self.out.view(-1)[begin : begin + self.numel]
+
+
+def _chunks(
+    params: Sequence[tuple[Sharded, torch.dtype, torch.Tensor | None]],
+    num_ranks: int,
+    chunk_bytes: int,
+) -> Iterator[list[_Piece]]:
+    """Cut parameters into chunks so that no rank's message exceeds its share.
+
+    The same on every rank: it depends on runs and dtypes only.
+    """
+    share = max(_ALIGN_BYTES, chunk_bytes // num_ranks)
+    chunk: list[_Piece] = []
+    used = 0
+    for param, dtype, out in params:
+        longest = max((run.numel for run in param.runs), default=0)
+        window = max(1, share // dtype.itemsize)
+        for first in range(0, longest, window):
+            size = min(window, longest - first) * dtype.itemsize
+            if used + size > share and chunk:
+                yield chunk
+                chunk, used = [], 0
+            used += size
+            chunk += [
+                _Piece(param, dtype, run, first, min(window, run.numel - first), out)
+                for run in param.runs
+                if run.numel > first
+            ]
+    if chunk:
+        yield chunk

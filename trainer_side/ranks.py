@@ -1,0 +1,300 @@
+"""The ranks of one trainer, which push together: who speaks, and how all learn of a failure.
+
+Every rank calls the publisher. Rank 0, the sender, alone speaks to the coordinator and
+to the replicas; the others help to gather. Before each step in which ranks depend on
+each other they *agree*: each says whether it can go on, and if one cannot, all raise
+its error instead of waiting in a gather for a rank that will never come.
+
+A gloo group of our own carries this, so that the application's groups are not used,
+every wait ends with the push's deadline, and a push may run beside a training step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore
+
+from weft.contract.errors import (
+    InvalidRequestError,
+    PeerUnavailableError,
+    WeftError,
+    error_from_reason,
+)
+
+_log = logging.getLogger(__name__)
+
+#: Rank that speaks for the trainer.
+SENDER = 0
+#: What another rank may take beyond the push's deadline to say how it ended.
+GRACE_SECONDS = 10.0
+_ERROR_BYTES = 8192
+# Publishers of one process, in the order of making, which is that of every rank.
+_NUMBERS = itertools.count()
+
+#: Which ranks push together: all of ``torch.distributed``, only this process, or those
+#: of a group.
+Together = Literal["all", "this"] | dist.ProcessGroup
+
+
+class Ranks(Protocol):
+    """The ranks that push together. Methods are collective unless they say otherwise,
+    and are called by one thread at a time, in the same order on every rank."""
+
+    rank: int
+    size: int
+
+    def open(self, deadline: float) -> None:
+        """Begin a push that every wait ends with; ``time.monotonic()`` seconds.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``: not every rank came.
+        """
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Go on only if all can.
+
+        Raises:
+            BaseException: Here, ``error`` itself; elsewhere that of the lowest rank that
+                has one, as the same type if it is a WeftError.
+            PeerUnavailableError: ``RANK_GONE``.
+        """
+
+    def share(self, produce: Callable[[], bytes]) -> bytes:
+        """What ``produce`` returns at the sender, which alone calls it; raises as
+        ``agree`` if it fails."""
+
+    def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
+        """Bring bytes to the sender.
+
+        Args:
+            mine: Elsewhere than at the sender: contiguous uint8 CPU bytes to give; None
+                gives nothing.
+            theirs: At the sender: where to put each other rank's, of equal size.
+        """
+
+    def abandon(self) -> None:
+        """Not collective: leave, so that whoever waits for this rank fails at once."""
+
+
+def ranks_of(together: Together) -> Ranks:
+    """The ranks that push with this process.
+
+    Raises:
+        InvalidRequestError: This process is not in the group given.
+    """
+    if together == "this" or not (dist.is_available() and dist.is_initialized()):
+        return OneRank()
+    group = None if together == "all" else together
+    assert not isinstance(group, str)
+    if dist.get_rank(group) < 0:
+        raise InvalidRequestError(
+            "this process is not in the group given as `ranks`: only its members make a Publisher"
+        )
+    return OneRank() if dist.get_world_size(group) == 1 else TorchRanks(group)
+
+
+@contextmanager
+def agreeing(ranks: Ranks) -> Iterator[None]:
+    """All go on after this block, or all raise the error of one."""
+    try:
+        yield
+    except Exception as error:
+        ranks.agree(error)
+        raise
+    ranks.agree()
+
+
+class OneRank:
+    """A trainer of one process, or of one that speaks for replicated others."""
+
+    rank, size = SENDER, 1
+
+    def open(self, deadline: float) -> None:
+        """See ``Ranks.open``."""
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """See ``Ranks.agree``."""
+        if error is not None:
+            raise error
+
+    def share(self, produce: Callable[[], bytes]) -> bytes:
+        """See ``Ranks.share``."""
+        return produce()
+
+    def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
+        """See ``Ranks.collect``."""
+
+    def abandon(self) -> None:
+        """See ``Ranks.abandon``."""
+
+
+class TorchRanks:
+    """Ranks of an application that has initialised ``torch.distributed``.
+
+    Args:
+        group: Of the application, to take the ranks from; None is all. It is not used
+            otherwise.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        #: The application's rank of each of ours.
+        self.members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._name = f"weft/{self.members}/{next(_NUMBERS)}"
+        self._num_links = 0
+        self._deadline = 0.0
+        self._link: Any = None
+        self._over = False
+
+    def open(self, deadline: float) -> None:
+        """See ``Ranks.open``."""
+        self._deadline, self._over = deadline, False
+        if self._link is not None:
+            try:
+                self.agree()
+                return
+            except PeerUnavailableError as error:
+                _log.info("forming the link between the trainer's ranks anew: %s", error)
+        self._over = False
+        self._num_links += 1
+        # Of the application's store, under a name of our own: these ranks are one job.
+        store = PrefixStore(
+            f"{self._name}/{self._num_links}", dist.distributed_c10d._get_default_store()
+        )
+        try:
+            self._link = dist.ProcessGroupGloo(store, self.rank, self.size, self._left())
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        self.agree()
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """See ``Ranks.agree``; the first time it raises ends the push for all."""
+        if self._over:
+            if error is not None:
+                raise error
+            raise PeerUnavailableError("the push has ended at the other ranks", reason="RANK_GONE")
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = self._left()
+        # The lowest rank wins: its number is the largest.
+        claim = torch.tensor([0 if error is None else self.size - self.rank])
+        self._wait(self._start(partial(self._linked.allreduce, [claim], options)))
+        if int(claim):
+            self._over = True
+            self._raise_claimed(self.size - int(claim), error)
+
+    def share(self, produce: Callable[[], bytes]) -> bytes:
+        """See ``Ranks.share``."""
+        payload = b""
+        if self.rank == SENDER:
+            with agreeing(self):
+                payload = produce()
+        else:
+            self.agree()
+        length = self._broadcast(torch.tensor([len(payload)]), SENDER)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if payload:
+            content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return bytes(self._broadcast(content, SENDER).numpy()) if int(length) else b""
+
+    def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
+        """See ``Ranks.collect``."""
+        if self.rank != SENDER:
+            if mine is not None:
+                self._wait(self._start(partial(self._linked.send, [mine], SENDER, 0)))
+            return
+        works = [
+            self._start(partial(self._linked.recv, [buffer], rank, 0))
+            for rank, buffer in theirs.items()
+        ]
+        for work in works:
+            self._wait(work)
+
+    def abandon(self) -> None:
+        """See ``Ranks.abandon``."""
+        link, self._link, self._over = self._link, None, True
+        if link is not None:
+            # Dropping it closes its connections, and waits for what is in flight.
+            doomed = [link]
+            del link
+            threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True).start()
+
+    def _raise_claimed(self, rank: int, own: BaseException | None) -> None:
+        text = b""
+        if own is not None and rank == self.rank:
+            text = _encode(own)
+        buffer = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
+        buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+        said = bytes(self._broadcast(buffer, rank).numpy()).rstrip(b"\0")
+        if own is not None:
+            raise own
+        raise _decode(said, rank)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.timeout = self._left()
+        self._wait(self._start(partial(self._linked.broadcast, [tensor], options)))
+        return tensor
+
+    @property
+    def _linked(self) -> Any:
+        if self._link is None:
+            raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
+        return self._link
+
+    def _start(self, start: Callable[[], Any]) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(self._left())
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(0.0, self._deadline - time.monotonic()) + GRACE_SECONDS)
+
+    def _gone(self, error: RuntimeError) -> PeerUnavailableError:
+        self.abandon()
+        return PeerUnavailableError(
+            f"another of this trainer's {self.size} ranks is gone or did not take part in the "
+            "push in time: every rank must call it (or none but one, with "
+            f"Publisher(ranks='this')): {str(error).partition('. This is typically')[0]}",
+            reason="RANK_GONE",
+        )
+
+
+def _encode(error: BaseException) -> bytes:
+    if isinstance(error, WeftError):
+        said: dict[str, Any] = {
+            "reason": error.reason,
+            "message": error.message[: _ERROR_BYTES // 4],
+            "metadata": {k[:100]: v[:200] for k, v in list(error.metadata.items())[:8]},
+        }
+    else:
+        said = {"other": repr(error)[:1000]}
+    text = json.dumps(said, ensure_ascii=True).encode()
+    return text if len(text) <= _ERROR_BYTES else json.dumps({"other": repr(error)[:200]}).encode()
+
+
+def _decode(text: bytes, rank: int) -> WeftError:
+    said = json.loads(text)
+    if "reason" in said:
+        return error_from_reason(said["reason"], said["message"], said["metadata"])
+    return WeftError(f"rank {rank} of this trainer failed: {said['other']}")
