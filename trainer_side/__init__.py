@@ -3,7 +3,8 @@
 Needs torch, grpcio and protobuf; never vLLM.
 """
 
-from trainer_side.publisher import Publisher, PushReport
+from trainer_side.publisher import Publisher
+from trainer_side.pushing import PushReport
 from weft.contract.names import PolicyVersion
 
 __all__ = ["PolicyVersion", "Publisher", "PushReport"]

@@ -50,16 +50,21 @@ def adapter_of_model(
         )
     config_json = config_to_json(configs[adapter_name])
     check_settings(parse_config(config_json))
-    names = {
-        own: name
-        for own in params.metas
-        if (name := adapter_tensor_name(own, adapter_name)) is not None
-    }
+    names = adapter_parameters(params, adapter_name)
     if not names:
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
     source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
     fingerprint = _fingerprint(model, params) if check_base else ""
     return Adapter(source, config_json, fingerprint)
+
+
+def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
+    """Names of an adapter's parameters to those PEFT saves them by."""
+    return {
+        own: name
+        for own in params.metas
+        if (name := adapter_tensor_name(own, adapter_name)) is not None
+    }
 
 
 def config_to_json(config: Any) -> str:

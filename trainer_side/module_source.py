@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from trainer_side.names import Conversion, Revert, plan_conversions, reverter
-from trainer_side.params.params import Params, copy_into
+from trainer_side.params.params import Params, copy_into, whole_tensors
 from trainer_side.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
 from weft.contract.tensors import TensorMeta
@@ -82,20 +82,6 @@ class ModuleSource:
             outs = None if tensors is None else convert(group, tensors, self._revert)
             self._converted = (group, outs)
         return self._converted[1]
-
-
-def whole_tensors(
-    params: Params, names: Sequence[str], *, wanted: bool
-) -> dict[str, torch.Tensor] | None:
-    """Parameters whole and in their own dtypes, by reference where they lie whole here,
-    else in new memory; collective like ``Params.fetch``. None unless ``wanted``."""
-    if not params.is_collective:
-        held = {name: params.whole(name) for name in names}
-        return held if wanted else None
-    metas = [params.metas[name] for name in names]
-    outs = [torch.empty(m.shape, dtype=m.dtype) for m in metas] if wanted else None
-    params.fetch(names, [meta.dtype for meta in metas], outs)
-    return None if outs is None else dict(zip(names, outs, strict=True))
 
 
 def convert(

@@ -53,17 +53,25 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in parts if part not in _WRAPPERS - {"module"})
 
 
-def base_name_in_peft(name: str) -> str | None:
+def base_name_in_peft(name: str, adapter: str = "") -> str | None:
     """The base model's name of a parameter inside a PEFT model; None for LoRA's own.
 
     ``base_model.model.model.layers.0.q_proj.base_layer.weight`` gives
-    ``model.layers.0.q_proj.weight``.
+    ``model.layers.0.q_proj.weight``. With ``adapter``, its trained copy of a whole
+    module (``modules_to_save``) stands in place of the original; without, the original.
     """
     parts = unwrapped_name(name).split(".")
     if parts[:2] == ["base_model", "model"]:
         parts = parts[2:]
-    if any(p.startswith("lora_") or p in ("original_module", "token_adapter") for p in parts):
+    if any(p.startswith("lora_") or p == "token_adapter" for p in parts):
         return None
+    if "modules_to_save" in parts:
+        i = parts.index("modules_to_save")
+        return ".".join((*parts[:i], *parts[i + 2 :])) if parts[i + 1] == adapter else None
+    if "original_module" in parts:
+        if adapter:
+            return None
+        parts.remove("original_module")
     return ".".join(part for part in parts if part != "base_layer")
 
 

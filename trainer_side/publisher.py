@@ -6,64 +6,45 @@ and the control plane.
 
 from __future__ import annotations
 
-import logging
+import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Literal
 
 import torch
 
-from trainer_side.adapter_source import Adapter, adapter_of_model
+from trainer_side.background import Background, Waiting
+from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
-from trainer_side.file_source import CheckpointSource, adapter_of_dir
-from trainer_side.module_source import ModuleSource
-from trainer_side.params.choose import open_model
+from trainer_side.params.snapshot import HostMemory
 from trainer_side.progress import reporter_for
-from trainer_side.ranks import SENDER, Together, agreeing, ranks_of
-from trainer_side.source import CastRule, Source, check_all_finite
-from trainer_side.together import LedSource, follow
-from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES, plan_buckets
-from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import Manifest
+from trainer_side.pushing import Pushing, PushOptions, PushReport
+from trainer_side.ranks import SENDER, Together, ranks_of
+from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
+from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
-from weft.contract.tensors import TensorMeta
-from weft.rpc.codec import dtype_from_proto, version_from_proto
-from weft.v1 import publish_pb2 as pb
-
-_log = logging.getLogger(__name__)
 
 #: ``require``: every replica in contact when the push begins, or at least so many.
 Require = Literal["all"] | int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushReport:
-    """What a push cost, as the coordinator saw it."""
-
-    version: PolicyVersion
-    total_bytes: int
-    num_replicas: int
-    seconds: float
-    """From the call until every replica served the version."""
-    forming_seconds: float
-    staging_seconds: float
-    committing_seconds: float
-    pause_seconds: float
-    """Longest time a replica held its requests still."""
+#: ``when_busy``: what becomes of an earlier push of the policy that still waits.
+WhenBusy = Literal["queue", "replace"]
 
 
 class Publisher:
     """Pushes versions of policies from one trainer, of one process or of many.
 
-    Pushes of one publisher run one after the other; every method may be called
-    from any thread. Leases are renewed in the background until ``close``.
+    The model may be plain, or wrapped by DDP, FSDP (1 and 2) or DeepSpeed, with or
+    without PEFT: which one is told by looking at it, and said in ``last_report``.
+    Pushes of one publisher run one after the other. In a trainer of one process every
+    method may be called from any thread; in one of several ranks, every rank makes
+    the same calls in the same order. Leases are renewed in the background until
+    ``close``.
 
     Args:
-        coordinator: HOST:PORT.
+        coordinator: HOST:PORT; used by the sender alone.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
         require: Which replicas must hold a version before it is committed: "all"
             that are in contact when the push begins, or at least so many.
@@ -95,19 +76,21 @@ class Publisher:
         check_name(trainer_id, "trainer")
         self._require = _min_replicas(require)
         self._timeout_seconds = timeout_seconds
-        self._bucket_bytes = bucket_bytes
         self._ranks = ranks_of(ranks)
-        self._speaker: Delivery | None = None
+        self._delivery: Delivery | None = None
         if self._ranks.rank == SENDER:
-            self._speaker = Delivery(coordinator, trainer_id, data_host, reporter_for(progress))
-        self._pushing = threading.Lock()
-        self._plans: dict[tuple[TensorMeta, ...], Manifest] = {}
+            self._delivery = Delivery(coordinator, trainer_id, data_host, reporter_for(progress))
+        self._pushing = Pushing(self._ranks, self._delivery, bucket_bytes)
+        self._lock = threading.Lock()
+        self._background = Background()
+        self._memory = HostMemory()
+        self._borrowers = itertools.count()
         #: What the last successful push cost.
         self.last_report: PushReport | None = None
 
     def push_adapter(
         self,
-        model: torch.nn.Module | str | Path,
+        model: Model,
         policy: str,
         *,
         adapter_name: str = "default",
@@ -120,7 +103,8 @@ class Publisher:
         """Push a LoRA adapter; returns once every replica serves it.
 
         Args:
-            model: A PEFT model, read in place, or a directory that PEFT saved.
+            model: A PEFT model, wrapped or not, read in place (its base is not read), or
+                a directory that PEFT saved.
             policy: The adapter's name in the pool.
             adapter_name: Which adapter of the PEFT model.
             cast: Cast floats to the dtype that the replicas serve adapters in.
@@ -136,21 +120,16 @@ class Publisher:
             PeerUnavailableError, TransferTimeoutError, ...: Failed; nothing changed.
         """
         check_adapter_name(policy)
-
-        def make(target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-            rule = CastRule(cast, dtype_from_proto(target.adapter_dtype))
-            if isinstance(model, str | Path):
-                adapter = adapter_of_dir(Path(model), rule)
-            else:
-                opened = open_model(model, self._ranks)
-                adapter = adapter_of_model(opened, adapter_name, rule, check_base=check_base)
-            return adapter.source, adapter
-
-        return self._push(policy, make, check_finite, require, timeout_seconds)
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push(
+            policy,
+            lambda: adapter_content(model, self._ranks, cast, adapter_name, check_base),
+            options,
+        )
 
     def push_base(
         self,
-        model: torch.nn.Module | str | Path,
+        model: Model,
         *,
         cast: bool = True,
         check_finite: bool = False,
@@ -160,7 +139,7 @@ class Publisher:
         """Push every weight of the base model; returns once every replica serves it.
 
         Args:
-            model: A plain torch or transformers model, read in place, or a
+            model: A torch or transformers model, wrapped or not, read in place, or a
                 directory (or file) of safetensors in checkpoint names.
             cast, check_finite, require, timeout_seconds: As for ``push_adapter``.
 
@@ -171,31 +150,126 @@ class Publisher:
             InvalidManifestError: Not exactly the served model's tensors.
             WeftError: As for ``push_adapter``.
         """
-        if not isinstance(model, str | Path) and hasattr(model, "peft_config"):
-            raise InvalidRequestError(
-                "this is a PEFT model: push_adapter sends its adapter; to send a merged model, "
-                "merge a copy first (model.merge_and_unload())"
-            )
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push(BASE_POLICY, lambda: base_content(model, self._ranks, cast), options)
 
-        def make(target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-            exceptions = {
-                name: dtype_from_proto(dtype)
-                for name, dtype in target.base_dtype_exceptions.items()
-            }
-            rule = CastRule(cast, dtype_from_proto(target.base_dtype), exceptions)
-            if isinstance(model, str | Path):
-                return CheckpointSource(Path(model), rule), None
-            opened = open_model(model, self._ranks)
-            return ModuleSource(opened.module, opened.params, rule), None
+    def push_merged(
+        self,
+        model: torch.nn.Module,
+        *,
+        adapter_name: str = "default",
+        cast: bool = True,
+        check_finite: bool = False,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+    ) -> PolicyVersion:
+        """Push a PEFT model's base with an adapter merged in, as a version of the base.
 
-        return self._push(BASE_POLICY, make, check_finite, require, timeout_seconds)
+        Merged tensor by tensor on the way out, in float32, rounded once: the trained
+        weights are only read, and memory is that of ``push_base``. A base quantised by
+        bitsandbytes is dequantised first.
+
+        Args:
+            model: A PEFT model, wrapped or not.
+            adapter_name: Which adapter.
+            cast, check_finite, require, timeout_seconds: As for ``push_adapter``.
+
+        Returns:
+            The version, for example ``base@3``.
+
+        Raises:
+            UnsupportedError: A kind of layer that cannot be merged so; names it.
+            WeftError: As for ``push_base``.
+        """
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push(
+            BASE_POLICY, lambda: base_content(model, self._ranks, cast, adapter_name), options
+        )
+
+    # -- beside the training -----------------------------------------------------
+
+    def push_adapter_async(
+        self,
+        model: Model,
+        policy: str,
+        *,
+        adapter_name: str = "default",
+        cast: bool = True,
+        check_finite: bool = False,
+        check_base: bool = True,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_adapter`` of the weights as they are now; returns once they are copied.
+
+        Each rank copies what it holds to host memory that is used again, and training
+        may go on at once.
+
+        Args:
+            when_busy: "replace" makes earlier pushes of this policy that have not begun
+                fail with ``REPLACED``; "queue" sends them all, in order.
+            others: As for ``push_adapter``.
+
+        Returns:
+            A future that ends as ``push_adapter`` would, the same on every rank. It
+            cannot be cancelled.
+        """
+        check_adapter_name(policy)
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push_later(
+            policy,
+            lambda: adapter_content(model, self._ranks, cast, adapter_name, check_base),
+            options,
+            when_busy,
+        )
+
+    def push_base_async(
+        self,
+        model: Model,
+        *,
+        cast: bool = True,
+        check_finite: bool = False,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push_later(
+            BASE_POLICY, lambda: base_content(model, self._ranks, cast), options, when_busy
+        )
+
+    def push_merged_async(
+        self,
+        model: torch.nn.Module,
+        *,
+        adapter_name: str = "default",
+        cast: bool = True,
+        check_finite: bool = False,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_merged`` of the weights as they are now; see ``push_adapter_async``."""
+        options = self._options(check_finite, require, timeout_seconds)
+        return self._push_later(
+            BASE_POLICY,
+            lambda: base_content(model, self._ranks, cast, adapter_name),
+            options,
+            when_busy,
+        )
 
     def close(self) -> None:
-        """Release the leases and leave the side group; blocks at most some seconds."""
-        with self._pushing:
+        """Wait for pushes under way, release the leases and leave the side group.
+
+        Blocks at most until the deadlines of those pushes, and some seconds.
+        """
+        self._background.close()
+        with self._lock:
             self._ranks.abandon()
-            if self._speaker is not None:
-                self._speaker.close()
+            if self._delivery is not None:
+                self._delivery.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -208,101 +282,69 @@ class Publisher:
     ) -> None:
         self.close()
 
-    # -- one push ------------------------------------------------------------
+    # -- how ---------------------------------------------------------------------
+
+    def _options(
+        self, check_finite: bool, require: Require | None, timeout_seconds: float | None
+    ) -> PushOptions:
+        return PushOptions(
+            check_finite=check_finite,
+            min_replicas=self._require if require is None else _min_replicas(require),
+            timeout_seconds=timeout_seconds or self._timeout_seconds,
+        )
 
     def _push(
-        self,
-        policy: str,
-        make: Callable[[pb.DescribeTargetResponse], tuple[Source, Adapter | None]],
-        check_finite: bool,
-        require: Require | None,
-        timeout_seconds: float | None,
+        self, policy: str, content: Callable[[], Content], options: PushOptions
     ) -> PolicyVersion:
         began = time.monotonic()
-        deadline = began + (timeout_seconds or self._timeout_seconds)
-        min_replicas = self._require if require is None else _min_replicas(require)
-        ranks = self._ranks
-        with self._pushing:
-            ranks.open(deadline)
-            target = pb.DescribeTargetResponse.FromString(
-                ranks.share(lambda: self._delivery.describe(deadline).SerializeToString())
-            )
-            with agreeing(ranks):
-                source, adapter = make(target)
-                if check_finite:
-                    check_all_finite(source)
-                manifest = self._plan(source.metas)
-            self._check_same(manifest)
+        self._background.drain()  # in the order of the calls, on every rank
+        with self._lock:
+            self.last_report = self._pushing.push(policy, content, options, began=began)
+            return self.last_report.version
 
-            def begin() -> bytes:
-                begun = self._delivery.begin(
-                    policy, manifest, adapter, target, min_replicas, deadline
-                )
-                return begun.SerializeToString()
+    def _push_later(
+        self,
+        policy: str,
+        content: Callable[[], Content],
+        options: PushOptions,
+        when_busy: WhenBusy,
+    ) -> Future[PolicyVersion]:
+        if when_busy not in ("queue", "replace"):
+            raise InvalidRequestError(f"when_busy={when_busy!r}: use 'queue' or 'replace'")
+        began = time.monotonic()
+        borrower = next(self._borrowers)
+        kept = _attempt(lambda: content().kept(self._memory.lend(borrower)))
 
-            begun = pb.BeginTransferResponse.FromString(ranks.share(begin))
-            version = version_from_proto(begun.version)
-            _log.info(
-                "pushing %s: %s, %d bytes to %s, epoch %d",
-                version,
-                source.description,
-                manifest.total_bytes,
-                ", ".join(begun.replica_ids),
-                begun.group.epoch,
-            )
-            transfer = self._carry_out(begun, source, manifest, deadline)
-        seconds = time.monotonic() - began
-        self.last_report = PushReport(
-            version=version,
-            total_bytes=manifest.total_bytes,
-            num_replicas=len(transfer.replica_ids),
-            seconds=seconds,
-            forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
-            staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
-            committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
-            pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
-        )
-        _log.info("pushed %s in %.3f s", version, seconds)
-        return version
+        def run(waiting: Waiting) -> PolicyVersion:
+            try:
+                with self._lock:
+                    self.last_report = self._pushing.push(
+                        policy,
+                        kept,
+                        options,
+                        began=began,
+                        is_replaced=lambda: waiting.is_replaced,
+                    )
+                    return self.last_report.version
+            finally:
+                self._memory.give_back(borrower)
 
-    def _check_same(self, manifest: Manifest) -> None:
-        """The ranks of a trainer must have the same model in mind."""
-        theirs = self._ranks.share(lambda: manifest.layout_digest)
-        with agreeing(self._ranks):
-            if theirs != manifest.layout_digest:
-                raise InvalidManifestError(
-                    f"rank {self._ranks.rank} of this trainer would push other names or shapes "
-                    "than its rank 0: every rank must push the same model"
-                )
+        return self._background.submit(policy, run, replace=when_busy == "replace")
 
-    def _carry_out(
-        self, begun: pb.BeginTransferResponse, source: Source, manifest: Manifest, deadline: float
-    ) -> pb.Transfer:
-        """Send at the sender, help elsewhere; the outcome everywhere."""
-        ranks = self._ranks
-        led = LedSource(source, ranks) if source.is_collective and ranks.size > 1 else source
 
-        def send() -> bytes:
-            return self._delivery.carry_out(begun, led, manifest, deadline).SerializeToString()
+def _attempt(make: Callable[[], Content]) -> Callable[[], Content]:
+    """Make it now; hand it, or what prevented it, out later: the other ranks made theirs,
+    and must learn of it in step."""
+    try:
+        content = make()
+    except Exception as error:  # noqa: BLE001 (raised by the push)
+        failure = error
 
-        if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):
-            follow(source, ranks, manifest)
-        return pb.Transfer.FromString(ranks.share(send))
+        def fail() -> Content:
+            raise failure
 
-    @property
-    def _delivery(self) -> Delivery:
-        assert self._speaker is not None
-        return self._speaker
-
-    def _plan(self, metas: tuple[TensorMeta, ...]) -> Manifest:
-        """The bucket plan of these tensors, kept: the next push has the same."""
-        manifest = self._plans.get(metas)
-        if manifest is None:
-            manifest = plan_buckets(metas, self._bucket_bytes)
-            if len(self._plans) >= 32:
-                self._plans.clear()
-            self._plans[metas] = manifest
-        return manifest
+        return fail
+    return lambda: content
 
 
 def _min_replicas(require: Require) -> int:

@@ -111,7 +111,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 def _trainer(strike: Strike) -> None:
     from trainer_side.delivery import Delivery
     from trainer_side.packer import Packer
-    from trainer_side.publisher import Publisher
+    from trainer_side.pushing import Pushing
     from trainer_side.sender import Sender
     from weft.transport.attendance import Attendance
 
@@ -127,7 +127,7 @@ def _trainer(strike: Strike) -> None:
         case "inside commit":
             _after(Sender, "send", strike)
         case "after commit":
-            _after(Publisher, "_carry_out", strike)
+            _after(Pushing, "_carry_out", strike)
 
 
 def _replica(strike: Strike) -> None:

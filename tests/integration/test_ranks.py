@@ -6,7 +6,7 @@ The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py
 import pytest
 import torch
 
-from tests.integration.models import Model, same, until, weights
+from tests.integration.models import Model, peft_of, same, until, weights
 from tests.pool import EngineDouble, running_pool
 from tests.trainers.launch import running_ranks
 
@@ -58,6 +58,39 @@ def test_every_kind_of_trainer_pushes_its_adapter_without_its_base(kind, engine,
         if "lora_" in name
     }
     assert same(engine.adapter(f"math-{kind}@{version}".replace("_", "-")), expected)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "zero3"])
+def test_training_goes_on_while_its_weights_are_pushed(kind, engine, trainer, tmp_path):
+    trainer.do("make", kind=kind)
+    trainer.push("base")
+    trainer.do("train", steps=1)
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    answers = trainer.do("push_beside", what="base", steps=3)
+    assert len({answer["version"] for answer in answers}) == 1
+    assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+    trainer.do("save", path=str(tmp_path / "later.pt"))
+    assert not same(engine.base, torch.load(tmp_path / "later.pt"))
+
+
+# PEFT's own merge of the whole weights is the reference.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fsdp1_flat"])
+def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
+    kind, engine, trainer, tmp_path
+):
+    trainer.do("make", kind=kind, peft={"seed": 1, "use_rslora": True})
+    trainer.do("train", steps=1)
+    trainer.do("save", path=str(tmp_path / "before.pt"))
+    trainer.push("merged")
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt")
+    assert same(whole, torch.load(tmp_path / "before.pt"))  # only read
+    reference = peft_of(Model(0), use_rslora=True)
+    reference.load_state_dict(whole, strict=True)
+    expected = weights(reference.merge_and_unload())
+    assert engine.base.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(engine.base[name], tensor, rtol=0, atol=1e-6), name
 
 
 def test_replicated_shards_and_uneven_rows(pool, engine, tmp_path):

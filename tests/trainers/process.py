@@ -150,6 +150,15 @@ class Rank:
             }  # fmt: skip
         return {**outcome, "began": began, "ended": time.time()}
 
+    def push_beside(self, what: str, steps: int, **arguments: Any) -> dict[str, Any]:
+        """Push asynchronously and train on meanwhile."""
+        assert self._trainer is not None
+        assert self._publisher is not None
+        future = getattr(self._publisher, f"push_{what}_async")(self._trainer.model, **arguments)
+        self.train(steps)
+        was_done = future.done()
+        return {"version": future.result(60).version, "was_done": was_done}
+
     def close(self) -> None:
         """Of the publisher."""
         if self._publisher is not None:

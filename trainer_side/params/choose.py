@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainer_side.names import unwrapped_name
 from trainer_side.params import zero3
 from trainer_side.params.params import Params, WholeParams
+from trainer_side.params.quantised import DequantisedParams, is_quantised
 from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
 
@@ -45,6 +46,8 @@ def open_model(model: torch.nn.Module, ranks: Ranks) -> Opened:
         reshard(module)
     named = {unwrapped_name(name): param for name, param in module.named_parameters()}
     kinds = {_kind(param) for param in named.values()} - {""}
+    if not kinds and any(map(is_quantised, named.values())):
+        return Opened(module, DequantisedParams(module, named, wrapper or "plain"))
     if not kinds:
         return Opened(module, WholeParams(named, wrapper or "plain"))
     placed = {name: _place(param, rank_of) for name, param in named.items()}

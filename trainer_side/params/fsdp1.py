@@ -37,7 +37,8 @@ def units_of(model: torch.nn.Module, rank_of: Mapping[int, int]) -> Iterator[tup
 def _unit(handle: Any, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]]:
     flat = handle.flat_param
     is_sharded = handle.uses_sharded_strategy
-    local = flat._local_shard if is_sharded else flat.data
+    # Before the first forward the shard is where the whole will be.
+    local = getattr(flat, "_local_shard", flat.data) if is_sharded else flat.data
     holders = dist.get_process_group_ranks(handle.process_group) if is_sharded else [_own_rank()]
     if not all(rank in rank_of for rank in holders):
         raise UnsupportedError(

@@ -55,6 +55,20 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def whole_tensors(
+    params: Params, names: Sequence[str], *, wanted: bool
+) -> dict[str, torch.Tensor] | None:
+    """Parameters whole and in their own dtypes, by reference where they lie whole here,
+    else in new memory; collective like ``Params.fetch``. None unless ``wanted``."""
+    if not params.is_collective:
+        held = {name: params.whole(name) for name in names}
+        return held if wanted else None
+    metas = [params.metas[name] for name in names]
+    outs = [torch.empty(m.shape, dtype=m.dtype) for m in metas] if wanted else None
+    params.fetch(names, [meta.dtype for meta in metas], outs)
+    return None if outs is None else dict(zip(names, outs, strict=True))
+
+
 class WholeParams:
     """Parameters of which the sender holds all: a plain module, DDP, ZeRO-1 and 2.
 

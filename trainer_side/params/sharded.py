@@ -70,7 +70,8 @@ class ShardedParams:
 
     def __init__(self, params: Mapping[str, Sharded | Gathered], kind: str, ranks: Ranks) -> None:
         self.kind = kind
-        self._params, self._ranks = params, ranks
+        #: Where each is.
+        self.placed, self.ranks = params, ranks
         self.metas = {
             name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in params.items()
         }
@@ -87,7 +88,7 @@ class ShardedParams:
         """See ``Params.fetch``."""
         pending: list[tuple[Sharded, torch.dtype, torch.Tensor | None]] = []
         for index, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
-            param = self._params[name]
+            param = self.placed[name]
             out = None if outs is None else outs[index]
             if isinstance(param, Sharded):
                 # Cast by whoever holds it if that makes it smaller.
@@ -97,7 +98,7 @@ class ShardedParams:
             whole = param.gather()
             if out is not None:
                 copy_into([out], [whole.detach().view(out.shape)])
-        for chunk in _chunks(pending, self._ranks.size, self._chunk_bytes):
+        for chunk in _chunks(pending, self.ranks.size, self._chunk_bytes):
             self._bring(chunk)
 
     def whole(self, name: str) -> torch.Tensor:
@@ -106,19 +107,19 @@ class ShardedParams:
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``."""
-        for name, param in self._params.items():
+        for name, param in self.placed.items():
             if param.local is not None:
                 yield name, param.local.detach()
 
     def _bring(self, pieces: Sequence[_Piece]) -> None:
         """One message from each rank that holds some of ``pieces``."""
-        own = self._ranks.rank
+        own = self.ranks.rank
         if own != SENDER:
             mine = [piece for piece in pieces if piece.rank == own]
             if mine:
                 message, views = self._message(own, mine)
                 copy_into(views, [piece.source() for piece in mine])
-                self._ranks.collect(message, {})
+                self.ranks.collect(message, {})
             return
         here = [piece for piece in pieces if piece.rank == SENDER]
         if here:
@@ -128,7 +129,7 @@ class ShardedParams:
             if piece.rank != SENDER:
                 by_rank.setdefault(piece.rank, []).append(piece)
         messages = {rank: self._message(rank, theirs) for rank, theirs in by_rank.items()}
-        self._ranks.collect(None, {rank: message for rank, (message, _) in messages.items()})
+        self.ranks.collect(None, {rank: message for rank, (message, _) in messages.items()})
         for rank, theirs in by_rank.items():
             copy_into([piece.target() for piece in theirs], messages[rank][1])
 

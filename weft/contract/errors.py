@@ -184,6 +184,7 @@ REASONS: dict[str, type[WeftError]] = {
     "EPOCH_FENCED": StaleEpochError,
     "LEASE_FENCED": LeaseFencedError,
     "TRANSFER_ABORTED": TransferAbortedError,
+    "REPLACED": TransferAbortedError,
     "STAGING_FULL": CapacityError,
     "MANIFEST_TOO_LARGE": CapacityError,
     "STORE_FULL": CapacityError,

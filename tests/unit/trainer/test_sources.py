@@ -140,7 +140,8 @@ def test_wrapper_components_go_as_whole_components(wrapped, name):
         ("base_model.model.model.q_proj.base_layer.weight", "model.q_proj.weight"),
         ("base_model.model.model.q_proj.lora_A.default.weight", None),
         ("base_model.model.my_base_layer_norm.weight", "my_base_layer_norm.weight"),
-        ("base_model.model.head.original_module.weight", None),
+        ("base_model.model.head.original_module.weight", "head.weight"),
+        ("base_model.model.head.modules_to_save.default.weight", None),
     ],
 )
 def test_base_names_inside_peft(wrapped, name):

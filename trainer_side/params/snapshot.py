@@ -1,0 +1,124 @@
+"""Copies of parameters as they are at one moment, in host memory that is used again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from trainer_side.params.params import Params, WholeParams
+from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.ranks import SENDER
+
+
+class HostMemory:
+    """Host buffers by size, kept for the next snapshot; thread-safe.
+
+    Touched memory is filled several times faster than fresh memory; copies of
+    parameters on an accelerator are pinned.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._taken: dict[int, list[tuple[tuple[int, bool], torch.Tensor]]] = {}
+
+    def lend(self, borrower: int) -> Lease:
+        """Buffers for one snapshot, until ``give_back`` with the same number."""
+        return Lease(self, borrower)
+
+    def take(self, borrower: int, num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """uint8 bytes of a size, shape (num_bytes,)."""
+        key = (num_bytes, pinned)
+        with self._lock:
+            free = self._free.get(key)
+            buffer = free.pop() if free else None
+        if buffer is None:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        with self._lock:
+            self._taken.setdefault(borrower, []).append((key, buffer))
+        return buffer
+
+    def give_back(self, borrower: int) -> None:
+        """All that a borrower took may be used again."""
+        with self._lock:
+            for key, buffer in self._taken.pop(borrower, []):
+                self._free.setdefault(key, []).append(buffer)
+
+
+class Lease:
+    """One borrower's way to ``HostMemory``."""
+
+    def __init__(self, memory: HostMemory, borrower: int) -> None:
+        self._memory, self._borrower = memory, borrower
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; blocks until it is made."""
+        tensor = tensor.detach()
+        is_remote = tensor.device.type != "cpu"
+        num_bytes = tensor.numel() * tensor.element_size()
+        buffer = self._memory.take(self._borrower, num_bytes, pinned=is_remote)
+        host = buffer.view(tensor.dtype).view(tensor.shape)
+        host.copy_(tensor)
+        return host
+
+
+class _Overlaid:
+    """Parameters, some of them replaced by copies; see ``Params``."""
+
+    is_collective = False
+
+    def __init__(self, params: Params, copies: Mapping[str, torch.Tensor]) -> None:
+        self.kind, self.metas = params.kind, params.metas
+        self._params, self._copies = params, WholeParams(copies, params.kind)
+
+    def fetch(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """See ``Params.fetch``."""
+        for params, is_copied in ((self._copies, True), (self._params, False)):
+            which = [i for i, name in enumerate(names) if (name in self._copies.metas) is is_copied]
+            if which:
+                params.fetch(
+                    [names[i] for i in which],
+                    [dtypes[i] for i in which],
+                    None if outs is None else [outs[i] for i in which],
+                )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """See ``Params.whole``."""
+        return (self._copies if name in self._copies.metas else self._params).whole(name)
+
+    def local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``Params.local``."""
+        yield from self._copies.local()
+        yield from ((n, t) for n, t in self._params.local() if n not in self._copies.metas)
+
+
+def snapshot(params: Params, names: Collection[str], lease: Lease) -> Params:
+    """The same parameters with copies of what this rank holds of ``names``; the others
+    are still read in place.
+
+    Collective only where the framework alone can gather a parameter: it is then
+    gathered now, and kept whole at the sender.
+    """
+    if not isinstance(params, ShardedParams):
+        copies = {name: lease.copy(params.whole(name)) for name in params.metas if name in names}
+        return _Overlaid(params, copies)
+    kept: dict[str, Sharded | Gathered] = {}
+    for name, param in params.placed.items():
+        if name not in names:
+            kept[name] = param
+        elif isinstance(param, Sharded):
+            local = None if param.local is None else lease.copy(param.local)
+            kept[name] = Sharded(param.shape, param.dtype, param.runs, local)
+        else:
+            whole = param.gather()
+            runs = (Run(SENDER, 0, param.shape.numel()),)
+            own = lease.copy(whole) if params.ranks.rank == SENDER else None
+            kept[name] = Sharded(param.shape, param.dtype, runs, own)
+    return ShardedParams(kept, params.kind, params.ranks)

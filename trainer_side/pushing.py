@@ -1,0 +1,192 @@
+"""One push, in step on every rank of a trainer: describe, plan, begin, send, outcome."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer_side.adapter_source import Adapter
+from trainer_side.content import Content
+from trainer_side.delivery import Delivery
+from trainer_side.ranks import SENDER, Ranks, agreeing
+from trainer_side.source import Source, check_all_finite
+from trainer_side.together import LedSource, follow
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import InvalidManifestError, TransferAbortedError
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import TensorMeta
+from weft.rpc.codec import version_from_proto
+from weft.v1 import publish_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_MAX_PLANS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """What a push cost, as the coordinator saw it."""
+
+    version: PolicyVersion
+    total_bytes: int
+    num_replicas: int
+    seconds: float
+    """From the call until every replica served the version."""
+    forming_seconds: float
+    staging_seconds: float
+    committing_seconds: float
+    pause_seconds: float
+    """Longest time a replica held its requests still."""
+    source: str
+    """What was read: the kind of trainer and of model that was found."""
+    remarks: tuple[str, ...] = ()
+    """What the success does not tell: a trainer's base that is quantised, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """How one push is made; the same on every rank."""
+
+    check_finite: bool
+    min_replicas: int
+    """0 is all in contact."""
+    timeout_seconds: float
+
+
+class Pushing:
+    """Carries pushes out, one at a time.
+
+    Args:
+        ranks: Of the trainer.
+        delivery: At the sender; None elsewhere.
+        bucket_bytes: Payload of a bucket.
+    """
+
+    def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int) -> None:
+        self._ranks, self._speaker = ranks, delivery
+        self._bucket_bytes = bucket_bytes
+        self._plans: dict[tuple[TensorMeta, ...], Manifest] = {}
+
+    def push(
+        self,
+        policy: str,
+        content: Callable[[], Content],
+        options: PushOptions,
+        *,
+        began: float,
+        is_replaced: Callable[[], bool] = lambda: False,
+    ) -> PushReport:
+        """Push; collective, blocks until all replicas serve the version.
+
+        Args:
+            content: Looks at the model; its failure is that of every rank.
+            began: When it was asked for, ``time.monotonic()``; the deadline counts from now.
+            is_replaced: Asked at the sender once the push's turn has come.
+
+        Raises:
+            TransferAbortedError: ``REPLACED``.
+            WeftError: The same on every rank; nothing changed.
+        """
+        deadline = time.monotonic() + options.timeout_seconds
+        ranks = self._ranks
+        ranks.open(deadline)
+        if ranks.share(lambda: b"replaced" if is_replaced() else b""):
+            raise TransferAbortedError(
+                f"a later push of {policy!r} replaced this one before it began; nothing was sent",
+                reason="REPLACED",
+            )
+        target = pb.DescribeTargetResponse.FromString(
+            ranks.share(lambda: self._delivery.describe(deadline).SerializeToString())
+        )
+        with agreeing(ranks):
+            what = content()
+            source, adapter = what.source(target)
+            if options.check_finite:
+                check_all_finite(source)
+            manifest = self._plan(source.metas)
+        self._check_same(manifest)
+        begun = pb.BeginTransferResponse.FromString(
+            ranks.share(lambda: self._begin(policy, manifest, adapter, target, options, deadline))
+        )
+        version = version_from_proto(begun.version)
+        _log.info(
+            "pushing %s: %s, %d bytes to %s, epoch %d",
+            version,
+            source.description,
+            manifest.total_bytes,
+            ", ".join(begun.replica_ids),
+            begun.group.epoch,
+        )
+        transfer = self._carry_out(begun, source, manifest, deadline)
+        for remark in what.remarks:
+            _log.warning("%s: %s", version, remark)
+        report = PushReport(
+            version=version,
+            total_bytes=manifest.total_bytes,
+            num_replicas=len(transfer.replica_ids),
+            seconds=time.monotonic() - began,
+            forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
+            staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
+            committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
+            pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
+            source=source.description,
+            remarks=what.remarks,
+        )
+        _log.info("pushed %s in %.3f s", version, report.seconds)
+        return report
+
+    @property
+    def _delivery(self) -> Delivery:
+        assert self._speaker is not None
+        return self._speaker
+
+    def _begin(
+        self,
+        policy: str,
+        manifest: Manifest,
+        adapter: Adapter | None,
+        target: pb.DescribeTargetResponse,
+        options: PushOptions,
+        deadline: float,
+    ) -> bytes:
+        begun = self._delivery.begin(
+            policy, manifest, adapter, target, options.min_replicas, deadline
+        )
+        return begun.SerializeToString()
+
+    def _plan(self, metas: tuple[TensorMeta, ...]) -> Manifest:
+        """The bucket plan of these tensors, kept: the next push has the same."""
+        manifest = self._plans.get(metas)
+        if manifest is None:
+            manifest = plan_buckets(metas, self._bucket_bytes)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[metas] = manifest
+        return manifest
+
+    def _check_same(self, manifest: Manifest) -> None:
+        """The ranks of a trainer must have the same model in mind."""
+        theirs = self._ranks.share(lambda: manifest.layout_digest)
+        with agreeing(self._ranks):
+            if theirs != manifest.layout_digest:
+                raise InvalidManifestError(
+                    f"rank {self._ranks.rank} of this trainer would push other names or shapes "
+                    "than its rank 0: every rank must push the same model"
+                )
+
+    def _carry_out(
+        self, begun: pb.BeginTransferResponse, source: Source, manifest: Manifest, deadline: float
+    ) -> pb.Transfer:
+        """Send at the sender, help elsewhere; the outcome everywhere."""
+        ranks = self._ranks
+        led = LedSource(source, ranks) if source.is_collective else source
+
+        def send() -> bytes:
+            return self._delivery.carry_out(begun, led, manifest, deadline).SerializeToString()
+
+        if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):
+            follow(source, ranks, manifest)
+        return pb.Transfer.FromString(ranks.share(send))
