@@ -35,7 +35,7 @@ def peft_of(model: nn.Module, seed: int = 0, **settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+        model, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
     )
     torch.manual_seed(100 + seed)
     with torch.no_grad():

@@ -1,0 +1,124 @@
+"""Real trainers of two ranks push to a real vLLM replica, each kind in turn.
+
+After each push the replica must answer as Hugging Face does with the trainer's own
+weights, which its framework gathers by its own, slow way. One engine serves all; the
+kinds of model beyond the dense one are in the matrix (``make trainers``).
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import models
+from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from tests.trainers.launch import running_ranks
+from weft_cli.demo.openai_client import complete
+
+KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
+#: In CI, one of each way to lie: whole, flat runs, rows, padded runs.
+SAMPLE = ("ddp", "fsdp1", "fsdp2", "zero3")
+PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14])
+#: vLLM against Hugging Face in float32 (tests/e2e/test_models.py).
+MAX_ERROR, MEAN_ERROR = 5e-5, 5e-6
+TARGETS = ["q_proj", "v_proj", "o_proj"]
+
+
+class Rig:
+    """A trainer of two ranks and a replica, for one saved model."""
+
+    def __init__(self, stack: ExitStack, work: Path, kind: str, *, tied: bool, lora: bool) -> None:
+        self.work = work
+        self.model = models.make_model(kind, work / "model", seed=1, tied=tied)
+        coordinator = stack.enter_context(running_coordinator(work))
+        args = LORA_ARGS if lora else ()
+        (self.url,) = stack.enter_context(
+            running_replicas(work, coordinator.target, [self.model], *args)
+        )
+        self.trainer = stack.enter_context(running_ranks(work, coordinator.target, 2))
+
+    def make(self, kind: str, peft: dict | None = None) -> None:
+        """A trainer of the model, trained a step."""
+        self.trainer.do("make", kind=kind, model=str(self.model), peft=peft)
+        self.trainer.do("train", steps=1)
+
+    def expect(self, served: str, peft: dict | None = None) -> None:
+        """The replica's answers are those of the trainer's whole weights."""
+        path = self.work / "whole.pt"
+        self.trainer.do("save", path=str(path))
+        whole = torch.load(path)
+        reference = models.load_hf(self.model)
+        if peft is not None:
+            from tests.integration.models import peft_of
+
+            reference = peft_of(reference, **peft)
+        missing, unknown = reference.load_state_dict(whole, strict=False)
+        assert not unknown
+        assert all("lm_head" in name for name in missing), missing  # tied
+        reference.tie_weights()
+        errors = []
+        for prompt in PROMPTS:
+            answer = complete(self.url, served, prompt)
+            assert answer.model in (served, MODEL_NAME)
+            ids = torch.tensor([[*prompt, *answer.tokens]])
+            with torch.no_grad():
+                logits = reference.eval()(input_ids=ids).logits[0].float()
+            log_probs = torch.log_softmax(logits, dim=-1)
+            for i, (token, got) in enumerate(zip(answer.tokens, answer.log_probs, strict=True)):
+                errors.append(abs(float(log_probs[len(prompt) - 1 + i, token]) - got))
+        assert max(errors) <= MAX_ERROR
+        assert sum(errors) / len(errors) <= MEAN_ERROR
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    with ExitStack() as stack:
+        yield Rig(stack, tmp_path_factory.mktemp("dense"), "qwen2", tied=False, lora=True)
+
+
+def _params(kinds):
+    rest = [pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS if kind not in SAMPLE]
+    return [*(kind for kind in kinds if kind in SAMPLE), *(p for p in rest if p.values[0] in kinds)]
+
+
+@pytest.mark.parametrize("kind", _params(KINDS))
+def test_full_push(dense, kind):
+    dense.make(kind)
+    version = dense.trainer.push("base")
+    assert version >= 1
+    dense.expect(MODEL_NAME)
+
+
+@pytest.mark.parametrize("kind", _params([kind for kind in KINDS if kind != "fsdp1_flat"]))
+def test_adapter_push_then_merged_push(dense, kind):
+    peft = {"seed": 2, "use_rslora": True, "target_modules": TARGETS}
+    # The adapter's base is the saved model: the replica goes back to it.
+    dense.trainer.do("make", kind="ddp", model=str(dense.model))
+    dense.trainer.push("base")
+    dense.make(kind, peft)
+    name = f"math-{kind}".replace("_", "-")
+    version = dense.trainer.push("adapter", policy=name)
+    dense.expect(f"{name}@{version}", peft)
+    dense.trainer.push("merged")
+    dense.expect(MODEL_NAME, peft)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["tied", "moe"])
+def test_other_kinds_of_model(model, tmp_path):
+    kind = {"tied": "qwen2", "moe": "qwen3_moe"}[model]
+    with ExitStack() as stack:
+        rig = Rig(stack, tmp_path, kind, tied=model == "tied", lora=model == "tied")
+        peft = {"seed": 2, "target_modules": TARGETS}
+        for trainer in ("ddp", "fsdp1", "fsdp2", "zero3"):
+            rig.make(trainer)
+            rig.trainer.push("base")
+            rig.expect(MODEL_NAME)
+            rig.make(trainer, peft)
+            rig.trainer.push("merged")
+            rig.expect(MODEL_NAME, peft)
