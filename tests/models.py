@@ -205,3 +205,23 @@ def load_peft(model: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load_hf(model), str(adapter))
+
+
+def load_quantised(model: Path, bits: int) -> Any:
+    """A saved model with 4-bit (nf4) or 8-bit linears, by bitsandbytes."""
+    import warnings
+
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = (
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # bitsandbytes about CPU kernels
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, quantization_config=config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        loaded(input_ids=torch.tensor([[5, 6, 7]]))  # moves the scales of 8-bit weights
+    return loaded

@@ -7,16 +7,18 @@ kinds of model beyond the dense one are in the matrix (``make trainers``).
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests import models
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from tests.integration.models import peft_of
 from tests.trainers.launch import running_ranks
+from trainer_side import Publisher
 from weft_cli.demo.openai_client import complete
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
@@ -28,6 +30,22 @@ MAX_ERROR, MEAN_ERROR = 5e-5, 5e-6
 TARGETS = ["q_proj", "v_proj", "o_proj"]
 
 
+def check(url: str, served: str, reference: Any) -> None:
+    """The replica answers as a model of transformers does."""
+    errors = []
+    for prompt in PROMPTS:
+        answer = complete(url, served, prompt)
+        assert answer.model in (served, MODEL_NAME)
+        ids = torch.tensor([[*prompt, *answer.tokens]])
+        with torch.no_grad():
+            logits = reference.eval()(input_ids=ids).logits[0].float()
+        log_probs = torch.log_softmax(logits, dim=-1)
+        for i, (token, got) in enumerate(zip(answer.tokens, answer.log_probs, strict=True)):
+            errors.append(abs(float(log_probs[len(prompt) - 1 + i, token]) - got))
+    assert max(errors) <= MAX_ERROR
+    assert sum(errors) / len(errors) <= MEAN_ERROR
+
+
 class Rig:
     """A trainer of two ranks and a replica, for one saved model."""
 
@@ -35,6 +53,7 @@ class Rig:
         self.work = work
         self.model = models.make_model(kind, work / "model", seed=1, tied=tied)
         coordinator = stack.enter_context(running_coordinator(work))
+        self.target = coordinator.target
         args = LORA_ARGS if lora else ()
         (self.url,) = stack.enter_context(
             running_replicas(work, coordinator.target, [self.model], *args)
@@ -53,26 +72,12 @@ class Rig:
         whole = torch.load(path)
         reference = models.load_hf(self.model)
         if peft is not None:
-            from tests.integration.models import peft_of
-
             reference = peft_of(reference, **peft)
         missing, unknown = reference.load_state_dict(whole, strict=False)
         assert not unknown
         assert all("lm_head" in name for name in missing), missing  # tied
         reference.tie_weights()
-        errors = []
-        for prompt in PROMPTS:
-            answer = complete(self.url, served, prompt)
-            assert answer.model in (served, MODEL_NAME)
-            ids = torch.tensor([[*prompt, *answer.tokens]])
-            with torch.no_grad():
-                logits = reference.eval()(input_ids=ids).logits[0].float()
-            log_probs = torch.log_softmax(logits, dim=-1)
-            for i, (token, got) in enumerate(zip(answer.tokens, answer.log_probs, strict=True)):
-                errors.append(abs(float(log_probs[len(prompt) - 1 + i, token]) - got))
-        assert max(errors) <= MAX_ERROR
-        assert sum(errors) / len(errors) <= MEAN_ERROR
-        gc.collect()
+        check(self.url, served, reference)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,32 @@ def test_adapter_push_then_merged_push(dense, kind):
     dense.expect(f"{name}@{version}", peft)
     dense.trainer.push("merged")
     dense.expect(MODEL_NAME, peft)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_trainer(dense, bits):
+    """Its adapter, on the pool's own base; and its dequantised base with it merged in."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    dense.trainer.do("close")  # gives its leases back
+    model = peft_of(models.load_quantised(dense.model, bits), 5, target_modules=TARGETS)
+    with Publisher(dense.target, trainer_id="trainer-q", timeout_seconds=60) as publisher:
+        publisher.push_base(dense.model)
+        version = publisher.push_adapter(model, "quantised")
+        assert "quantised to" in publisher.last_report.remarks[0]
+        reference = peft_of(models.load_hf(dense.model), 5, target_modules=TARGETS)
+        check(dense.url, str(version), reference)
+
+        publisher.push_merged(model)
+        whole = {
+            f"{name}.weight": dequantize_module_weight(part).float()
+            for name, part in model.named_modules()
+            if type(part).__name__ in ("Linear4bit", "Linear8bitLt") and not hasattr(part, "lora_A")
+        }
+        rest = {name: p for name, p in model.named_parameters() if name not in whole}
+        reference.load_state_dict({**rest, **whole})
+        # 8-bit weights are dequantised by one formula here and by another there
+        check(dense.url, MODEL_NAME, reference)
 
 
 @pytest.mark.matrix

@@ -161,8 +161,9 @@ class Rank:
 
     def close(self) -> None:
         """Of the publisher."""
-        if self._publisher is not None:
-            self._publisher.close()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
 
 
 def main() -> None:

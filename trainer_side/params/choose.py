@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,12 +46,13 @@ def open_model(model: torch.nn.Module, ranks: Ranks) -> Opened:
 
         reshard(module)
     named = {unwrapped_name(name): param for name, param in module.named_parameters()}
-    kinds = {_kind(param) for param in named.values()} - {""}
+    places = _Places(rank_of)
+    kinds = {places.kind(param) for param in named.values()} - {""}
     if not kinds and any(map(is_quantised, named.values())):
         return Opened(module, DequantisedParams(module, named, wrapper or "plain"))
     if not kinds:
         return Opened(module, WholeParams(named, wrapper or "plain"))
-    placed = {name: _place(param, rank_of) for name, param in named.items()}
+    placed = {name: places.of(param) for name, param in named.items()}
     return Opened(module, ShardedParams(placed, " and ".join(sorted(kinds)), ranks))
 
 
@@ -59,28 +61,33 @@ def _is_loaded(name: str) -> bool:
     return name in sys.modules
 
 
-def _kind(param: torch.nn.Parameter) -> str:
-    if zero3.is_zero3(param):
-        return "DeepSpeed ZeRO-3"
-    if _is_loaded("torch.distributed.tensor"):
-        from torch.distributed.tensor import DTensor
+class _Places:
+    """Where each parameter of one model is."""
 
-        if isinstance(param, DTensor):
-            return "FSDP2"
-    return ""
+    def __init__(self, rank_of: Mapping[int, int]) -> None:
+        self._rank_of = rank_of
+        self._dtensors: Any = None
+        self._is_dtensor: Callable[[object], bool] = lambda param: False
+        if _is_loaded("torch.distributed.tensor"):
+            from trainer_side.params.dtensor import DTensor, DTensorPlaces
 
+            self._dtensors = DTensorPlaces(rank_of)
+            self._is_dtensor = lambda param: isinstance(param, DTensor)
 
-def _place(param: torch.nn.Parameter, rank_of: Mapping[int, int]) -> Sharded | Gathered:
-    match _kind(param):
-        case "DeepSpeed ZeRO-3":
-            return zero3.of_zero3(param, rank_of)
-        case "FSDP2":
-            from trainer_side.params.dtensor import DTensor, of_dtensor
+    def kind(self, param: torch.nn.Parameter) -> str:
+        """Who shards it; empty if it is whole here."""
+        if zero3.is_zero3(param):
+            return "DeepSpeed ZeRO-3"
+        return "FSDP2" if self._is_dtensor(param) else ""
 
-            assert isinstance(param, DTensor)
-            return of_dtensor(param, rank_of)
-        case _:
-            return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
+    def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
+        """Where it is."""
+        if zero3.is_zero3(param):
+            return zero3.of_zero3(param, self._rank_of)
+        if self._is_dtensor(param):
+            placed: Sharded | Gathered = self._dtensors.of(param)
+            return placed
+        return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
 
 
 def _has_fsdp1(module: torch.nn.Module) -> bool:
@@ -102,7 +109,7 @@ def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Shar
     for raw, param in model.named_parameters():  # those that FSDP was told to ignore
         name = unwrapped_name(raw)
         if name not in placed and not isinstance(param, FlatParameter):
-            placed[name] = _place(param, rank_of)
+            placed[name] = _Places(rank_of).of(param)
     return placed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor as DTensor
 from torch.distributed.tensor import Replicate, Shard
@@ -25,46 +26,52 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def of_dtensor(param: DTensor, rank_of: Mapping[int, int]) -> Sharded | Gathered:
-    """Where a DTensor's elements are.
+class DTensorPlaces:
+    """Where the elements of a model's DTensors are.
 
     Args:
         rank_of: The application's rank to the trainer's.
     """
-    local = param.to_local()
-    mesh, placements = param.device_mesh, param.placements
-    sharded = [dim for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
-    coordinate = _coordinate(mesh.mesh, SENDER, rank_of)
-    is_rows = [p for p in placements if type(p) is Shard and p.dim == 0]
-    if coordinate is None:
-        raise UnsupportedError(
-            "a parameter is sharded over ranks that do not push together: make the Publisher "
-            "with ranks='all', or with the group of all of them"
-        )
-    if len(sharded) > 1 or len(is_rows) != len(sharded):
-        return Gathered(param.shape, param.dtype, param.full_tensor, local)
-    if not sharded:
-        run = Run(SENDER, 0, param.numel())
-        return Sharded(param.shape, param.dtype, (run,), local)
-    # Of the replicas of this row (HSDP), the one that the sender belongs to.
-    where: list[int | slice] = list(coordinate)
-    where[sharded[0]] = slice(None)
-    holders = [int(rank) for rank in mesh.mesh[tuple(where)]]
-    runs = _rows(param.shape, [rank_of[rank] for rank in holders])
-    return Sharded(param.shape, param.dtype, runs, local)
 
+    def __init__(self, rank_of: Mapping[int, int]) -> None:
+        self._rank_of = rank_of
+        # Asking a mesh for its ranks costs more than gathering a small tensor.
+        self._holders: dict[tuple[DeviceMesh, int | None], list[int]] = {}
 
-def _coordinate(
-    mesh: torch.Tensor, rank: int, rank_of: Mapping[int, int]
-) -> tuple[int, ...] | None:
-    """Where in the mesh a rank of the trainer is; None if the mesh is not all ours."""
-    members = [int(member) for member in mesh.flatten()]
-    if not all(member in rank_of for member in members):
-        return None
-    for index, member in enumerate(members):
-        if rank_of[member] == rank:
-            return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), mesh.shape))
-    return None
+    def of(self, param: DTensor) -> Sharded | Gathered:
+        """Where one is.
+
+        Raises:
+            UnsupportedError: Its mesh has ranks that do not push together.
+        """
+        placements = param.placements
+        sharded = [dim for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
+        dim = sharded[0] if len(sharded) == 1 else None
+        holders = self._holders_of(param.device_mesh, dim)
+        if not sharded:
+            run = Run(SENDER, 0, param.numel())
+            return Sharded(param.shape, param.dtype, (run,), param.to_local())
+        if dim is None or type(placements[dim]) is not Shard or placements[dim] != Shard(0):
+            return Gathered(param.shape, param.dtype, param.full_tensor, param.to_local())
+        return Sharded(param.shape, param.dtype, _rows(param.shape, holders), param.to_local())
+
+    def _holders_of(self, mesh: DeviceMesh, dim: int | None) -> list[int]:
+        """The trainer's ranks along a dim of the mesh, of the replica (HSDP) that the
+        sender belongs to."""
+        key = (mesh, dim)
+        if key not in self._holders:
+            members = mesh.mesh
+            ours = members.clone().apply_(lambda rank: self._rank_of.get(rank, -1))
+            if not bool((ours == SENDER).any()) or bool((ours < 0).any()):
+                raise UnsupportedError(
+                    "a parameter is sharded over ranks that do not push together: make the "
+                    "Publisher with ranks='all', or with the group of all of them"
+                )
+            where: list[int | slice] = (ours == SENDER).nonzero()[0].tolist()
+            if dim is not None:
+                where[dim] = slice(None)
+            self._holders[key] = [int(rank) for rank in ours[tuple(where)].flatten()]
+        return self._holders[key]
 
 
 def _rows(shape: torch.Size, ranks: list[int]) -> tuple[Run, ...]:

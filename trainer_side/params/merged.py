@@ -23,6 +23,8 @@ from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.
 _CHUNK_ELEMENTS = 2**19
+#: Weights that are brought to the sender together hold at most this much, or the largest.
+_MIN_GROUP_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class MergedParams:
         self._raw = _base_names(params.metas, adapter_name)
         self._merges = dict(_merges(model, adapter_name, self._raw, params.metas))
         self.metas = {name: params.metas[raw] for name, raw in self._raw.items()}
-        self._largest = max((_num_bytes(meta) for meta in self.metas.values()), default=0)
+        largest = max((_num_bytes(meta) for meta in self.metas.values()), default=0)
+        self._group_bytes = max(_MIN_GROUP_BYTES, largest)
 
     def fetch(
         self,
@@ -88,7 +91,7 @@ class MergedParams:
             if name not in self._merges:
                 continue
             size = _num_bytes(self.metas[name])
-            if group and used + size > self._largest:
+            if group and used + size > self._group_bytes:
                 self._merge(group, names, outs)
                 group, used = [], 0
             group.append(i)

@@ -1,0 +1,271 @@
+"""What it costs a trainer of two ranks to bring its weights to its sender.
+
+``python -m benchmarks.trainers``: for each kind of trainer, Weft's bounded gather beside
+the naive way (each parameter gathered by its framework, then copied; for merged LoRA:
+merge, gather, unmerge), in one run, on the same weights. Both end with every bucket
+packed and digested at the sender; nothing is sent to replicas. Memory is the largest
+growth of any rank's resident memory by the first of them, its two buckets included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.machine import describe
+from tests.trainers.kinds import wrap
+from trainer_side.content import ModelBase
+from trainer_side.packer import Packer
+from trainer_side.params.params import WholeParams
+from trainer_side.ranks import SENDER, ranks_of
+from trainer_side.source import CastRule, ParamsSource
+from trainer_side.together import LedSource, follow
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import Manifest
+from weft.contract.tensors import DataType
+from weft.rpc.codec import dtype_to_proto
+from weft.v1 import publish_pb2 as pb
+
+ROUNDS = 5
+BUCKET_BYTES = 16 * 2**20
+KINDS = ("ddp", "fsdp1", "fsdp2", "zero3")
+
+
+class Block(nn.Module):
+    """A residual stack of square linears."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape (n, width)."""
+        for linear in self.linears:
+            hidden = hidden + linear(hidden)
+        return hidden
+
+
+class Stack(nn.Module):
+    """Blocks, sharded one by one."""
+
+    def __init__(self, width: int, depth: int, num_blocks: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(Block(width, depth) for _ in range(num_blocks))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape (n, width)."""
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+#: Name to width, linears a block, blocks.
+SHAPES = {"many small": (64, 16, 50), "few large": (2048, 2, 4)}
+
+
+def _loss_of(width: int) -> Callable[[nn.Module, int], torch.Tensor]:
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        out: torch.Tensor = model(torch.randn(2, width))
+        return out.pow(2).mean()
+
+    return loss
+
+
+# -- the two ways ------------------------------------------------------------------
+
+
+def _weft(source: Any, manifest: Manifest, packer: Packer | None, ranks: Any) -> None:
+    ranks.open(time.monotonic() + 60)
+    if ranks.rank != SENDER:
+        if source.is_collective:
+            follow(source, ranks, manifest)
+        return
+    led = LedSource(source, ranks) if source.is_collective else source
+    assert packer is not None
+    for index in range(len(manifest.buckets)):
+        packer.pack(index, led, nonce=1)
+
+
+def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | None) -> None:
+    """Each parameter whole on every rank in turn, kept at the sender, then packed."""
+    module = trainer.model.module if trainer.kind in ("ddp", "zero3", "fsdp1") else trainer.model
+    if adapter:
+        module.merge_adapter()
+    whole: dict[str, torch.Tensor] = {}
+    try:
+        with _whole_units(trainer):
+            for raw, param in module.named_parameters():
+                name = raw.replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
+                name = name.replace(".base_layer", "")
+                if "lora_" in name:
+                    continue
+                with _gathered(trainer, param) as tensor:
+                    if dist.get_rank() == SENDER:
+                        whole[name] = tensor.detach().clone()
+    finally:
+        if adapter:
+            module.unmerge_adapter()
+    if packer is not None:
+        cast = CastRule(enabled=False)
+        source = ParamsSource(WholeParams(whole, ""), {n: n for n in whole}, cast, "")
+        for index in range(len(manifest.buckets)):
+            packer.pack(index, source, nonce=1)
+
+
+@contextlib.contextmanager
+def _whole_units(trainer: Any) -> Iterator[None]:
+    if trainer.kind != "fsdp1":
+        yield
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+
+    with Fsdp.summon_full_params(trainer.model, writeback=False):
+        yield
+
+
+@contextlib.contextmanager
+def _gathered(trainer: Any, param: Any) -> Iterator[torch.Tensor]:
+    if trainer.kind == "zero3":
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([param]):
+            yield param
+    else:
+        yield param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+# -- measuring ---------------------------------------------------------------------
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(field)
+
+
+def _measure(run: Callable[[], None]) -> tuple[float, int]:
+    """Seconds, and the largest growth of resident memory of any rank."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, began = _resident("VmRSS"), time.perf_counter()
+    run()
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    growth = torch.tensor([max(0, _resident("VmHWM") - before)])
+    dist.all_reduce(growth, op=dist.ReduceOp.MAX)
+    return seconds, int(growth)
+
+
+def _case(kind: str, shape: str, adapter: bool) -> list[str]:
+    width, depth, num_blocks = SHAPES[shape]
+    torch.manual_seed(0)
+    module: Any = Stack(width, depth, num_blocks)
+    blocks = list(module.blocks)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        targets = [f"linears.{i}" for i in range(depth)]
+        module = get_peft_model(module, LoraConfig(r=16, target_modules=targets))
+    trainer = wrap(kind, module, blocks, _loss_of(width))
+    trainer.train(0, 1)
+    ranks = ranks_of("all")
+    target = pb.DescribeTargetResponse(base_dtype=dtype_to_proto(DataType.FLOAT32))
+
+    def open_source() -> Any:
+        content = ModelBase.of(trainer.model, ranks, False, "default" if adapter else None)
+        return content.source(target)[0]
+
+    manifest = plan_buckets(open_source().metas, BUCKET_BYTES)
+    packers: dict[str, Packer | None] = dict.fromkeys(("weft", "naive"))
+
+    def packer_of(name: str) -> Packer | None:
+        if packers[name] is None and ranks.rank == SENDER:
+            packers[name] = Packer(manifest)
+        return packers[name]
+
+    ways: dict[str, Callable[[], None]] = {
+        "weft": lambda: _weft(open_source(), manifest, packer_of("weft"), ranks),
+        "naive": lambda: _naive(trainer, adapter, manifest, packer_of("naive")),
+    }
+    # The first of each allocates its buckets: their memory counts, its time does not.
+    memory = {name: _measure(way)[1] for name, way in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            times[name].append(_measure(way)[0])
+    ranks.abandon()
+    best = {name: min(values) for name, values in times.items()}
+    return [
+        kind, shape, "merged" if adapter else "full", f"{manifest.total_bytes / 1e6:,.0f} MB",
+        f"{best['weft'] * 1e3:,.1f} ms", f"{best['naive'] * 1e3:,.1f} ms",
+        f"{best['naive'] / best['weft']:.1f}", f"{memory['weft'] / 1e6:,.0f} MB",
+        f"{memory['naive'] / 1e6:,.0f} MB",
+    ]  # fmt: skip
+
+
+def rank_main(rank: int, size: int, store: str, kinds: Sequence[str]) -> None:
+    """One rank; rank 0 prints the rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    for kind in kinds:
+        for shape in SHAPES:
+            for adapter in (False, True):
+                row = _case(kind, shape, adapter)
+                if rank == 0:
+                    print("| " + " | ".join(row) + " |", flush=True)
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # DeepSpeed now and then aborts at exit, after all work
+
+
+def main() -> None:
+    """Start two ranks and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--store")
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank_main(arguments.rank, 2, arguments.store, arguments.kinds)
+        return
+    print(describe(), end="\n\n")
+    print(
+        "| trainer | model | push | bytes | Weft | naive | naive / Weft | extra memory | naive's |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, "-m", "benchmarks.trainers", *arguments.kinds, "--store",
+                   f"{work}/store", "--rank"]  # fmt: skip
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.DEVNULL)
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.wait()
+    if any(process.returncode for process in ranks):
+        raise SystemExit("a rank failed: run it with --rank to see why")
+
+
+if __name__ == "__main__":
+    main()
