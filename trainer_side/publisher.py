@@ -24,6 +24,7 @@ from trainer_side.adapter_source import Adapter, adapter_of_model
 from trainer_side.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.leases import Leases
 from trainer_side.module_source import ModuleSource
+from trainer_side.notices import Notices
 from trainer_side.progress import ProgressReporter, reporter_for
 from trainer_side.sender import Sender
 from trainer_side.source import CastRule, Source, check_all_finite
@@ -93,6 +94,13 @@ class Publisher:
             one its routes choose towards the coordinator.
         progress: "auto" draws a bar on a terminal; None is silent; or a function
             of (policy, buckets verified, buckets in all).
+        on_publish_again: Called with a policy's name when no replica holds the
+            version that the pool should serve any more (all were restarted, say), and
+            this publisher owns the policy: once each time that is asked, on a thread
+            of its own, one call after the other. It may push, and until it returns
+            ``close`` waits some seconds; an exception is logged. The weights must not
+            change meanwhile: a trainer that cannot promise that looks at ``wanted``
+            in its loop instead.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         data_host: str | None = None,
         progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
+        on_publish_again: Callable[[str], None] | None = None,
     ) -> None:
         check_name(trainer_id, "trainer")
         self._target = coordinator
@@ -115,7 +124,8 @@ class Publisher:
         self._reporter: ProgressReporter = reporter_for(progress)
         self._channel = open_channel(coordinator)
         self._stub = PublishServiceStub(self._channel)
-        self._leases = Leases(self._stub, trainer_id)
+        self._notices = Notices(on_publish_again) if on_publish_again else None
+        self._leases = Leases(self._stub, trainer_id, self._notices.put if self._notices else None)
         self._pushing = threading.Lock()
         self._sender: Sender | None = None
         self._plans: dict[tuple[TensorMeta, ...], Manifest] = {}
@@ -206,8 +216,20 @@ class Publisher:
 
         return self._push(BASE_POLICY, make, check_finite, require, timeout_seconds)
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Policies owned here that no replica can serve until they are pushed again.
+
+        Learnt with the leases, within a third of their time to live; a push of the
+        policy takes it out. Does not block.
+        """
+        return self._leases.wanted
+
     def close(self) -> None:
-        """Release the leases and leave the side group; blocks at most some seconds."""
+        """Release the leases and leave the side group; blocks at most some seconds,
+        and for a push that is under way."""
+        if self._notices is not None:
+            self._notices.close()
         with self._pushing:
             if self._sender is not None:
                 self._sender.close()
@@ -261,6 +283,7 @@ class Publisher:
                 begun.group.epoch,
             )
             transfer = self._carry_out(begun, version, source, manifest, deadline)
+            self._leases.published(policy)
         seconds = time.monotonic() - began
         self.last_report = PushReport(
             version=version,
