@@ -38,23 +38,25 @@ def _wait_spilled(target: str, *versions: str) -> None:
 
 
 def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
-    tmp_path: Path, qwen2: TinyModels, referee: Referee
+    tmp_path: Path, qwen2_tied: TinyModels, referee: Referee
 ) -> None:
+    """With two workers: one writes and reads, the other maps what it has read."""
+    tiny, args = qwen2_tied, (*LORA_ARGS, "--tensor-parallel-size", "2")
     models = (MODEL_NAME, "math@1", "math")
     options = ("--spill-dir", str(tmp_path / "spill"))
     with running_coordinator(tmp_path) as coordinator, ExitStack() as stack:
         target = coordinator.target
-        first = start_replica(tmp_path, target, qwen2.base, *LORA_ARGS, options=options)
+        first = start_replica(tmp_path, target, tiny.base, *args, options=options)
         stack.callback(first.stop)
         url = url_of(first)
         with Publisher(target, trainer_id="trainer", timeout_seconds=60) as publisher:
-            publisher.push_base(qwen2.other)
-            publisher.push_adapter(qwen2.adapters[0], "math")
+            publisher.push_base(tiny.other)
+            publisher.push_adapter(tiny.adapters[0], "math")
         answers = {model: ask(url, model) for model in models}
         _wait_spilled(target, "base@1", "math@1")
         os.killpg(first.pid, signal.SIGKILL)  # its engine, too
         first.stop()
-        again = start_replica(tmp_path, target, qwen2.base, *LORA_ARGS, options=options)
+        again = start_replica(tmp_path, target, tiny.base, *args, options=options)
         stack.callback(again.stop)
         url = url_of(again)
         replica = wait_ready(target, "replica-0")
@@ -65,7 +67,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
     (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
     (base,) = (tmp_path / "spill").glob("*/base@1.*")
     checkpoint = Path(shutil.copytree(base, tmp_path / "checkpoint"))
-    shutil.copy(qwen2.other / "config.json", checkpoint)
+    shutil.copy(tiny.other / "config.json", checkpoint)
     for model, peft in ((MODEL_NAME, None), ("math@1", adapter)):
         tokens, logprobs, _ = answers[model]
         ids = [int(token.removeprefix("token_id:")) for token in tokens]
