@@ -150,7 +150,8 @@ class ReplicaServiceServicer(object):
         mixed weights. With `spilled`, a version that is not held in memory is first
         read from the spill directory, and nothing has changed before its digest was
         found to be right. Answers when the version is served.
-        Idempotent: switching to what is served already succeeds.
+        Idempotent: switching to what is served already succeeds; with `spilled` it
+        leaves the alias alone.
         Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
         DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
         no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
