@@ -156,7 +156,8 @@ class Agent:
         async with self._switching:
             times = SwitchTimes()
             try:
-                if version.policy == BASE_POLICY and self._serves(version):
+                # An alias is flipped, but not by an order to read what is served since.
+                if self._serves(version) and (version.policy == BASE_POLICY or spilled):
                     return times
                 try:
                     times = await self._switch_held(version)

@@ -179,6 +179,9 @@ async def test_a_spilled_version_is_read_and_served(spilling: Served) -> None:
     response = await spilling.stub.SwitchVersion(_order("math"))
     vector = vector_from_proto(response.version_vector)
     assert vector == VersionVector(1, {"math": AdapterVersions((1,), 1)})
+    await spilling.commit("math@2")
+    response = await spilling.stub.SwitchVersion(_order("math"))  # a call that was repeated
+    assert vector_from_proto(response.version_vector).adapters["math"].alias == 2
     status = await spilling.stub.GetStatus(replica_pb2.GetStatusRequest())
     assert {v.policy for v in status.spilled_versions} == {"base", "math"}
 
