@@ -56,6 +56,8 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         _wait_spilled(target, "base@1", "math@1")
         os.killpg(first.pid, signal.SIGKILL)  # its engine, too
         first.stop()
+        (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
+        args = (*args, "--lora-modules", f"by-vllm={adapter}")
         again = start_replica(tmp_path, target, tiny.base, *args, options=options)
         stack.callback(again.stop)
         url = url_of(again)
@@ -64,7 +66,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         assert list(replica.retained_base_versions) == [1]
         for model in models:
             assert ask(url, model) == answers[model]
-    (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
+        assert ask(url, "by-vllm")[:2] == answers["math@1"][:2]
     (base,) = (tmp_path / "spill").glob("*/base@1.*")
     checkpoint = Path(shutil.copytree(base, tmp_path / "checkpoint"))
     shutil.copy(tiny.other / "config.json", checkpoint)
