@@ -11,10 +11,18 @@ import logging
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_side.config import AgentConfig
-from rollout_side.engine import Engine, GroupSpec, MemoryUse, SendOrder, SwitchTimes
+from rollout_side.engine import (
+    Engine,
+    GroupSpec,
+    MemoryUse,
+    SendOrder,
+    SpillOrder,
+    SwitchTimes,
+)
 from rollout_side.registration import Holdings, Identity, Registration
 from weft.contract.errors import (
     LoadFailedError,
@@ -32,6 +40,18 @@ _log = logging.getLogger(__name__)
 _REAP_SECONDS = 1.0
 _MAX_FAILED = 64
 _WILDCARDS = {"0.0.0.0", "::", ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpilledCopy:
+    """What a version in the spill directory must be, and how it is served; see
+    ``weft.v1.SpilledCopy``."""
+
+    transfer_id: str
+    config_json: str
+    content_digest: bytes
+    layout_digest: bytes
+    alias: int
 
 
 class Agent:
@@ -58,6 +78,9 @@ class Agent:
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
         self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
+        # Ordered retired, and not yet told to the spill directory.
+        self._retired: set[PolicyVersion] = set()
+        self._spill_order = SpillOrder()
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -108,13 +131,9 @@ class Agent:
                 times = await self._load_base(version, load, transfer_id)
                 await self._look_at_memory()
             else:
-                held = self.vector.adapters.get(version.policy, AdapterVersions())
-                alias = alias if alias in held.versions else 0
-                with self._noting_failure(transfer_id):
-                    times = await self.engine.load_adapter(
-                        transfer_id, version, config_json, content_digest, alias
-                    )
-                self.vector = self.vector.with_adapter(version, alias)
+                times = await self._load_adapter(
+                    version, transfer_id, config_json, content_digest, alias
+                )
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -123,25 +142,68 @@ class Agent:
         )
         return times
 
-    async def switch(self, version: PolicyVersion) -> SwitchTimes:
-        """Switch to a version that is held: flip an alias, or load a retained base.
+    async def switch(
+        self, version: PolicyVersion, spilled: SpilledCopy | None = None
+    ) -> SwitchTimes:
+        """Switch to a version that is held: flip an alias, load a retained base, or
+        read it from the spill directory as ``spilled`` says.
 
         Raises:
             NotReadyError: ``NOT_RETAINED``; nothing changed.
+            DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
             LoadFailedError: As ``Engine``.
         """
         async with self._switching:
             times = SwitchTimes()
             try:
-                if version.policy != BASE_POLICY:
-                    await self.engine.set_alias(version)
-                    self.vector = self.vector.with_adapter(version)
-                elif not self._serves(version):
-                    times = await self._load_base(version, self.engine.apply_retained(version))
-                    await self._look_at_memory()
+                # An alias is flipped, but not by an order to read what is served since.
+                if self._serves(version) and (version.policy == BASE_POLICY or spilled):
+                    return times
+                try:
+                    times = await self._switch_held(version)
+                except NotFoundError:
+                    if spilled is None:
+                        raise
+                    times = await self._switch_spilled(version, spilled)
             except (NotFoundError, NotReadyError) as error:
                 raise NotReadyError(error.message, reason="NOT_RETAINED") from error
+            if version.policy == BASE_POLICY:
+                await self._look_at_memory()
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
+        return times
+
+    async def _switch_held(self, version: PolicyVersion) -> SwitchTimes:
+        if version.policy == BASE_POLICY:
+            return await self._load_base(version, self.engine.apply_retained(version))
+        await self.engine.set_alias(version)
+        self.vector = self.vector.with_adapter(version)
+        return SwitchTimes()
+
+    async def _switch_spilled(self, version: PolicyVersion, copy: SpilledCopy) -> SwitchTimes:
+        transfer_id, digest = copy.transfer_id, copy.content_digest
+        if transfer_id in self._failed:
+            raise NotReadyError(f"{version} failed to load here before")
+        await self.engine.restore(transfer_id, version, digest, copy.layout_digest)
+        if version.policy == BASE_POLICY:
+            load = self.engine.apply_base(transfer_id, version, digest)
+            return await self._load_base(version, load, transfer_id)
+        return await self._load_adapter(version, transfer_id, copy.config_json, digest, copy.alias)
+
+    async def _load_adapter(
+        self,
+        version: PolicyVersion,
+        transfer_id: str,
+        config_json: str,
+        content_digest: bytes,
+        alias: int,
+    ) -> SwitchTimes:
+        held = self.vector.adapters.get(version.policy, AdapterVersions())
+        alias = alias if alias in held.versions else 0
+        with self._noting_failure(transfer_id):
+            times = await self.engine.load_adapter(
+                transfer_id, version, config_json, content_digest, alias
+            )
+        self.vector = self.vector.with_adapter(version, alias)
         return times
 
     async def _load_base(
@@ -198,6 +260,8 @@ class Agent:
                 continue
             self.vector = self.vector.without_adapter(version)
             self.draining.add(version)
+            if self.engine.spills:
+                self._retired.add(version)
         await self._drop_unused()
 
     async def _drop_unused(self) -> None:
@@ -251,6 +315,26 @@ class Agent:
             "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
         )
 
+    async def _spill(self) -> None:
+        """Have written to disk what is served now, beside all else."""
+        adapters = [
+            PolicyVersion(name, version)
+            for name, entry in self.vector.adapters.items()
+            for version in entry.versions
+        ]
+        adapters.sort(key=lambda v: (-v.version, v.policy))
+        bases = [PolicyVersion(BASE_POLICY, number) for number in self.memory.retained_bases]
+        order = SpillOrder(
+            keep=(*adapters, *bases),
+            retired=tuple(sorted(self._retired)),
+            served_base=self.vector.base,
+            settled=self.is_ready,
+        )
+        if order != self._spill_order:
+            await self.engine.spill(order)
+            self._spill_order = order
+            self._retired.difference_update(order.retired)
+
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
 
@@ -271,6 +355,7 @@ class Agent:
         )
         registration = Registration(self.config, identity, current=self._holdings, on_failed=fail)
         self.registration = registration
+        self.memory = await self.engine.memory()  # what is spilled, say, is registered
         registration.start()
         try:
             while not refused.done():
@@ -279,6 +364,8 @@ class Agent:
                 if not self._switching.locked():  # the engine answers after the switch
                     await self._drop_unused()
                     self.memory = await self.engine.memory()
+                    if self.engine.spills:
+                        await self._spill()
         finally:
             await asyncio.to_thread(registration.stop)
         raise refused.result()

@@ -51,6 +51,22 @@ class MemoryUse:
     """Transfers of which bytes are staged, whole or in part."""
     retained_bases: tuple[int, ...] = ()
     """Versions of the base that a copy is held of, last used first."""
+    spilled: tuple[PolicyVersion, ...] = ()
+    """Versions that lie whole in the spill directory; bounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpillOrder:
+    """What a replica's spill directory is to hold."""
+
+    keep: tuple[PolicyVersion, ...] = ()
+    """To be written, the first first; those that are no longer held are skipped."""
+    retired: tuple[PolicyVersion, ...] = ()
+    """Adapter versions to be removed."""
+    served_base: int = 0
+    settled: bool = False
+    """Whether the replica serves what the pool does: only then may bases that
+    others need be told from those that nobody needs, and removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +90,8 @@ class Engine(Protocol):
     reference: Reference
     model_name: str
     """Name of the base model in the OpenAI API."""
+    spills: bool
+    """Whether it has a spill directory."""
 
     async def join_group(self, spec: GroupSpec) -> None:
         """Tell the receivers to join; returns before they have joined."""
@@ -135,6 +153,26 @@ class Engine(Protocol):
 
         Raises:
             NotFoundError: It is not held.
+        """
+
+    async def spill(self, order: SpillOrder) -> None:
+        """Say what is to be spilled from now on; returns at once. Nothing without a
+        spill directory."""
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """Stage a version from the spill directory, as if it had been received;
+        returns when it is. Nothing that is served changes.
+
+        Raises:
+            NotReadyError: ``NOT_RETAINED``: it is not there, or cannot be read.
+            DigestMismatchError: What is there is not that version.
+            CapacityError: There is no memory for it.
         """
 
     async def discard(self, transfer_id: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
 from rollout_side.servicer import ReplicaServicer
+from rollout_side.spill_folder import SpillSettings
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
 from weft.contract.errors import InvalidRequestError
@@ -44,10 +45,31 @@ class RolloutConfig:
     retain_base: int = 1
     """Versions of the base that a copy is kept of in host memory, the served one
     included; others are cloned from it, and rollback goes back to it. 0 keeps none."""
+    spill_dir: str = ""
+    """Directory that what is served is written to, so that a restart finds it; empty
+    for none. The base is written from the copy that ``retain_base`` keeps."""
+    spill_bytes: int = 256 * 2**30
+    """Bound of the versions of this base model there, of whichever replica."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.retain_base <= 100:
             raise InvalidRequestError("retain_base must be between 0 and 100")
+        if self.spill_dir and not self.retain_base:
+            raise InvalidRequestError(
+                "--spill-dir writes the base from the copy that --retain-base keeps: it needs "
+                "--retain-base 1 or more"
+            )
+
+    @property
+    def spill(self) -> SpillSettings | None:
+        """Where versions are spilled to, if they are."""
+        if not self.spill_dir:
+            return None
+        return SpillSettings(
+            directory=self.spill_dir,
+            capacity_bytes=self.spill_bytes,
+            owner=self.agent.replica_id,
+        )
 
 
 async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
@@ -68,6 +90,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
         adapter_memory_bytes=config.adapter_memory_bytes,
         staging_memory_bytes=config.staging_memory_bytes,
         retain_base=config.retain_base,
+        spill=config.spill,
     )
     try:
         await _serve_engine(config, engine, stop, ready)

@@ -27,7 +27,12 @@ from weft.contract.errors import (
 from weft.contract.reference import Reference
 from weft.contract.versions import VersionVector
 from weft.rpc.channel import open_channel
-from weft.rpc.codec import capabilities_to_proto, duration_from_proto, vector_to_proto
+from weft.rpc.codec import (
+    capabilities_to_proto,
+    duration_from_proto,
+    vector_to_proto,
+    version_to_proto,
+)
 from weft.rpc.manifest_codec import reference_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import registry_pb2 as pb
@@ -166,6 +171,7 @@ class Registration:
             model_name=identity.model_name,
             retained_base_versions=now.memory.retained_bases,
             dirty_reason=now.dirty_reason,
+            spilled_versions=map(version_to_proto, now.memory.spilled),
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -194,6 +200,7 @@ class Registration:
             retained_base_versions=now.memory.retained_bases,
             dirty_reason=now.dirty_reason,
             staged_transfer_ids=now.memory.staged_transfer_ids,
+            spilled_versions=map(version_to_proto, now.memory.spilled),
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._heard_at = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from rollout_side.agent import Agent
+from rollout_side.agent import Agent, SpilledCopy
 from rollout_side.engine import GroupSpec, SendOrder
 from weft.rpc.codec import (
     capabilities_to_proto,
@@ -65,7 +65,16 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        times = await agent.switch(version_from_proto(request.version))
+        spilled = None
+        if request.HasField("spilled"):
+            spilled = SpilledCopy(
+                transfer_id=request.spilled.transfer_id,
+                config_json=request.spilled.adapter.config_json,
+                content_digest=request.spilled.content_digest.value,
+                layout_digest=request.spilled.layout_digest,
+                alias=request.spilled.alias,
+            )
+        times = await agent.switch(version_from_proto(request.version), spilled)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -140,4 +149,5 @@ class ReplicaServicer(ReplicaServiceServicer):
             adapter_used_bytes=agent.memory.adapter_bytes,
             staging_used_bytes=agent.memory.staging_bytes,
             retained_base_versions=agent.memory.retained_bases,
+            spilled_versions=map(version_to_proto, agent.memory.spilled),
         )

@@ -17,9 +17,11 @@ import torch
 from rollout_side.agent import Agent
 from rollout_side.cloner import Cloner
 from rollout_side.config import AgentConfig
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SwitchTimes
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
+from rollout_side.spill_folder import SpillFolder, SpillSettings
+from rollout_side.spiller import Spiller
 from rollout_side.staged import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
@@ -49,6 +51,7 @@ class EngineDouble:
         *,
         keep_base: bool = True,
         retain_base: int = 0,
+        spill: SpillSettings | None = None,
         **capabilities: Any,
     ) -> None:
         self._keep_base = keep_base
@@ -74,6 +77,13 @@ class EngineDouble:
         )
         self.receiver = Receiver(self.store)
         self.cloner = Cloner(self.store)
+        self.folder: SpillFolder | None = None
+        self.spiller: Spiller | None = None
+        self.spills = spill is not None
+        if spill is not None:
+            self.folder = SpillFolder(spill, self.reference.fingerprint)
+            self.folder.open()
+            self.spiller = Spiller(self.store, self.folder, retain_base)
         self.base: dict[str, torch.Tensor] = dict(weights)
         self.aliases_hidden = False
         self.fail_next_load: LoadFailedError | None = None
@@ -124,6 +134,29 @@ class EngineDouble:
     async def manifest(self, version: PolicyVersion) -> Manifest:
         return self.store.held(version).manifest
 
+    async def spill(self, order: SpillOrder) -> None:
+        assert self.spiller is not None
+        self.spiller.follow(order)
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        assert self.spiller is not None
+        self.spiller.restore(transfer_id, version, content_digest, layout_digest)
+        while not self.spiller.restored(transfer_id):
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """End its threads."""
+        self.receiver.close()
+        self.cloner.close()
+        if self.spiller is not None:
+            self.spiller.close()
+
     async def send(self, order: SendOrder) -> None:
         self.cloner.send(order)
 
@@ -146,6 +179,7 @@ class EngineDouble:
             staging_bytes=usage.staging_bytes,
             staged_transfer_ids=usage.transfer_ids,
             retained_bases=self.store.retained_bases(),
+            spilled=self.spiller.listed if self.spiller else (),
         )
 
     def _maybe_fail(self) -> None:
@@ -231,8 +265,7 @@ class Pool:
         await server.stop(None)
         engine = agent.engine
         assert isinstance(engine, EngineDouble)
-        engine.receiver.close()
-        engine.cloner.close()
+        engine.close()
 
     def close(self) -> None:
         """Stop everything and the loop's thread."""

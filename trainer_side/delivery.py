@@ -53,6 +53,7 @@ class Delivery:
         trainer_id: Owner of the policies that are pushed.
         data_host: Address that replicas reach this machine by; None finds it out.
         reporter: Shows progress.
+        on_wanted: See ``Leases``.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Delivery:
         trainer_id: str,
         data_host: str | None,
         reporter: ProgressReporter,
+        on_wanted: Callable[[str], None] | None = None,
     ) -> None:
         self._target = coordinator
         self._data_host = data_host
         self._reporter = reporter
         self._channel = open_channel(coordinator)
         self._stub = PublishServiceStub(self._channel)
-        self._leases = Leases(self._stub, trainer_id)
+        self._leases = Leases(self._stub, trainer_id, on_wanted)
         self._sender: Sender | None = None
         self._put: set[bytes] = set()
 
@@ -79,6 +81,11 @@ class Delivery:
             ),
             deadline,
         )
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """See ``Leases.wanted``."""
+        return self._leases.wanted
 
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
@@ -157,7 +164,7 @@ class Delivery:
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
-            return self._outcome(begun.transfer_id, deadline, None)
+            return self._outcome(begun, deadline, None)
         sender = None
         try:
             # When the group is gone, only the coordinator knows why, or whether the
@@ -165,7 +172,7 @@ class Delivery:
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 sender = self._sender_for(begun.group)
                 self._send(sender, begun, source, manifest, deadline)
-            return self._outcome(begun.transfer_id, deadline, sender)
+            return self._outcome(begun, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
             raise
@@ -208,9 +215,11 @@ class Delivery:
         self._sender = Sender(self._target, ticket)
         return self._sender
 
-    def _outcome(self, transfer_id: str, deadline: float, sender: Sender | None) -> pb.Transfer:
+    def _outcome(
+        self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None
+    ) -> pb.Transfer:
         """Wait for the commit, the sender standing by; outlives the coordinator."""
-        request = pb.AwaitTransferRequest(transfer_id=transfer_id)
+        request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
 
         def ask(left: float) -> pb.AwaitTransferResponse:
             call = self._stub.AwaitTransfer.future(request, timeout=left)
@@ -220,7 +229,9 @@ class Delivery:
 
         while True:
             try:
-                return self._call(ask, deadline).transfer
+                transfer = self._call(ask, deadline).transfer
+                self._leases.published(begun.version.policy)
+                return transfer
             except PeerUnavailableError as error:
                 if error.reason != "COORDINATOR_AWAY" or time.monotonic() > deadline:
                     raise

@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -29,6 +30,14 @@ _RENEWALS = 3
 class _Held:
     token: int
     time_to_live_seconds: float
+    lost_version: int = 0
+    """As the coordinator said last."""
+    answered_version: int = 0
+    """The one that a push has replaced since; an answer on its way may still name it."""
+
+    @property
+    def wanted_version(self) -> int:
+        return 0 if self.lost_version == self.answered_version else self.lost_version
 
 
 class Leases:
@@ -37,10 +46,20 @@ class Leases:
     A background thread renews each lease three times in its time to live, and
     forgets one that was fenced: the next push acquires it anew, or is told who
     holds it.
+
+    Args:
+        on_wanted: Called on the background thread with a policy that is to be
+            published again, once each time that is asked; must return at once.
     """
 
-    def __init__(self, stub: PublishServiceStub, trainer_id: str) -> None:
+    def __init__(
+        self,
+        stub: PublishServiceStub,
+        trainer_id: str,
+        on_wanted: Callable[[str], None] | None = None,
+    ) -> None:
         self._stub = stub
+        self._on_wanted = on_wanted
         self._trainer_id = trainer_id
         self._session_id = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -88,6 +107,18 @@ class Leases:
             self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
         return lease.fencing_token
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Policies that are to be published again; does not block."""
+        with self._lock:
+            return frozenset(name for name, held in self._held.items() if held.wanted_version)
+
+    def published(self, policy: str) -> None:
+        """Note that a version was pushed: what was asked for is done."""
+        with self._lock:
+            if (held := self._held.get(policy)) is not None:
+                held.answered_version = held.lost_version
+
     def held_token(self, policy: str) -> int:
         """The token held for ``policy``, 0 if none; does not block."""
         with self._lock:
@@ -119,7 +150,8 @@ class Leases:
             for policy, lease in held.items():
                 request = pb.RenewLeaseRequest(policy=policy, fencing_token=lease.token)
                 try:
-                    self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
+                    response = self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
+                    self._note(policy, lease, response.publish_again_version)
                 except grpc.RpcError as rpc_error:
                     error = error_from_rpc(rpc_error)
                     if isinstance(error, PeerUnavailableError | TransferTimeoutError):
@@ -127,6 +159,20 @@ class Leases:
                     else:
                         _log.warning("lost the lease of %s: %s", policy, error)
                         self.forget(policy)
+
+    def _note(self, policy: str, held: _Held, lost_version: int) -> None:
+        with self._lock:
+            before = held.wanted_version
+            held.lost_version = lost_version
+            if not lost_version:
+                held.answered_version = 0
+            is_new = held.wanted_version not in (0, before)
+        if is_new:
+            _log.warning(
+                "no replica holds %s@%d any more: publish %s again", policy, lost_version, policy
+            )
+            if self._on_wanted is not None:
+                self._on_wanted(policy)
 
     def _interval(self) -> float:
         with self._lock:

@@ -19,6 +19,7 @@ import torch
 from trainer_side.background import Background, Waiting
 from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
+from trainer_side.notices import Notices
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
@@ -59,6 +60,13 @@ class Publisher:
             calls every push, in the same order; rank 0 of them is the sender, and the
             only one that reaches the coordinator. "this" process only: for a trainer
             whose weights are whole here, pushed by one of its ranks.
+        on_publish_again: Called with a policy's name when no replica holds the
+            version that the pool should serve any more (all were restarted, say), and
+            this publisher owns the policy: once each time that is asked, at the sender,
+            on a thread of its own, one call after the other. It may push if the trainer
+            has one rank, and until it returns ``close`` waits some seconds; an exception
+            is logged. The weights must not change meanwhile: a trainer that cannot
+            promise that, or has several ranks, looks at ``wanted`` in its loop instead.
     """
 
     def __init__(
@@ -72,14 +80,22 @@ class Publisher:
         data_host: str | None = None,
         progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
         ranks: Together = "all",
+        on_publish_again: Callable[[str], None] | None = None,
     ) -> None:
         check_name(trainer_id, "trainer")
         self._require = _min_replicas(require)
         self._timeout_seconds = timeout_seconds
         self._ranks = ranks_of(ranks)
+        self._notices = Notices(on_publish_again) if on_publish_again else None
         self._delivery: Delivery | None = None
         if self._ranks.rank == SENDER:
-            self._delivery = Delivery(coordinator, trainer_id, data_host, reporter_for(progress))
+            self._delivery = Delivery(
+                coordinator,
+                trainer_id,
+                data_host,
+                reporter_for(progress),
+                on_wanted=self._notices.put if self._notices else None,
+            )
         self._pushing = Pushing(self._ranks, self._delivery, bucket_bytes)
         self._lock = threading.Lock()
         self._background = Background()
@@ -260,11 +276,23 @@ class Publisher:
             when_busy,
         )
 
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Policies owned here that no replica can serve until they are pushed again.
+
+        Learnt with the leases, within a third of their time to live; a push of the
+        policy takes it out. Does not block. Known at the sender, empty at other ranks:
+        a trainer of several broadcasts it, for all must push.
+        """
+        return self._delivery.wanted if self._delivery is not None else frozenset()
+
     def close(self) -> None:
         """Wait for pushes under way, release the leases and leave the side group.
 
         Blocks at most until the deadlines of those pushes, and some seconds.
         """
+        if self._notices is not None:
+            self._notices.close()
         self._background.close()
         with self._lock:
             self._ranks.abandon()

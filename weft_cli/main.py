@@ -134,6 +134,17 @@ def rollout(
             max=100,
         ),
     ] = 1,
+    spill_dir: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Write what is served to this directory, in the background, as PEFT and "
+            "safetensors files: after a restart it is read from there. Default: nowhere.",
+        ),
+    ] = "",
+    spill_gib: Annotated[
+        float, typer.Option(help="Size of that directory, at most.", min=0.001)
+    ] = 256.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -161,6 +172,8 @@ def rollout(
         adapter_memory_bytes=int(adapter_memory_gib * 2**30),
         staging_memory_bytes=int(staging_memory_gib * 2**30),
         retain_base=retain_base,
+        spill_dir=spill_dir,
+        spill_bytes=int(spill_gib * 2**30),
     )
     asyncio.run(
         serve(

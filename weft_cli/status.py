@@ -119,6 +119,10 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
+        if policy.publish_again_version:
+            lost = f"{policy.policy}@{policy.publish_again_version}"
+            asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
+            owner += f"\n{lost} is held by no replica: {asked}"
         served = f"{policy.policy}@{policy.served_version}"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"

@@ -6,8 +6,10 @@ import contextlib
 import os
 import socket
 from argparse import Namespace
+from dataclasses import asdict
 from typing import Any
 
+from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine import bridges, reference
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
@@ -34,6 +36,7 @@ async def open_engine(
     retain_base: int = 0,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
+    spill: SpillSettings | None = None,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
@@ -48,13 +51,15 @@ async def open_engine(
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
+        spill: Where versions are spilled to, if they are.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
 
     Raises:
         UnsupportedError: vLLM's version, or an argument that Weft cannot honour.
-        InvalidRequestError: vLLM refused its arguments, or the address is taken.
+        InvalidRequestError: vLLM refused its arguments, the address is taken, or the
+            spill directory cannot be made.
         Exception: vLLM's own, if the engine does not start.
     """
     version = bridges.installed_version()
@@ -76,6 +81,8 @@ async def open_engine(
             config.model_config.hf_config,
             data_type(config.model_config.dtype),
         )
+        if spill is not None:
+            _make_folder(spill, described)
         values = check_answers(
             await engine.collective_rpc(
                 "weft_open",
@@ -86,6 +93,7 @@ async def open_engine(
                         adapter_memory_bytes,
                         staging_memory_bytes,
                         retain_base,
+                        spill,
                     ),
                 ),
             )
@@ -110,7 +118,17 @@ async def open_engine(
             model_name=app.state.openai_serving_models.base_model_paths[0].name,
             worker_pids=tuple(value["pid"] for value in values),
             deadlines=deadlines or Deadlines(),
+            spills=spill is not None,
         )
+
+
+def _make_folder(spill: SpillSettings, described: Reference) -> None:
+    try:
+        SpillFolder(spill, described.fingerprint).open()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--spill-dir {spill.directory} cannot be used: {error}"
+        ) from error
 
 
 def parse_args(vllm_args: list[str], parts: bridges.ServerParts) -> Namespace:
@@ -206,6 +224,7 @@ def _open_config(
     adapter_bytes: int,
     staging_bytes: int,
     retain_base: int,
+    spill: SpillSettings | None,
 ) -> dict[str, Any]:
     """``worker.OpenConfig`` as plain values."""
     return {
@@ -215,4 +234,5 @@ def _open_config(
         "receiver_factory": receiver_factory,
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
+        "spill": asdict(spill) if spill else None,
     }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SwitchTimes
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.http_server import HttpServer
@@ -23,6 +23,7 @@ from weft.contract.errors import (
     LoadFailedError,
     NotReadyError,
     PeerUnavailableError,
+    TransferTimeoutError,
     WeftError,
 )
 from weft.contract.manifest import Manifest
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 GRACE_SECONDS = 0.1
 _WATCH_SECONDS = 1.0
 _STOP_SECONDS = 15.0
+_RESTORE_POLL_SECONDS = 0.05
 _NOTHING_DONE = (NotReadyError, DigestMismatchError)
 
 
@@ -46,6 +48,8 @@ class Deadlines:
 
     load_seconds: float = 600.0
     """Loading an adapter or a base in the workers, and each step of a switch."""
+    restore_seconds: float = 3600.0
+    """Reading a version from the spill directory."""
     call_seconds: float = 120.0
     """Any other call to the workers: it waits for the engine's step."""
 
@@ -80,6 +84,7 @@ class VllmReplica:
         model_name: str,
         worker_pids: tuple[int, ...],
         deadlines: Deadlines,
+        spills: bool = False,
     ) -> None:
         self.capabilities = capabilities
         self.reference = reference
@@ -91,6 +96,7 @@ class VllmReplica:
         self._http = parts.http
         self._cleanup = parts.cleanup
         self._deadlines = deadlines
+        self.spills = spills
         self._lock = asyncio.Lock()
         self._dirty = ""
         self._unfinished: set[asyncio.Future[Any]] = set()
@@ -163,12 +169,41 @@ class VllmReplica:
             staging_bytes=sum(value["staging_bytes"] for value in values),
             staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
             retained_bases=tuple(v for value in values for v in value["retained_bases"]),
+            spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
         )
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """See ``Engine``."""
         manifest: Manifest = pickle.loads((await self._held(version))["manifest"])
         return manifest
+
+    async def spill(self, order: SpillOrder) -> None:
+        """See ``Engine``."""
+        await self._call(
+            "weft_spill",
+            [str(version) for version in order.keep],
+            [str(version) for version in order.retired],
+            order.served_base,
+            order.settled,
+        )
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """See ``Engine``."""
+        if not self.spills:
+            raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
+        await self._call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
+        deadline = time.monotonic() + self._deadlines.restore_seconds
+        while not all(v["restored"] for v in await self._call("weft_restored", transfer_id)):
+            if time.monotonic() > deadline:
+                await self._call("weft_discard", transfer_id)
+                raise TransferTimeoutError(f"{version} was not read from the disk in time")
+            await asyncio.sleep(_RESTORE_POLL_SECONDS)
 
     async def send(self, order: SendOrder) -> None:
         """See ``Engine``."""

@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_side.cloner import Cloner
-from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
+from rollout_side.spill_folder import SpillFolder, SpillSettings
+from rollout_side.spiller import Spiller
 from rollout_side.staged import StagedHandle, WorkerStore
 from rollout_side.vllm_engine import adapter_hook, cpu_fixes
 from rollout_side.vllm_engine.answers import guarded
@@ -57,6 +59,8 @@ class WorkerState:
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
     """On the receiving rank, which holds every copy."""
+    spiller: Spiller | None = None
+    """There, too, if the replica has a spill directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ class OpenConfig:
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
+    spill: Mapping[str, Any] | None = None
+    """``SpillSettings`` of the replica's spill directory, which exists."""
 
     def reference(self) -> Reference:
         """The tensors as contract values."""
@@ -99,6 +105,10 @@ class WeftWorker:
         if self.local_rank == RECEIVER_RANK:
             state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
             state.cloner = Cloner(store)
+            if settings.spill is not None:
+                spill = SpillSettings(**settings.spill)
+                folder = SpillFolder(spill, state.reference.fingerprint)
+                state.spiller = Spiller(store, folder, settings.retain_base)
         self.weft_state = state
         adapter_hook.set_store(store)
         manager = getattr(self.model_runner, "lora_manager", None)
@@ -210,6 +220,37 @@ class WeftWorker:
             cloner.send(SendOrder(group=GroupSpec(**group), **order))
 
     @guarded
+    def weft_spill(
+        self: Any, keep: Sequence[str], retired: Sequence[str], served_base: int, settled: bool
+    ) -> None:
+        """Take a ``SpillOrder``; returns before anything of it is done."""
+        spiller = _state(self).spiller
+        if spiller is not None:
+            order = SpillOrder(
+                keep=tuple(map(PolicyVersion.parse, keep)),
+                retired=tuple(map(PolicyVersion.parse, retired)),
+                served_base=served_base,
+                settled=settled,
+            )
+            spiller.follow(order)
+
+    @guarded
+    def weft_restore(
+        self: Any, transfer_id: str, version: str, content_digest: bytes, layout_digest: bytes
+    ) -> None:
+        """Begin to read a spilled version; returns before it is read."""
+        spiller = _state(self).spiller
+        if spiller is not None:
+            parsed = PolicyVersion.parse(version)
+            spiller.restore(transfer_id, parsed, content_digest, layout_digest)
+
+    @guarded
+    def weft_restored(self: Any, transfer_id: str) -> dict[str, Any]:
+        """Whether a spilled version was read and is staged; fails as the reading did."""
+        spiller = _state(self).spiller
+        return {"restored": spiller is None or spiller.restored(transfer_id)}
+
+    @guarded
     def weft_discard(self: Any, transfer_id: str) -> None:
         """Forget a staged version; its memory may be reused at once."""
         _state(self).store.discard(transfer_id)
@@ -224,6 +265,7 @@ class WeftWorker:
                 "staging_bytes": 0,
                 "transfer_ids": [],
                 "retained_bases": [],
+                "spilled": [],
             }
         usage = state.store.usage()
         return {
@@ -231,12 +273,15 @@ class WeftWorker:
             "staging_bytes": usage.staging_bytes + usage.free_bytes,
             "transfer_ids": list(usage.transfer_ids),
             "retained_bases": list(state.store.retained_bases()),
+            "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
         }
 
     @guarded
     def weft_close(self: Any) -> None:
-        """End the receiver, and what is being sent."""
+        """End the receiver, and what is being sent or spilled."""
         state = _state(self)
+        if state.spiller is not None:
+            state.spiller.close()
         if state.cloner is not None:
             state.cloner.close()
         if state.receiver is not None:

@@ -133,6 +133,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
         self.retained: list[int] = []
+        self.spilled: list[types_pb2.PolicyVersion] = []
+        self.switches: list[replica_pb2.SwitchVersionRequest] = []
         self.digest = b"\1" * 8
         self.attends = True
         self.prepares = True
@@ -171,6 +173,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 version_vector=vector_to_proto(self.vector),
                 model_name="tiny",
                 retained_base_versions=self.retained,
+                spilled_versions=self.spilled,
             )
         )
         if response.reference_wanted:
@@ -187,6 +190,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 incarnation=self.incarnation,
                 version_vector=vector_to_proto(self.vector),
                 retained_base_versions=self.retained,
+                spilled_versions=self.spilled,
             )
         )
         return bool(response.ready)
@@ -232,6 +236,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def SwitchVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("switch")
+        self.switches.append(request)
         if self.commit_error:
             raise self.commit_error
         version = version_from_proto(request.version)

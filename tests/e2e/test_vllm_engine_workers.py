@@ -21,13 +21,16 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_keep_base", (), "TypeError"),
     ("weft_held", ("base", 99), "no copy of base@99"),
     ("weft_send", ({}, {}), "TypeError"),
+    ("weft_spill", ([],), "TypeError"),
+    ("weft_restore", (), "TypeError"),
+    ("weft_restored", (), "TypeError"),
     ("weft_discard", (), "TypeError"),
     ("weft_memory", (1,), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
 
 
-_MEMORY = {"transfer_ids", "adapter_bytes", "staging_bytes", "retained_bases"}
+_MEMORY = {"transfer_ids", "adapter_bytes", "staging_bytes", "retained_bases", "spilled"}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])

@@ -14,7 +14,12 @@ from rollout_side.vllm_engine.answers import Answer
 from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import LoadFailedError, NotReadyError
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotReadyError,
+    TransferTimeoutError,
+)
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
@@ -85,7 +90,12 @@ class FakeEngine:
         return self.reset_works
 
 
-def make_replica(engine: FakeEngine, load_seconds: float = 5.0) -> VllmReplica:
+def make_replica(
+    engine: FakeEngine,
+    load_seconds: float = 5.0,
+    restore_seconds: float = 5.0,
+    spills: bool = False,
+) -> VllmReplica:
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
         engine=engine,
@@ -107,8 +117,41 @@ def make_replica(engine: FakeEngine, load_seconds: float = 5.0) -> VllmReplica:
         reference=Reference("", ()),
         model_name="tiny",
         worker_pids=(),
-        deadlines=Deadlines(load_seconds=load_seconds, call_seconds=5.0),
+        deadlines=Deadlines(
+            load_seconds=load_seconds, restore_seconds=restore_seconds, call_seconds=5.0
+        ),
+        spills=spills,
     )
+
+
+async def test_a_restore_is_waited_for() -> None:
+    engine = FakeEngine(num_ranks=2)
+    replica = make_replica(engine, spills=True)
+    left = [False, False, True]
+    engine.answers["weft_restored"] = lambda: [ok(restored=left.pop(0)), ok(1, restored=True)]
+    await replica.restore("t", BASE, b"d", b"l")
+    assert engine.calls == ["weft_restore", *["weft_restored"] * 3]
+    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1, restored=True)]
+    with pytest.raises(DigestMismatchError):
+        await replica.restore("t", BASE, b"d", b"l")
+    assert not replica.dirty_reason
+
+
+async def test_a_restore_that_takes_too_long_is_dropped() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, restore_seconds=0.0, spills=True)
+    engine.answers["weft_restored"] = lambda: [ok(restored=False)]
+    with pytest.raises(TransferTimeoutError):
+        await replica.restore("t", BASE, b"d", b"l")
+    assert engine.calls[-1] == "weft_discard"
+    assert not replica.dirty_reason
+
+
+async def test_nothing_is_restored_without_a_spill_directory() -> None:
+    engine = FakeEngine()
+    with pytest.raises(NotReadyError, match="no --spill-dir"):
+        await make_replica(engine).restore("t", BASE, b"d", b"l")
+    assert engine.calls == []
 
 
 async def test_a_switch_of_the_base() -> None:

@@ -2,9 +2,10 @@
 
 A replica that lacks a version which another holds gets a *clone*: the same version,
 no new number, no lease, over a side group of the two. One that holds it itself (a
-retained base, an adapter whose alias stands elsewhere) gets a *restore*: it is told
-to switch. Both are transfers that wait for their turn with the pushes, so a replica
-does one thing at a time; generation goes on at the source.
+retained base, an adapter whose alias stands elsewhere, a version in its spill
+directory) gets a *restore*: it is told to switch. Both are transfers that wait for
+their turn with the pushes, so a replica does one thing at a time; generation goes on at
+the source.
 
 Plan → look up (the catalog's record, the manifest) → turn → group → staged → the
 replica switches. A failure changes nothing but the time of the next attempt.
@@ -21,6 +22,7 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     CallCommit,
     CallJoin,
+    CallRestore,
     CallSend,
     CallSwitch,
     LookUp,
@@ -107,8 +109,10 @@ def _choose(
     holders: Iterable[Replica],
     taken: Set[str],
 ) -> Replica | None:
-    """The replica itself if it holds the version; else the best source: not the one
-    that failed last if there is another, a ready one before others.
+    """The replica itself if it holds the version in memory; else the best source that
+    is free: not the one that failed last if there is another, a ready one before
+    others; else the replica itself if it has spilled the version: its disk is not
+    waited with until a busy source is free.
 
     Every copy was verified when it came, and its digest is compared again: a source
     need not be ready.
@@ -117,11 +121,14 @@ def _choose(
         return replica
     setback = replica.setbacks.get(version)
     failed = setback.source if setback else ""
-    return min(
+    best = min(
         (r for r in holders if r.replica_id not in taken),
         key=lambda r: (r.replica_id == failed, not is_ready(state, r), r.replica_id),
         default=None,
     )
+    if version in replica.spilled and (best is None or best.replica_id == failed):
+        return replica
+    return best
 
 
 def looked_up(change: Change, event: events.LookedUp) -> None:
@@ -194,7 +201,7 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         or replica.lost
         or source.lost
         or version not in wants(state, replica)
-        or not holds(source, version)
+        or not (holds(source, version) or (source is replica and version in replica.spilled))
     ):
         change.drop_transfer(transfer.transfer_id)
         return set()
@@ -270,17 +277,38 @@ def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
             switching=frozenset({replica.replica_id}),
         )
     )
-    text = f"{transfer.policy_version} at {replica.replica_id}, from its own copy"
+    version, order = transfer.policy_version, _order_to_restore(change, transfer, replica)
+    where = "spill directory" if isinstance(order, CallRestore) else "own copy"
+    text = f"{version} at {replica.replica_id}, from its {where}"
     change.announce("restore_begun", transfer.transfer_id, text)
-    change.emit(
-        CallSwitch(
-            transfer.transfer_id,
-            replica.replica_id,
-            replica.incarnation,
-            replica.address,
-            transfer.policy_version,
-        )
+    change.emit(order)
+
+
+def _order_to_restore(
+    change: Change, transfer: Transfer, replica: Replica
+) -> CallSwitch | CallRestore:
+    ids, version = replica.replica_id, transfer.policy_version
+    if holds(replica, version):
+        return CallSwitch(transfer.transfer_id, ids, replica.incarnation, replica.address, version)
+    assert transfer.content_digest is not None
+    return CallRestore(
+        transfer.transfer_id,
+        ids,
+        replica.incarnation,
+        replica.address,
+        version,
+        transfer.adapter,
+        transfer.content_digest,
+        transfer.layout.digest,
+        _alias(change.state, transfer),
+        change.state.settings.clone_seconds,
     )
+
+
+def _alias(state: State, transfer: Transfer) -> int:
+    """What an adapter's bare name stands for once the replica has this version."""
+    policy = state.policies[transfer.policy]
+    return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0
 
 
 def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
@@ -296,7 +324,6 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
         abort.abort(change, transfer, failure)
         return
     replica = change.state.replicas[transfer.replica_id]
-    policy = change.state.policies[transfer.policy]
     change.put_transfer(
         replace(
             transfer,
@@ -314,7 +341,7 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
             transfer.policy_version,
             transfer.adapter,
             expected,
-            policy.served_version if policy.kind is PolicyKind.ADAPTER else 0,
+            _alias(change.state, transfer),
         )
     )
 

@@ -31,6 +31,8 @@ class CoordinatorConfig:
     """Newest versions of each adapter that stay requestable; the alias always does."""
     commit_timeout_seconds: float = 120.0
     """Longest that a replica may take to switch to a committed version."""
+    publish_again_after_seconds: float = 5.0
+    """How long no replica must hold a served version before its owner is asked for it."""
     stop_seconds: float = 5.0
     """Longest that calls under way may take to end when the process is told to stop."""
 
@@ -39,6 +41,7 @@ class CoordinatorConfig:
             "lease_seconds",
             "heartbeat_seconds",
             "commit_timeout_seconds",
+            "publish_again_after_seconds",
         ):
             if not 0.01 <= getattr(self, name) <= 86_400:
                 raise InvalidRequestError(f"{name} must be between 0.01 and 86400 seconds")
@@ -60,4 +63,5 @@ class CoordinatorConfig:
             heartbeat_seconds=self.heartbeat_seconds,
             lost_after_seconds=self.lost_after_seconds,
             retain=self.retain,
+            publish_again_after_seconds=self.publish_again_after_seconds,
         )

@@ -219,6 +219,7 @@ class Driver:
                 | effects.CallCommit()
                 | effects.CallSend()
                 | effects.CallSwitch()
+                | effects.CallRestore()
                 | effects.CallDiscard()
                 | effects.CallRetire()
             ):

@@ -95,6 +95,8 @@ class LeaseAnswer:
     lease: Lease
     last_version: int
     time_to_live: float
+    publish_again_version: int = 0
+    """The version that nobody holds any more, if there is such a need."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,23 @@ class CallSwitch:
 
 
 @dataclass(frozen=True)
+class CallRestore:
+    """SwitchVersion to what is read from the replica's spill directory; answered as
+    CommitAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    adapter: AdapterSpec | None
+    content_digest: ContentDigest
+    layout_digest: bytes
+    alias: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
 class CallDiscard:
     """DiscardTransfer; repeated until it is answered."""
 
@@ -342,6 +361,7 @@ Effect = (
     | CallCommit
     | CallSend
     | CallSwitch
+    | CallRestore
     | CallDiscard
     | CallRetire
     | CloseChannel

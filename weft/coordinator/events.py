@@ -126,6 +126,7 @@ class Register:
     vector: VersionVector
     retained: tuple[int, ...] = ()
     dirty_reason: str = ""
+    spilled: frozenset[PolicyVersion] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Heartbeat:
     dirty_reason: str = ""
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
+    spilled: frozenset[PolicyVersion] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
 from weft.coordinator.retire import kept_versions
-from weft.coordinator.state import Errand, Replica, State
+from weft.coordinator.state import Errand, Replica, State, holds
 
 
 def lacks(state: State, replica: Replica) -> list[str]:
@@ -60,10 +60,22 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
-            return f", which comes from {transfer.source or 'its own copy'}"
+            return f", which comes from {transfer.source or _own(replica, version)}"
     setback = replica.setbacks.get(version)
     if setback:
         return f", which could not be brought yet, it is tried again: {setback.why}"
     if version not in state.copies:
-        return ", which no replica in contact holds: push it again"
+        return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
     return ""
+
+
+def _own(replica: Replica, version: PolicyVersion) -> str:
+    return "its own copy" if holds(replica, version) else "its spill directory"
+
+
+def who_publishes(state: State, policy: str) -> str:
+    """Who brings back what nobody holds any more, for people."""
+    lease = state.policies[policy].lease
+    if lease is None:
+        return "nobody owns it now, push it again"
+    return f"its owner {lease.trainer_id} is asked to publish it again"

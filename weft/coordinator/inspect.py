@@ -141,8 +141,9 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             return policy.name != BASE_POLICY, policy.name
 
         now = self._driver.now()
-        policies = sorted(self._driver.state.policies.values(), key=order)
-        return [policy_to_proto(policy, now) for policy in policies]
+        state = self._driver.state
+        policies = sorted(state.policies.values(), key=order)
+        return [policy_to_proto(state, policy, now) for policy in policies]
 
     def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
         driver = self._driver

@@ -14,6 +14,7 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft.coordinator import abort, events
 from weft.coordinator.change import Change
+from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import Done, LeaseAnswer, SavePolicy
 from weft.coordinator.state import Errand, Failure, Lease, Policy, PolicyKind, State
 
@@ -78,7 +79,8 @@ def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
     seconds = change.state.settings.lease_seconds
     lease = replace(lease, expires_at=change.now + seconds)
     change.put_policy(replace(policy, lease=lease))
-    change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds))
+    lost = publish_again_version(change.state, policy.name)
+    change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
 
 
 def release(change: Change, event: events.ReleasePolicy) -> None:

@@ -40,12 +40,16 @@ async def look_up(
     effect: effects.LookUp, catalog: Catalog, manifests: ManifestCache, describer: Describer
 ) -> events.LookedUp:
     """The version's record and its layout. A coordinator that was restarted has no
-    manifests: the source tells it."""
+    manifests: the source tells it. What a replica restores itself is not sent: of its
+    layout the digest will do."""
     record = catalog.find_version(effect.version)
     layout: Layout | None = None
     failure: Failure | None = None
     if record is not None:
         layout = manifests.get(record.layout_digest)
+        if layout is None and effect.source_id == effect.replica_id:
+            size = record.content_digest.size_bytes if record.content_digest else 0
+            layout = Layout(None, record.layout_digest, size, 0, 0)
         if layout is None:
             try:
                 layout = await _fetch(effect, record, manifests, describer)

@@ -93,6 +93,7 @@ def register(change: Change, event: events.Register) -> None:
             dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
             announced=old.announced if old else None,
             retained=event.retained,
+            spilled=event.spilled,
         )
     )
     answer = RegisterAnswer(
@@ -155,6 +156,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         last_heard=change.now,
         adapter_used_bytes=event.adapter_used_bytes,
         suspicion="",
+        spilled=event.spilled,
     )
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:

@@ -109,6 +109,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         return publish_pb2.AcquirePolicyResponse(
             lease=lease_to_proto(answer.policy, answer.lease, answer.time_to_live),
             last_version=answer.last_version,
+            publish_again_version=answer.publish_again_version,
         )
 
     async def RenewLease(
@@ -120,7 +121,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         )
         assert isinstance(answer, effects.LeaseAnswer)
         lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
-        return publish_pb2.RenewLeaseResponse(lease=lease)
+        return publish_pb2.RenewLeaseResponse(
+            lease=lease, publish_again_version=answer.publish_again_version
+        )
 
     async def ReleasePolicy(
         self, request: publish_pb2.ReleasePolicyRequest, context: Context

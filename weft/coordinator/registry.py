@@ -13,7 +13,12 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
-from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_from_proto
+from weft.rpc.codec import (
+    capabilities_from_proto,
+    duration_to_proto,
+    vector_from_proto,
+    versions_from_proto,
+)
 from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
 
@@ -22,6 +27,8 @@ MAX_REASON_CHARS: Final = 2000
 Context = grpc.aio.ServicerContext[Any, Any]
 #: Leftovers that one heartbeat may speak of; the others come with the next.
 _MAX_STAGED: Final = 64
+#: Spilled versions that are taken note of.
+_MAX_SPILLED: Final = 4096
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -49,6 +56,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 vector=vector_from_proto(request.version_vector),
                 retained=tuple(request.retained_base_versions),
                 dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
+                spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -89,6 +97,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 tuple(request.retained_base_versions),
                 request.dirty_reason[:MAX_REASON_CHARS],
                 staged,
+                frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)

@@ -41,6 +41,7 @@ ReplicaCall = (
     | effects.CallCommit
     | effects.CallSend
     | effects.CallSwitch
+    | effects.CallRestore
     | effects.CallDiscard
     | effects.CallRetire
 )
@@ -93,6 +94,8 @@ class ReplicaCaller:
                 await self._send(call)
             case effects.CallSwitch():
                 await self._switch(call)
+            case effects.CallRestore():
+                await self._restore(call)
             case effects.CallDiscard():
                 await self._discard(call)
             case effects.CallRetire():
@@ -152,20 +155,47 @@ class ReplicaCaller:
             content_digest=digest_to_proto(call.content_digest),
             alias=call.alias,
         )
-        await self._have_switched(call, self._stub(call.address).CommitTransfer, request)
+        await self._have_switched(
+            call, self._stub(call.address).CommitTransfer, request, self._commit_seconds
+        )
 
     async def _switch(self, call: effects.CallSwitch) -> None:
         request = replica_pb2.SwitchVersionRequest(
             coordinator_generation=self._generation, version=version_to_proto(call.version)
         )
-        await self._have_switched(call, self._stub(call.address).SwitchVersion, request)
+        await self._have_switched(
+            call, self._stub(call.address).SwitchVersion, request, self._commit_seconds
+        )
+
+    async def _restore(self, call: effects.CallRestore) -> None:
+        request = replica_pb2.SwitchVersionRequest(
+            coordinator_generation=self._generation,
+            version=version_to_proto(call.version),
+            spilled=replica_pb2.SpilledCopy(
+                transfer_id=call.transfer_id,
+                adapter=adapter_to_proto(call.adapter) if call.adapter else None,
+                content_digest=digest_to_proto(call.content_digest),
+                layout_digest=call.layout_digest,
+                alias=call.alias,
+            ),
+        )
+        await self._have_switched(
+            call,
+            self._stub(call.address).SwitchVersion,
+            request,
+            call.timeout_seconds + self._commit_seconds,
+        )
 
     async def _have_switched(
-        self, call: effects.CallCommit | effects.CallSwitch, method: Any, request: Any
+        self,
+        call: effects.CallCommit | effects.CallSwitch | effects.CallRestore,
+        method: Any,
+        request: Any,
+        timeout_seconds: float,
     ) -> None:
         vector, pause, retained, failure = None, 0.0, (), None
         try:
-            response = await method(request, timeout=self._commit_seconds)
+            response = await method(request, timeout=timeout_seconds)
             vector = vector_from_proto(response.version_vector)
             pause = duration_from_proto(response.pause)
             retained = tuple(response.retained_base_versions)

@@ -37,6 +37,7 @@ def retire(change: Change) -> None:
             continue
         unwanted = _unwanted(replica, kept)
         held.update(unwanted)
+        unwanted += _spilled_in_vain(state, replica, kept, held)
         if unwanted and change.now >= replica.retire_at and replica.in_contact:
             retry_at = change.now + state.settings.retire_retry_seconds
             change.put_replica(replace(replica, retire_at=retry_at))
@@ -49,13 +50,29 @@ def retire(change: Change) -> None:
 
 
 def _unwanted(replica: Replica, kept: dict[str, frozenset[int]]) -> list[PolicyVersion]:
-    """What a replica holds beyond what is kept; never what its alias stands for."""
+    """What a replica serves beyond what is kept; never what its alias stands for."""
     return [
         PolicyVersion(policy, version)
         for policy, entry in sorted(replica.vector.adapters.items())
         for version in entry.versions
         if version not in kept.get(policy, ()) and version != entry.alias
     ]
+
+
+def _spilled_in_vain(
+    state: State, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
+) -> list[PolicyVersion]:
+    """What lies in a replica's spill directory and is never brought back: a version
+    that this catalog assigned and keeps no more. Others may be another catalog's."""
+    return sorted(
+        version
+        for version in replica.spilled
+        if version.policy in kept
+        and version.version not in kept[version.policy]
+        and version.version <= state.policies[version.policy].last_version
+        and version not in held
+        and not replica.vector.holds(version)
+    )
 
 
 def _record(change: Change, kept: dict[str, frozenset[int]], held: set[PolicyVersion]) -> None:

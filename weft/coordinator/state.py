@@ -81,7 +81,10 @@ class Settings:
     retire_retry_seconds: float = 2.0
     """Between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
-    """Longest that a clone may take once it is its turn."""
+    """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    publish_again_after_seconds: float = 5.0
+    """How long a version must be held by nobody before its owner is asked for it: of
+    a pool that restarts, another replica may hold it."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,8 @@ class Replica:
     """Versions of the base that it holds a copy of, last used first."""
     setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
     """What could not be brought to it yet."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    """Versions that lie in its spill directory."""
 
     @property
     def in_contact(self) -> bool:
@@ -236,7 +241,7 @@ class Replica:
 
 
 def holds(replica: Replica, version: PolicyVersion) -> bool:
-    """Whether a replica has a copy of a version's bytes that it can send or load."""
+    """Whether a replica has a copy of a version's bytes in memory, to send or load."""
     if version.policy == BASE_POLICY:
         return version.version in replica.retained
     return replica.vector.holds(version)
@@ -397,6 +402,16 @@ class FitKey:
 
 
 @dataclass(frozen=True)
+class Demand:
+    """A served version that a replica lacks and no replica in contact can bring."""
+
+    version: int
+    since: float
+    is_asked: bool = False
+    """Whether its owner is asked to publish again."""
+
+
+@dataclass(frozen=True)
 class State:
     """Everything; replaced, never changed."""
 
@@ -433,6 +448,8 @@ class State:
     """When the end of a clone may next give rise to a plan."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
+    demands: Mapping[str, Demand] = field(default_factory=dict)
+    """By policy."""
 
     @cached_property
     def vector(self) -> VersionVector:
@@ -449,12 +466,12 @@ class State:
 
     @cached_property
     def copies(self) -> frozenset[PolicyVersion]:
-        """Versions that a replica in contact holds a copy of."""
+        """Versions that a replica in contact holds a copy of, in memory or spilled."""
         return frozenset(
             version
             for replica in self.replicas.values()
             if not replica.lost
-            for version in held_versions(replica)
+            for version in (*held_versions(replica), *replica.spilled)
         )
 
     def wall(self, now: float) -> float:

@@ -19,6 +19,7 @@ from weft.coordinator import (
     admission,
     catchup,
     commit,
+    demands,
     discard,
     events,
     leases,
@@ -70,6 +71,7 @@ def _apply(change: Change, event: events.Event) -> None:
             if change.now >= change.state.retire_at:
                 retire.retire(change)
             catchup.plan(change)
+            demands.watch(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():

@@ -6,6 +6,7 @@ import hashlib
 
 from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError
+from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
 from weft.coordinator.standing import standing
 from weft.coordinator.state import (
@@ -195,11 +196,12 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         model_name=replica.model_name,
         adapter_used_bytes=replica.adapter_used_bytes,
         retained_base_versions=replica.retained,
+        spilled_versions=map(version_to_proto, sorted(replica.spilled)),
     )
 
 
-def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
-    """A policy, and its owner if there is one."""
+def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Policy:
+    """A policy, its owner if there is one, and what is asked of it."""
     message = inspect_pb2.Policy(
         policy=policy.name,
         kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
@@ -207,6 +209,7 @@ def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
         last_version=policy.last_version,
         versions=policy.versions,
         pinned_versions=policy.pinned,
+        publish_again_version=publish_again_version(state, policy.name),
     )
     lease = policy.lease
     if lease and now < lease.expires_at:

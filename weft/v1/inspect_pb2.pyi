@@ -113,6 +113,7 @@ class Replica(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -143,6 +144,10 @@ class Replica(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See RegisterRequest.retained_base_versions."""
 
+    @_builtins.property
+    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """See RegisterRequest.spilled_versions."""
+
     def __init__(
         self,
         *,
@@ -157,10 +162,11 @@ class Replica(_message.Message):
         model_name: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,6 +185,7 @@ class Policy(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
+    PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -187,6 +194,10 @@ class Policy(_message.Message):
     """Version that is served under the bare name; 0 when none."""
     last_version: _builtins.int
     """Newest version ever assigned, used or not."""
+    publish_again_version: _builtins.int
+    """See RenewLeaseResponse.publish_again_version; set whether or not anybody owns
+    the policy.
+    """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that can be requested, ascending."""
@@ -209,10 +220,11 @@ class Policy(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         lease: _publish_pb2.Lease | None = ...,
         pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
+        publish_again_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,7 +629,7 @@ class WatchEventsResponse(_message.Message):
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned".
+    "version_unpinned", "publish_again_wanted".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

@@ -225,8 +225,11 @@ class AcquirePolicyResponse(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     LAST_VERSION_FIELD_NUMBER: _builtins.int
+    PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     last_version: _builtins.int
     """Newest version ever assigned; 0 when none."""
+    publish_again_version: _builtins.int
+    """See RenewLeaseResponse.publish_again_version."""
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Now held by the caller."""
@@ -236,10 +239,11 @@ class AcquirePolicyResponse(_message.Message):
         *,
         lease: Global___Lease | None = ...,
         last_version: _builtins.int = ...,
+        publish_again_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_version", b"last_version", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_version", b"last_version", "lease", b"lease", "publish_again_version", b"publish_again_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,6 +282,13 @@ class RenewLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
+    PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
+    publish_again_version: _builtins.int
+    """The served version, if a replica lacks it and no replica in contact holds a
+    copy of it, in memory or in a spill directory: the owner is asked to publish
+    the policy again, as a new version. 0 when there is no such need; it ends when
+    a newer version is served, or when a replica that holds the version is back.
+    """
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Renewed from now."""
@@ -286,10 +297,11 @@ class RenewLeaseResponse(_message.Message):
         self,
         *,
         lease: Global___Lease | None = ...,
+        publish_again_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "publish_again_version", b"publish_again_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,7 +575,8 @@ Global___BeginTransferResponse: _TypeAlias = BeginTransferResponse  # noqa: Y015
 class Transfer(_message.Message):
     """A transfer as seen from outside. Beside pushes: a clone, which brings a
     version to one replica from another, a restore, by which a replica goes back to
-    a copy of its own, and a rollback, by which all do.
+    a copy of its own (in memory or in its spill directory), and a rollback, by which
+    all do.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

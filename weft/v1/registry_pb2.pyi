@@ -115,6 +115,7 @@ class RegisterRequest(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
+    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -141,6 +142,12 @@ class RegisterRequest(_message.Message):
         first; others can be cloned from it, and it can go back to them.
         """
 
+    @_builtins.property
+    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """Versions that lie whole in its spill directory, at most 4,096; it can switch
+        to them as to those that it holds in memory. Empty without such a directory.
+        """
+
     def __init__(
         self,
         *,
@@ -153,10 +160,11 @@ class RegisterRequest(_message.Message):
         model_name: _builtins.str = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         dirty_reason: _builtins.str = ...,
+        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +258,7 @@ class HeartbeatRequest(_message.Message):
     STAGED_TRANSFER_IDS_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
+    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -272,6 +281,10 @@ class HeartbeatRequest(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See RegisterRequest.retained_base_versions."""
 
+    @_builtins.property
+    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """See RegisterRequest.spilled_versions."""
+
     def __init__(
         self,
         *,
@@ -282,10 +295,11 @@ class HeartbeatRequest(_message.Message):
         staged_transfer_ids: _abc.Iterable[_builtins.str] | None = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         dirty_reason: _builtins.str = ...,
+        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

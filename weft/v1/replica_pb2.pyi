@@ -387,25 +387,73 @@ class SwitchVersionRequest(_message.Message):
 
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SPILLED_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """To which version."""
 
+    @_builtins.property
+    def spilled(self) -> Global___SpilledCopy:
+        """Set where the version may be read from the spill directory."""
+
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         version: _types_pb2.PolicyVersion | None = ...,
+        spilled: Global___SpilledCopy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SwitchVersionRequest: _TypeAlias = SwitchVersionRequest  # noqa: Y015
+
+@_typing.final
+class SpilledCopy(_message.Message):
+    """What a version in a spill directory must be, and how it is served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    ALIAS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    """Names what is staged of it."""
+    layout_digest: _builtins.bytes
+    """SHA-256 of the layout that its bytes must lie in."""
+    alias: _builtins.int
+    """As CommitTransferRequest.alias."""
+    @_builtins.property
+    def adapter(self) -> _types_pb2.AdapterSpec:
+        """Set for an adapter."""
+
+    @_builtins.property
+    def content_digest(self) -> _types_pb2.ContentDigest:
+        """What its bytes must digest to."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        adapter: _types_pb2.AdapterSpec | None = ...,
+        content_digest: _types_pb2.ContentDigest | None = ...,
+        layout_digest: _builtins.bytes = ...,
+        alias: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "layout_digest", b"layout_digest", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpilledCopy: _TypeAlias = SpilledCopy  # noqa: Y015
 
 @_typing.final
 class SwitchVersionResponse(_message.Message):
@@ -480,6 +528,7 @@ class GetStatusResponse(_message.Message):
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     incarnation: _builtins.str
@@ -502,6 +551,10 @@ class GetStatusResponse(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See RegisterRequest.retained_base_versions."""
 
+    @_builtins.property
+    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """See RegisterRequest.spilled_versions."""
+
     def __init__(
         self,
         *,
@@ -513,10 +566,11 @@ class GetStatusResponse(_message.Message):
         adapter_used_bytes: _builtins.int = ...,
         staging_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,7 +115,8 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetireVersions(self, request, context):
-        """Drops adapter versions once no request uses them.
+        """Drops adapter versions once no request uses them, and from the spill
+        directory.
         Idempotent. Answers what is still held; call again later for those.
         Statuses: ABORTED/EPOCH_FENCED.
         """
@@ -146,10 +147,15 @@ class ReplicaServiceServicer(object):
     def SwitchVersion(self, request, context):
         """Switches to a version that the replica holds: an adapter's alias is flipped;
         a retained copy of a base is loaded as by CommitTransfer, which also repairs
-        mixed weights. Answers when the version is served.
-        Idempotent: switching to what is served already succeeds.
+        mixed weights. With `spilled`, a version that is not held in memory is first
+        read from the spill directory, and nothing has changed before its digest was
+        found to be right. Answers when the version is served.
+        Idempotent: switching to what is served already succeeds; with `spilled` it
+        leaves the alias alone.
         Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
-        INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
+        no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
+        to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,8 @@ class ReplicaServiceStub:
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _grpc.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]
-    """Drops adapter versions once no request uses them.
+    """Drops adapter versions once no request uses them, and from the spill
+    directory.
     Idempotent. Answers what is still held; call again later for those.
     Statuses: ABORTED/EPOCH_FENCED.
     """
@@ -74,10 +75,15 @@ class ReplicaServiceStub:
     SwitchVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]
     """Switches to a version that the replica holds: an adapter's alias is flipped;
     a retained copy of a base is loaded as by CommitTransfer, which also repairs
-    mixed weights. Answers when the version is served.
-    Idempotent: switching to what is served already succeeds.
+    mixed weights. With `spilled`, a version that is not held in memory is first
+    read from the spill directory, and nothing has changed before its digest was
+    found to be right. Answers when the version is served.
+    Idempotent: switching to what is served already succeeds; with `spilled` it
+    leaves the alias alone.
     Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
-    INTERNAL/LOAD_FAILED (as for CommitTransfer).
+    DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
+    no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
+    to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
     """What the replica is and serves.
@@ -111,7 +117,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _aio.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]  # type: ignore[assignment]
-    """Drops adapter versions once no request uses them.
+    """Drops adapter versions once no request uses them, and from the spill
+    directory.
     Idempotent. Answers what is still held; call again later for those.
     Statuses: ABORTED/EPOCH_FENCED.
     """
@@ -130,10 +137,15 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     SwitchVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]  # type: ignore[assignment]
     """Switches to a version that the replica holds: an adapter's alias is flipped;
     a retained copy of a base is loaded as by CommitTransfer, which also repairs
-    mixed weights. Answers when the version is served.
-    Idempotent: switching to what is served already succeeds.
+    mixed weights. With `spilled`, a version that is not held in memory is first
+    read from the spill directory, and nothing has changed before its digest was
+    found to be right. Answers when the version is served.
+    Idempotent: switching to what is served already succeeds; with `spilled` it
+    leaves the alias alone.
     Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
-    INTERNAL/LOAD_FAILED (as for CommitTransfer).
+    DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
+    no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
+    to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
     """What the replica is and serves.
@@ -188,7 +200,8 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_pb2.RetireVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.RetireVersionsResponse, _abc.Awaitable[_replica_pb2.RetireVersionsResponse]]:
-        """Drops adapter versions once no request uses them.
+        """Drops adapter versions once no request uses them, and from the spill
+        directory.
         Idempotent. Answers what is still held; call again later for those.
         Statuses: ABORTED/EPOCH_FENCED.
         """
@@ -225,10 +238,15 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_replica_pb2.SwitchVersionResponse, _abc.Awaitable[_replica_pb2.SwitchVersionResponse]]:
         """Switches to a version that the replica holds: an adapter's alias is flipped;
         a retained copy of a base is loaded as by CommitTransfer, which also repairs
-        mixed weights. Answers when the version is served.
-        Idempotent: switching to what is served already succeeds.
+        mixed weights. With `spilled`, a version that is not held in memory is first
+        read from the spill directory, and nothing has changed before its digest was
+        found to be right. Answers when the version is served.
+        Idempotent: switching to what is served already succeeds; with `spilled` it
+        leaves the alias alone.
         Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
-        INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
+        no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
+        to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
         """
 
     @_abc_1.abstractmethod

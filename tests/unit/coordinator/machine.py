@@ -86,6 +86,7 @@ class Machine:
                         0,
                         replica.retained,
                         replica.dirty_reason,
+                        spilled=replica.spilled,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -118,6 +119,7 @@ class Machine:
         ticket = next(self.ids)
         vector = capabilities.pop("vector", VersionVector())
         retained = capabilities.pop("retained", ())
+        spilled = frozenset(map(PolicyVersion.parse, capabilities.pop("spilled", ())))
         dirty_reason = capabilities.pop("dirty_reason", "")
         self.do(
             events.Register(
@@ -131,6 +133,7 @@ class Machine:
                 vector=vector,
                 retained=retained,
                 dirty_reason=dirty_reason,
+                spilled=spilled,
             )
         )
         return ticket

@@ -22,6 +22,7 @@ from weft.coordinator.membership import standing
 from weft.coordinator.state import Errand, Failure, Phase, Standing
 
 BASE_1 = PolicyVersion("base", 1)
+GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"
 
 
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
@@ -93,7 +94,7 @@ def test_what_nobody_holds_is_said_and_nothing_is_tried() -> None:
     m.pass_time(3)
     where, why = _standing(m, "r0")
     assert where is Standing.PENDING_WEIGHTS
-    assert why == ("lacks base@1, code@1, math@2, which no replica in contact holds: push it again")
+    assert why == f"lacks base@1, code@1, math@2, {GONE_FOR_GOOD}"
     assert not m.look_ups()
 
 
@@ -104,7 +105,7 @@ def test_a_base_that_is_served_but_not_retained_cannot_be_cloned() -> None:
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
     m.pass_time(1)
-    assert _standing(m, "r1")[1] == "lacks base@1, which no replica in contact holds: push it again"
+    assert _standing(m, "r1")[1] == f"lacks base@1, {GONE_FOR_GOOD}"
     assert not m.look_ups()
 
 
@@ -371,7 +372,7 @@ def test_a_dirty_pool_without_a_copy_says_so() -> None:
     m.answer_commits(ticket, r0=DIRTY)
     assert _standing(m, "r0") == (
         Standing.QUARANTINED,
-        "the engine broke; it needs base@1, which no replica in contact holds: push it again",
+        f"the engine broke; it needs base@1, {GONE_FOR_GOOD}",
     )
 
 

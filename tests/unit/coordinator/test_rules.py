@@ -98,13 +98,20 @@ class Histories(RuleBasedStateMachine):
         self.m.answer_look_ups()
         self.write()
 
-    @rule(replica_id=st.sampled_from(["r1", "r2"]))
-    def join_late(self, replica_id: str) -> None:
-        """A new process without weights, in place of an old one if there was."""
+    @rule(replica_id=st.sampled_from(["r1", "r2"]), spills=st.booleans())
+    def join_late(self, replica_id: str, spills: bool) -> None:
+        """A new process without weights, in place of an old one if there was; what was
+        served may lie on its disk."""
         old = self.m.state.replicas.get(replica_id)
         if old:
             self.m.do(events.Leave(0, replica_id, old.incarnation))
-        self.m.register(replica_id, f"i{next(self.m.ids)}")
+        spilled = [
+            f"{policy.name}@{version}"
+            for policy in self.m.state.policies.values()
+            for version in policy.versions
+            if spills
+        ]
+        self.m.register(replica_id, f"i{next(self.m.ids)}", spilled=spilled)
         self.write()
 
     @precondition(lambda self: self._active())
@@ -143,6 +150,7 @@ class Histories(RuleBasedStateMachine):
                 replica.incarnation,
                 vector=replica.vector,
                 retained=replica.retained,
+                spilled=map(str, replica.spilled),
             )
         self.m.do(events.ReferenceKnown("f" * 64))
         assert {name: self._served(name) for name in self.m.state.policies} == served

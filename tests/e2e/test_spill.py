@@ -1,0 +1,77 @@
+"""Real vLLM: a replica that is killed, alone, comes back from its spill directory; and
+others read what lies there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import TinyModels
+from tests.e2e.replicas import (
+    LORA_ARGS,
+    MODEL_NAME,
+    running_coordinator,
+    start_replica,
+    url_of,
+)
+from tests.e2e.test_late_joiner import _PROMPT, ask, wait_ready
+from tests.models import Referee
+from trainer_side import Publisher
+
+_SPILL_SECONDS = 30.0
+
+
+def _wait_spilled(target: str, *versions: str) -> None:
+    deadline = time.monotonic() + _SPILL_SECONDS
+    while True:
+        spilled = wait_ready(target, "replica-0").spilled_versions
+        if [f"{v.policy}@{v.version}" for v in spilled] == list(versions):
+            return
+        assert time.monotonic() < deadline, spilled
+        time.sleep(0.1)
+
+
+def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
+    tmp_path: Path, qwen2_tied: TinyModels, referee: Referee
+) -> None:
+    """With two workers: one writes and reads, the other maps what it has read."""
+    tiny, args = qwen2_tied, (*LORA_ARGS, "--tensor-parallel-size", "2")
+    models = (MODEL_NAME, "math@1", "math")
+    options = ("--spill-dir", str(tmp_path / "spill"))
+    with running_coordinator(tmp_path) as coordinator, ExitStack() as stack:
+        target = coordinator.target
+        first = start_replica(tmp_path, target, tiny.base, *args, options=options)
+        stack.callback(first.stop)
+        url = url_of(first)
+        with Publisher(target, trainer_id="trainer", timeout_seconds=60) as publisher:
+            publisher.push_base(tiny.other)
+            publisher.push_adapter(tiny.adapters[0], "math")
+        answers = {model: ask(url, model) for model in models}
+        _wait_spilled(target, "base@1", "math@1")
+        os.killpg(first.pid, signal.SIGKILL)  # its engine, too
+        first.stop()
+        (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
+        args = (*args, "--lora-modules", f"by-vllm={adapter}")
+        again = start_replica(tmp_path, target, tiny.base, *args, options=options)
+        stack.callback(again.stop)
+        url = url_of(again)
+        replica = wait_ready(target, "replica-0")
+        assert replica.version_vector.base == 1
+        assert list(replica.retained_base_versions) == [1]
+        for model in models:
+            assert ask(url, model) == answers[model]
+        assert ask(url, "by-vllm")[:2] == answers["math@1"][:2]
+    (base,) = (tmp_path / "spill").glob("*/base@1.*")
+    checkpoint = Path(shutil.copytree(base, tmp_path / "checkpoint"))
+    shutil.copy(tiny.other / "config.json", checkpoint)
+    for model, peft in ((MODEL_NAME, None), ("math@1", adapter)):
+        tokens, logprobs, _ = answers[model]
+        ids = [int(token.removeprefix("token_id:")) for token in tokens]
+        expected = referee.logprobs(checkpoint, _PROMPT, ids, peft)
+        assert logprobs == pytest.approx(expected, abs=5e-5)

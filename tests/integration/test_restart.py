@@ -1,0 +1,241 @@
+"""A whole pool is restarted: it comes back from its spill directories, or its owners are
+asked to publish again. Real coordinator, real gRPC, real gloo, engine double."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import rollout_side.spill_folder as spill_folder
+import rollout_side.spiller
+from rollout_side.spill_folder import SpillSettings
+from tests.integration.models import Model, lora, peft_of, same, until, weights
+from tests.integration.test_catchup import is_ready, replica
+from tests.pool import EngineDouble, Pool, running_pool
+from trainer_side import Publisher
+from weft.contract.names import PolicyVersion
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.status import show_status
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_side.spiller, "_LOOK_SECONDS", 0.2)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    settings = {"publish_again_after_seconds": 0.5, "lease_seconds": 1.0}
+    with running_pool(tmp_path / "weft.db", **settings) as running:
+        yield running
+
+
+def trainer(pool: Pool, **options: Any) -> Publisher:
+    return Publisher(
+        pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=2048, **options
+    )
+
+
+@pytest.fixture
+def publisher(pool: Pool) -> Iterator[Publisher]:
+    with trainer(pool) as running:
+        yield running
+
+
+def double(
+    spill_dir: Path | None = None, owner: str = "replica-0", retain: int = 1
+) -> EngineDouble:
+    spill = None
+    if spill_dir is not None:
+        spill = SpillSettings(directory=str(spill_dir), capacity_bytes=2**26, owner=owner)
+    return EngineDouble(weights(Model()), retain_base=retain, spill=spill)
+
+
+def spilled(pool: Pool, replica_id: str) -> list[str]:
+    versions = replica(pool, replica_id).spilled_versions
+    return [f"{v.policy}@{v.version}" for v in versions]
+
+
+def policy(pool: Pool, name: str) -> pb.Policy:
+    with open_channel(pool.target) as channel:
+        policies = InspectServiceStub(channel).ListPolicies(pb.ListPoliciesRequest()).policies
+    return next(p for p in policies if p.policy == name)
+
+
+ALL = ["base@1", "code@1", "math@1", "math@2"]
+
+
+def push_all(publisher: Publisher) -> dict[str, Any]:
+    adapters = {name: peft_of(Model(), seed) for seed, name in enumerate(ALL[1:], 1)}
+    publisher.push_base(Model(5))
+    publisher.push_adapter(adapters["math@1"], "math")
+    publisher.push_adapter(adapters["math@2"], "math")
+    publisher.push_adapter(adapters["code@1"], "code")
+    return adapters
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("coordinator_too", [True, False])
+def test_a_whole_pool_comes_back_by_itself(
+    pool: Pool, tmp_path: Path, shared: bool, coordinator_too: bool
+) -> None:
+    names = ("replica-0", "replica-1")
+    directories = {n: tmp_path / ("spill" if shared else n) for n in names}
+    for name in names:
+        pool.add_replica(name, double(directories[name], name))
+    with trainer(pool) as publisher:
+        adapters = push_all(publisher)
+    for name in names:
+        until(lambda name=name: spilled(pool, name) == ALL, 20)  # type: ignore[misc]
+        pool.remove_replica(name)
+    if coordinator_too:
+        pool.stop_coordinator()
+        pool.start_coordinator()
+    engines = {name: double(directories[name], name) for name in names}
+    for name in names:
+        pool.add_replica(name, engines[name])
+        assert spilled(pool, name) == ALL, "said as it registers"
+    for name in names:
+        until(lambda name=name: is_ready(pool, name), 20)  # type: ignore[misc]
+        until(lambda name=name: pool.agents[name].vector.adapters.keys() == {"math", "code"})  # type: ignore[misc]
+        engine = engines[name]
+        assert same(engine.base, weights(Model(5)))
+        for version, adapter in adapters.items():
+            until(lambda e=engine, v=version: e.store.adapter(PolicyVersion.parse(v)))  # type: ignore[misc]
+            assert same(engine.adapter(version), lora(adapter))
+        assert engine.aliases == {"math": 2, "code": 1}
+        assert list(replica(pool, name).retained_base_versions) == [1]
+        assert engine.store.usage().transfer_ids == ()
+    late = double()  # without a directory: it clones from one that was restored
+    pool.add_replica("replica-9", late)
+    until(lambda: is_ready(pool, "replica-9"))
+    assert same(late.base, weights(Model(5)))
+    with trainer(pool) as publisher:
+        assert str(publisher.push_adapter(adapters["math@1"], "math")) == "math@3"
+
+
+def test_a_corrupt_version_is_refused_and_nothing_changes(
+    pool: Pool, publisher: Publisher, tmp_path: Path
+) -> None:
+    pool.add_replica("replica-0", double(tmp_path / "a"))
+    adapters = push_all(publisher)
+    until(lambda: spilled(pool, "replica-0") == ALL)
+    pool.remove_replica("replica-0")
+    (weights_file,) = (tmp_path / "a").glob("*/base@1.*/model.safetensors")
+    data = bytearray(weights_file.read_bytes())
+    data[-1] ^= 1
+    weights_file.write_bytes(bytes(data))
+    engine = double(tmp_path / "a")
+    pool.add_replica("replica-0", engine)
+    until(lambda: "not base@1 as it was committed" in replica(pool, "replica-0").state_reason)
+    assert same(engine.base, weights(Model())), "nothing changed"
+    until(lambda: "base@1" not in spilled(pool, "replica-0"))
+    publisher.push_base(Model(6))
+    until(lambda: is_ready(pool, "replica-0"))
+    until(lambda: spilled(pool, "replica-0") == ["base@2", *ALL[1:]])
+    assert same(engine.base, weights(Model(6)))
+    assert same(engine.adapter("math@2"), lora(adapters["math@2"]))
+
+
+def test_what_is_retired_or_superseded_leaves_the_directory(pool: Pool, tmp_path: Path) -> None:
+    pool.stop_coordinator()
+    pool._config["retain"] = 2
+    pool.start_coordinator()
+    pool.add_replica("replica-0", double(tmp_path / "a"))
+    with trainer(pool) as publisher:
+        for seed in range(1, 5):
+            publisher.push_adapter(peft_of(Model(), seed), "math")
+            publisher.push_base(Model(seed))
+    until(lambda: spilled(pool, "replica-0") == ["base@4", "math@3", "math@4"], 20)
+    names = {path.name.rpartition(".")[0] for path in (tmp_path / "a").glob("*/*")}
+    assert names == {"base@4", "math@3", "math@4"}
+
+
+def test_a_full_disk_does_not_touch_what_is_served(
+    pool: Pool, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(spill_folder, "write_version", full)
+    engine = double(tmp_path / "a")
+    pool.add_replica("replica-0", engine)
+    publisher.push_base(Model(1))
+    publisher.push_base(Model(2))
+    until(lambda: is_ready(pool, "replica-0"))
+    assert same(engine.base, weights(Model(2)))
+    assert spilled(pool, "replica-0") == []
+
+
+def test_without_a_directory_the_owner_is_asked_and_publishes_again(pool: Pool) -> None:
+    asked, pushed = list[str](), threading.Event()
+    adapter = peft_of(Model(), 1)
+
+    def publish_again(name: str) -> None:
+        asked.append(name)
+        if name == "base":
+            publisher.push_base(Model(5))
+        else:
+            publisher.push_adapter(adapter, name)
+        if len(asked) == 2:
+            pushed.set()
+
+    with trainer(pool, on_publish_again=publish_again) as publisher:
+        pool.add_replica("replica-0", double())
+        publisher.push_base(Model(5))
+        publisher.push_adapter(adapter, "math")
+        assert publisher.wanted == frozenset()
+        pool.remove_replica("replica-0")
+        fresh = double()
+        pool.add_replica("replica-0", fresh)
+        until(lambda: policy(pool, "base").publish_again_version == 1)
+        assert pushed.wait(20)
+        until(lambda: is_ready(pool, "replica-0"))
+        until(lambda: policy(pool, "base").publish_again_version == 0)
+        assert (sorted(asked), publisher.wanted) == (["base", "math"], frozenset())
+        assert same(fresh.base, weights(Model(5)))
+        assert same(fresh.adapter("math@2"), lora(adapter))
+        pool.remove_replica("replica-0")  # and once more
+        pushed.clear()
+        asked.clear()
+        pool.add_replica("replica-0", double())
+        assert pushed.wait(20)
+        until(lambda: is_ready(pool, "replica-0"))
+    assert not [t for t in threading.enumerate() if t.name == "weft-notices"]
+
+
+def test_a_trainer_may_poll_instead_and_nobody_owning_it_is_said(pool: Pool) -> None:
+    pool.add_replica("replica-0", double())
+    with trainer(pool) as publisher:
+        publisher.push_adapter(peft_of(Model(), 1), "math")
+        pool.remove_replica("replica-0")
+        pool.add_replica("replica-0", double())
+        until(lambda: publisher.wanted == {"math"})
+        publisher.push_adapter(peft_of(Model(), 1), "math")
+        assert publisher.wanted == frozenset()
+        pool.remove_replica("replica-0")
+    pool.add_replica("replica-0", double())
+    until(lambda: policy(pool, "math").publish_again_version == 2)
+    assert replica(pool, "replica-0").state_reason == (
+        "lacks math@2, which no replica in contact holds: nobody owns it now, push it again"
+    )
+    assert not policy(pool, "math").HasField("lease")
+    shown = StringIO()
+    show_status(
+        pool.target,
+        watch=False,
+        json_output=False,
+        interval_seconds=1,
+        console=Console(file=shown, width=200),
+    )
+    assert "math@2 is held by no replica: push it again" in shown.getvalue()

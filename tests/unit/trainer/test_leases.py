@@ -1,0 +1,107 @@
+"""What an owner learns with its lease, and when its trainer is called."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer_side.leases import Leases
+from trainer_side.notices import Notices
+from weft.rpc.codec import duration_to_proto
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+
+ADAPTER = types_pb2.POLICY_KIND_ADAPTER
+
+
+class Coordinator:
+    """Says what it is told to, and waits to be asked."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self.renewals = 0
+        self.renewed = threading.Condition()
+
+    def AcquirePolicy(self, request: Any, **kwargs: Any) -> pb.AcquirePolicyResponse:  # noqa: N802
+        return pb.AcquirePolicyResponse(lease=self._lease(request.policy))
+
+    def RenewLease(self, request: Any, **kwargs: Any) -> pb.RenewLeaseResponse:  # noqa: N802
+        with self.renewed:
+            self.renewals += 1
+            self.renewed.notify_all()
+            return pb.RenewLeaseResponse(
+                lease=self._lease(request.policy), publish_again_version=self.lost
+            )
+
+    def ReleasePolicy(self, request: Any, **kwargs: Any) -> pb.ReleasePolicyResponse:  # noqa: N802
+        return pb.ReleasePolicyResponse()
+
+    def _lease(self, policy: str) -> pb.Lease:
+        return pb.Lease(policy=policy, fencing_token=1, time_to_live=duration_to_proto(0.03))
+
+    def say(self, lost: int) -> None:
+        """Return once an answer with that was taken in: the one before the last."""
+        with self.renewed:
+            self.lost, seen = lost, self.renewals
+            assert self.renewed.wait_for(lambda: self.renewals >= seen + 2, 10)
+
+
+def test_each_demand_is_told_once_and_ends_with_the_push() -> None:
+    coordinator, told = Coordinator(), list[str]()
+    leases = Leases(coordinator, "trainer", told.append)  # type: ignore[arg-type]
+    try:
+        leases.token("math", ADAPTER, time.monotonic() + 10)
+        coordinator.say(0)
+        assert (told, leases.wanted) == ([], frozenset())
+        coordinator.say(3)
+        coordinator.say(3)
+        assert (told, leases.wanted) == (["math"], {"math"})
+        leases.published("math")
+        coordinator.say(3)  # an answer from before the commit
+        assert (told, leases.wanted) == (["math"], frozenset())
+        coordinator.say(4)  # and that was lost, too
+        assert (told, leases.wanted) == (["math", "math"], {"math"})
+        coordinator.say(0)
+        assert leases.wanted == frozenset()
+        coordinator.say(4)
+        assert told == ["math"] * 3
+        leases.forget("math")
+        assert leases.wanted == frozenset()
+    finally:
+        leases.close()
+
+
+def test_notices_come_in_turn_and_survive_what_they_raise(caplog: pytest.LogCaptureFixture) -> None:
+    seen, done = list[tuple[str, str]](), threading.Event()
+
+    def function(name: str) -> None:
+        seen.append((name, threading.current_thread().name))
+        if name == "a":
+            raise ValueError("the user's")
+        done.set()
+
+    notices = Notices(function)
+    notices.put("a")
+    notices.put("b")
+    assert done.wait(10)
+    notices.close()
+    assert seen == [("a", "weft-notices"), ("b", "weft-notices")]
+    assert "the user's" in caplog.text
+
+
+def test_closing_from_within_does_not_wait_for_itself() -> None:
+    box, done = SimpleNamespace(), threading.Event()
+
+    def function(name: str) -> None:
+        box.notices.close()
+        done.set()
+
+    box.notices = Notices(function)
+    box.notices.put("a")
+    assert done.wait(10)
+    box.notices._thread.join(10)
+    assert not box.notices._thread.is_alive()

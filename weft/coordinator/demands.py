@@ -1,0 +1,66 @@
+"""What no replica holds any more: its owner is asked to publish it again.
+
+A whole pool that was restarted without a spill directory lacks what it served. That
+must last a while: of a pool that restarts, another replica may bring it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.contract.names import PolicyVersion
+from weft.coordinator.change import Change
+from weft.coordinator.holders import wants, who_publishes
+from weft.coordinator.state import Demand, State, holds
+
+
+def watch(change: Change) -> None:
+    """Note what is lost, and what was brought back; with each tick.
+
+    O(policies) while a replica holds everything.
+    """
+    state = change.state
+    lost = _lost(state)
+    if not lost and not state.demands:
+        return
+    demands = {}
+    for policy, version in lost.items():
+        demand = state.demands.get(policy)
+        if demand is None or demand.version != version:
+            demand = Demand(version, change.now)
+        waited = change.now - demand.since
+        if not demand.is_asked and waited >= state.settings.publish_again_after_seconds:
+            demand = replace(demand, is_asked=True)
+            change.announce(
+                "publish_again_wanted",
+                str(PolicyVersion(policy, version)),
+                f"no replica in contact holds it: {who_publishes(state, policy)}",
+            )
+        demands[policy] = demand
+    change.state = replace(state, demands=demands)
+
+
+def _lost(state: State) -> dict[str, int]:
+    """Served versions that a replica lacks and nobody in contact can bring, by policy."""
+    reachable = [r for r in state.replicas.values() if not r.lost]
+    unheld = set()
+    for policy in state.policies.values():
+        version = PolicyVersion(policy.name, policy.served_version)
+        if version.version and not any(
+            holds(replica, version) or version in replica.spilled for replica in reachable
+        ):
+            unheld.add(version)
+    if not unheld:
+        return {}
+    return {
+        version.policy: version.version
+        for replica in reachable
+        for version in wants(state, replica)
+        if version in unheld
+    }
+
+
+def publish_again_version(state: State, policy: str) -> int:
+    """The version that a policy's owner is asked to replace; 0 for none."""
+    demand = state.demands.get(policy)
+    return demand.version if demand and demand.is_asked else 0
