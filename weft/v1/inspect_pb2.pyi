@@ -41,7 +41,13 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """No heartbeat for longer than the coordinator's limit."""
     REPLICA_STATE_QUARANTINED: _ReplicaState.ValueType  # 4
-    """Its engine may hold mixed weights; out of service until a base loads."""
+    """Its engine may hold mixed weights; out of service until a base loads. Or an
+    operator quarantined it.
+    """
+    REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 5
+    """It finishes its requests and transfers, then leaves the pool."""
+    REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
+    """An operator took it out of service; it goes on receiving pushes."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Where a replica stands."""
@@ -57,7 +63,13 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """No heartbeat for longer than the coordinator's limit."""
 REPLICA_STATE_QUARANTINED: ReplicaState.ValueType  # 4
-"""Its engine may hold mixed weights; out of service until a base loads."""
+"""Its engine may hold mixed weights; out of service until a base loads. Or an
+operator quarantined it.
+"""
+REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
+"""It finishes its requests and transfers, then leaves the pool."""
+REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
+"""An operator took it out of service; it goes on receiving pushes."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 class _VersionState:
@@ -113,6 +125,7 @@ class Replica(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -143,6 +156,10 @@ class Replica(_message.Message):
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See RegisterRequest.retained_base_versions."""
 
+    @_builtins.property
+    def drain(self) -> _registry_pb2.Drain:
+        """Set while it drains."""
+
     def __init__(
         self,
         *,
@@ -157,14 +174,45 @@ class Replica(_message.Message):
         model_name: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        drain: _registry_pb2.Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class Withdrawal(_message.Message):
+    """An operator's order that keeps a replica out of service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Of which replica; it need not be in the pool now."""
+    state: Global___ReplicaState.ValueType
+    """CORDONED or QUARANTINED."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        state: Global___ReplicaState.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
 
 @_typing.final
 class Policy(_message.Message):
@@ -311,6 +359,7 @@ class GetPoolResponse(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    WITHDRAWALS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -337,6 +386,10 @@ class GetPoolResponse(_message.Message):
     def last_transfer(self) -> _publish_pb2.Transfer:
         """The transfer that ended last; absent when none has."""
 
+    @_builtins.property
+    def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
+        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
+
     def __init__(
         self,
         *,
@@ -348,10 +401,11 @@ class GetPoolResponse(_message.Message):
         last_transfer: _publish_pb2.Transfer | None = ...,
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
+        withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,7 +667,8 @@ class WatchEventsResponse(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """What, as a word: "replica_ready", "replica_pending", "replica_lost",
-    "replica_quarantined", "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
+    "replica_quarantined", "replica_cordoned", "replica_draining",
+    "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
