@@ -176,6 +176,7 @@ REASONS: dict[str, type[WeftError]] = {
     "POLICY_OWNED": PolicyOwnedError,
     "NOT_STAGED": NotReadyError,
     "NOT_RETAINED": NotReadyError,
+    "VERSION_IN_USE": NotReadyError,
     "MANIFEST_UNKNOWN": NotReadyError,
     "ALREADY_COMMITTED": NotReadyError,
     "LORA_DISABLED": NotReadyError,

@@ -94,9 +94,10 @@ def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Rep
     """By version, who could send it now."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
-        if not replica.lost and replica.replica_id not in taken:
-            for version in held_versions(replica):
-                found.setdefault(version, []).append(replica)
+        if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
+            continue
+        for version in held_versions(replica):
+            found.setdefault(version, []).append(replica)
     return found
 
 
@@ -108,7 +109,8 @@ def _choose(
     taken: Set[str],
 ) -> Replica | None:
     """The replica itself if it holds the version; else the best source: not the one
-    that failed last if there is another, a ready one before others.
+    that failed last if there is another, a ready one before others, and one that
+    drains only where nobody else is free: it stays as long as it sends.
 
     Every copy was verified when it came, and its digest is compared again: a source
     need not be ready.
@@ -119,7 +121,12 @@ def _choose(
     failed = setback.source if setback else ""
     return min(
         (r for r in holders if r.replica_id not in taken),
-        key=lambda r: (r.replica_id == failed, not is_ready(state, r), r.replica_id),
+        key=lambda r: (
+            r.replica_id == failed,
+            r.drain is not None,
+            not is_ready(state, r),
+            r.replica_id,
+        ),
         default=None,
     )
 
@@ -193,6 +200,7 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         or source is None
         or replica.lost
         or source.lost
+        or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
         or not holds(source, version)
     ):

@@ -17,6 +17,7 @@ from weft.coordinator.state import (
     Policy,
     Transfer,
     VersionRecord,
+    Withdrawn,
 )
 
 # -- saves: one transaction for all of a batch ---------------------------------
@@ -82,7 +83,25 @@ class SavePin:
     durable: bool = True
 
 
-Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired | SaveCommitted | SavePin
+@dataclass(frozen=True)
+class SaveWithdrawn:
+    """A replica is kept out of service; not any more where ``order`` is None."""
+
+    replica_id: str
+    order: Withdrawn | None
+    durable: bool = True
+
+
+Save = (
+    SavePool
+    | SaveEpoch
+    | SavePolicy
+    | SaveVersion
+    | SaveRetired
+    | SaveCommitted
+    | SavePin
+    | SaveWithdrawn
+)
 
 # -- answers to waiting calls --------------------------------------------------
 
@@ -122,6 +141,13 @@ class HeartbeatAnswer:
     """To Heartbeat."""
 
     ready: bool
+    drain_seconds: float | None = None
+    """Time that is left to a replica that is to drain; None for others."""
+    drain_reason: str = ""
+    in_transfer: bool = False
+    """Whether a transfer needs it."""
+    refuse_reason: str = ""
+    """Why it must refuse new requests; empty when it must not."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from weft.coordinator.state import (
     Layout,
     PolicyKind,
     VersionRecord,
+    Withdrawn,
 )
 
 
@@ -112,6 +113,15 @@ class AbortTransfer:
     message: str
 
 
+@dataclass(frozen=True)
+class DrainNote:
+    """What a replica that drains says of it."""
+
+    seconds: float
+    """What is left of its time."""
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Register:
     """A replica joins."""
@@ -126,6 +136,7 @@ class Register:
     vector: VersionVector
     retained: tuple[int, ...] = ()
     dirty_reason: str = ""
+    drain: DrainNote | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class Heartbeat:
     dirty_reason: str = ""
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
+    drain: DrainNote | None = None
 
 
 @dataclass(frozen=True)
@@ -294,6 +306,44 @@ class Pin:
     """What the catalog knows of the version."""
 
 
+@dataclass(frozen=True)
+class RetireVersion:
+    """An operator asks to retire an adapter version now."""
+
+    ticket: int
+    policy: str
+    version: int
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """An operator takes a replica out of service."""
+
+    ticket: int
+    replica_id: str
+    order: Withdrawn
+
+
+@dataclass(frozen=True)
+class Uncordon:
+    """An operator puts a replica back into service."""
+
+    ticket: int
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class DrainReplica:
+    """An operator lets a replica leave."""
+
+    ticket: int
+    replica_id: str
+    seconds: float
+    reason: str
+
+
 Event = (
     Tick
     | CallerGone
@@ -321,4 +371,8 @@ Event = (
     | LookedUp
     | Rollback
     | Pin
+    | RetireVersion
+    | Withdraw
+    | Uncordon
+    | DrainReplica
 )

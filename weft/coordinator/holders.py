@@ -33,6 +33,12 @@ def is_ready(state: State, replica: Replica) -> bool:
     return replica.in_contact and not lacks(state, replica)
 
 
+def takes_weights(state: State, replica: Replica) -> bool:
+    """Whether anything new is brought to a replica: not while it drains, nor while an
+    operator quarantines it."""
+    return replica.drain is None and not state.is_quarantined(replica.replica_id)
+
+
 def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     """What is to be brought to a replica, in order: the base, then each adapter's
     versions from the oldest on, so that it is ready when it has them all. One whose
@@ -40,6 +46,8 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     """
     pool = state.vector
     base = PolicyVersion(BASE_POLICY, pool.base)
+    if not takes_weights(state, replica):
+        return []
     if replica.dirty_reason:
         return [base] if pool.base else []
     found = [base] if pool.base and replica.vector.base != pool.base else []

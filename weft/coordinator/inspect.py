@@ -22,6 +22,7 @@ from weft.coordinator.wire import (
     transfer_from_record,
     transfer_to_proto,
     version_record_to_proto,
+    withdrawals_to_proto,
 )
 from weft.rpc.codec import vector_to_proto
 from weft.rpc.interceptor import on_call_end
@@ -57,6 +58,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             last_transfer=self._transfer(last) if last else None,
             weft_version=__version__,
             coordinator_generation=state.generation,
+            withdrawals=withdrawals_to_proto(state),
         )
 
     async def ListReplicas(

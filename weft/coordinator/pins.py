@@ -1,4 +1,4 @@
-"""Pins: adapter versions that are never retired."""
+"""Adapter versions that an operator keeps from being retired, or retires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from weft.contract.errors import NotReadyError, UnsupportedError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
-from weft.coordinator.effects import Done, SavePin
+from weft.coordinator.effects import Done, SavePin, SaveRetired
+from weft.coordinator.retire import retire
 from weft.coordinator.rollback import known_policy, requestable
 from weft.coordinator.state import PolicyKind
 
@@ -35,4 +36,33 @@ def pin(change: Change, event: events.Pin) -> None:
         change.emit(SavePin(version, event.pinned))
         kind = "version_pinned" if event.pinned else "version_unpinned"
         change.announce(kind, str(version), "by an operator")
+    change.reply(event.ticket, Done())
+
+
+def retire_version(change: Change, event: events.RetireVersion) -> None:
+    """Retire an adapter version at an operator's order; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "versions of the base are not retired: a push replaces the one that is served"
+            )
+        if version.version == policy.served_version:
+            raise NotReadyError(
+                f"requests for {policy.name!r} get {version}: push a newer version or roll back "
+                "first",
+                reason="VERSION_IN_USE",
+            )
+        if version.version in policy.pinned:
+            raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if version.version in policy.versions:
+        left = tuple(v for v in policy.versions if v != version.version)
+        change.put_policy(replace(policy, versions=left))
+        change.emit(SaveRetired(version, durable=True))
+        change.announce("version_retired", str(version), "by an operator")
+        retire(change)
     change.reply(event.ticket, Done())

@@ -13,7 +13,12 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
-from weft.rpc.codec import capabilities_from_proto, duration_to_proto, vector_from_proto
+from weft.rpc.codec import (
+    capabilities_from_proto,
+    duration_from_proto,
+    duration_to_proto,
+    vector_from_proto,
+)
 from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
 
@@ -49,6 +54,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 vector=vector_from_proto(request.version_vector),
                 retained=tuple(request.retained_base_versions),
                 dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
+                drain=_drain_note(request),
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -89,10 +95,17 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 tuple(request.retained_base_versions),
                 request.dirty_reason[:MAX_REASON_CHARS],
                 staged,
+                _drain_note(request),
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
-        return registry_pb2.HeartbeatResponse(ready=answer.ready)
+        response = registry_pb2.HeartbeatResponse(
+            ready=answer.ready, in_transfer=answer.in_transfer, refuse_reason=answer.refuse_reason
+        )
+        if answer.drain_seconds is not None:
+            response.drain.reason = answer.drain_reason
+            response.drain.time_left.CopyFrom(duration_to_proto(answer.drain_seconds))
+        return response
 
     async def Leave(
         self, request: registry_pb2.LeaveRequest, context: Context
@@ -102,3 +115,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
         )
         return registry_pb2.LeaveResponse()
+
+
+def _drain_note(
+    request: registry_pb2.RegisterRequest | registry_pb2.HeartbeatRequest,
+) -> events.DrainNote | None:
+    if not request.HasField("drain"):
+        return None
+    seconds = max(0.0, duration_from_proto(request.drain.time_left))
+    return events.DrainNote(seconds, request.drain.reason[:MAX_REASON_CHARS])

@@ -41,6 +41,8 @@ class Standing(enum.IntEnum):
     READY = 2
     LOST = 3
     QUARANTINED = 4
+    DRAINING = 5
+    CORDONED = 6
 
 
 class Phase(enum.IntEnum):
@@ -199,6 +201,23 @@ class Setback:
 
 
 @dataclass(frozen=True)
+class Withdrawn:
+    """An operator's order that keeps a replica out of service; durable."""
+
+    standing: Standing
+    """CORDONED or QUARANTINED."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A replica leaves in good order, at ``deadline`` at the latest."""
+
+    deadline: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Replica:
     """A replica as last heard of."""
 
@@ -228,6 +247,8 @@ class Replica:
     """Versions of the base that it holds a copy of, last used first."""
     setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
     """What could not be brought to it yet."""
+    drain: Drain | None = None
+    """Set while it is to leave."""
 
     @property
     def in_contact(self) -> bool:
@@ -433,6 +454,8 @@ class State:
     """When the end of a clone may next give rise to a plan."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
+    withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
+    """By replica, of the pool or not; durable."""
 
     @cached_property
     def vector(self) -> VersionVector:
@@ -449,13 +472,18 @@ class State:
 
     @cached_property
     def copies(self) -> frozenset[PolicyVersion]:
-        """Versions that a replica in contact holds a copy of."""
+        """Versions that a replica in contact holds a copy of that others may have."""
         return frozenset(
             version
             for replica in self.replicas.values()
-            if not replica.lost
+            if not replica.lost and not self.is_quarantined(replica.replica_id)
             for version in held_versions(replica)
         )
+
+    def is_quarantined(self, replica_id: str) -> bool:
+        """Whether an operator keeps a replica out of service and out of transfers."""
+        order = self.withdrawn.get(replica_id)
+        return order is not None and order.standing is Standing.QUARANTINED
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

@@ -20,6 +20,7 @@ from weft.coordinator import (
     catchup,
     commit,
     discard,
+    drains,
     events,
     leases,
     membership,
@@ -28,6 +29,7 @@ from weft.coordinator import (
     retire,
     rollback,
     staging,
+    withdrawals,
 )
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
@@ -127,6 +129,14 @@ def _apply(change: Change, event: events.Event) -> None:
             rollback.ask(change, event)
         case events.Pin():
             pins.pin(change, event)
+        case events.RetireVersion():
+            pins.retire_version(change, event)
+        case events.Withdraw():
+            withdrawals.withdraw(change, event)
+        case events.Uncordon():
+            withdrawals.uncordon(change, event)
+        case events.DrainReplica():
+            drains.drain(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

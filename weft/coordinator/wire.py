@@ -183,7 +183,7 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
 def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
     """A replica and where it stands."""
     where, why = standing(state, replica)
-    return inspect_pb2.Replica(
+    message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(where)),
         state_reason=why,
@@ -196,6 +196,23 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         adapter_used_bytes=replica.adapter_used_bytes,
         retained_base_versions=replica.retained,
     )
+    if replica.drain:
+        message.drain.reason = replica.drain.reason
+        left = max(0.0, replica.drain.deadline - now)
+        message.drain.time_left.CopyFrom(duration_to_proto(left))
+    return message
+
+
+def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
+    """Replicas that operators keep out of service, sorted."""
+    return [
+        inspect_pb2.Withdrawal(
+            replica_id=replica_id,
+            state=inspect_pb2.ReplicaState.ValueType(int(order.standing)),
+            reason=order.reason,
+        )
+        for replica_id, order in sorted(state.withdrawn.items())
+    ]
 
 
 def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:

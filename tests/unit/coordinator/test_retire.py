@@ -87,3 +87,36 @@ def test_a_base_is_superseded_by_the_next() -> None:
     m.run_to(Phase.COMMITTED, "base")
     assert [s.version for s in m.ever(effects.SaveRetired)] == [PolicyVersion("base", 1)]
     assert m.state.policies["base"].versions == (2,)
+
+
+def _retire_now(m: Machine, version: int, policy: str = "math") -> int:
+    ticket = next(m.ids)
+    record = m.record(PolicyVersion(policy, version))
+    m.do(events.RetireVersion(ticket, policy, version, record))
+    return ticket
+
+
+def test_an_operator_retires_a_version_that_would_be_kept() -> None:
+    m = _after(3)
+    m.answer(_retire_now(m, 2))
+    assert m.found(effects.SaveRetired) == [effects.SaveRetired(PolicyVersion("math", 2), True)]
+    assert m.state.policies["math"].versions == (1, 3)
+    assert {c.versions for c in m.found(effects.CallRetire)} == {(PolicyVersion("math", 2),)}
+    m.answer(_retire_now(m, 2))
+    assert not m.found(effects.SaveRetired)
+
+
+def test_what_an_operator_cannot_retire() -> None:
+    m = _after(2)
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    m.do(events.Pin(0, "math", 1, True, m.record(PolicyVersion("math", 1))))
+    for version, policy, reason in (
+        (1, "math", "VERSION_IN_USE"),
+        (2, "math", "VERSION_IN_USE"),
+        (9, "math", "VERSION_UNKNOWN"),
+        (1, "no", "POLICY_UNKNOWN"),
+        (1, "base", "UNSUPPORTED"),
+    ):
+        assert m.error(_retire_now(m, version, policy)).reason == reason
+    assert not m.ever(effects.SaveRetired)
