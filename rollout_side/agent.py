@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout_side.config import AgentConfig
+from rollout_side.drain import Drain
 from rollout_side.engine import Engine, GroupSpec, MemoryUse, SendOrder, SwitchTimes
-from rollout_side.registration import Holdings, Identity, Registration
+from rollout_side.registration import Holdings, Identity, Registration, Told
 from weft.contract.errors import (
     LoadFailedError,
     NotFoundError,
@@ -54,6 +55,9 @@ class Agent:
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         self.registration: Registration | None = None
         self._aliases_hidden = False
+        self._drain = Drain(engine.num_requests, self._close, self._is_needed)
+        self._in_transfer = False
+        self._closed = ""
         self._switching = asyncio.Lock()
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
@@ -235,10 +239,48 @@ class Agent:
             and registration.in_contact
             and registration.ready.is_set()
             and not self.dirty_reason
+            and not self._drain.under_way
         )
 
     def _holdings(self) -> Holdings:
-        return Holdings(self.vector, self.memory, self.dirty_reason)
+        return Holdings(self.vector, self.memory, self.dirty_reason, self._drain.note())
+
+    # -- leaving it in good order ----------------------------------------------
+
+    def drain(self, seconds: float, reason: str) -> None:
+        """Stop being ready, and leave when nothing runs, or after ``seconds``.
+
+        Idempotent; a later call can only shorten the time. See ``drained``.
+        """
+        if not self._drain.under_way:
+            self._in_transfer = True  # until the coordinator says otherwise
+        self._drain.begin(seconds, reason)
+        if self.registration is not None:
+            self.registration.hurry()
+
+    async def drained(self) -> str:
+        """Wait for the end of a drain, whoever began it; returns how it ended.
+
+        The process is to end then; ``run`` goes on until it is cancelled.
+        """
+        return await self._drain.over()
+
+    def _told(self, told: Told) -> None:
+        if told.is_draining:
+            self._in_transfer = told.in_transfer
+        if told.drain is not None:
+            self.drain(told.drain.seconds, told.drain.reason)
+        self.engine.refuse_requests(self._closed or told.refuse_reason)
+
+    def _close(self, reason: str) -> None:
+        self._closed = reason
+        self.engine.refuse_requests(reason)
+
+    def _is_needed(self) -> bool:
+        """Whether a transfer needs this replica; nobody can tell while the coordinator
+        is away."""
+        registration = self.registration
+        return registration is not None and registration.is_known and self._in_transfer
 
     async def _watch_contact(self, registration: Registration) -> None:
         """Refuse bare names while nobody can say what they stand for now."""
@@ -263,13 +305,22 @@ class Agent:
         def fail(error: WeftError) -> None:
             loop.call_soon_threadsafe(refused.set_result, error)
 
+        def hear(told: Told) -> None:
+            loop.call_soon_threadsafe(self._told, told)
+
         identity = Identity(
             address=self.address,
             capabilities=self.engine.capabilities,
             reference=self.engine.reference,
             model_name=self.engine.model_name,
         )
-        registration = Registration(self.config, identity, current=self._holdings, on_failed=fail)
+        registration = Registration(
+            self.config,
+            identity,
+            current=self._holdings,
+            on_failed=fail,
+            on_told=hear,
+        )
         self.registration = registration
         registration.start()
         try:

@@ -156,3 +156,12 @@ class Engine(Protocol):
 
     async def memory(self) -> MemoryUse:
         """What is held now."""
+
+    def num_requests(self) -> int:
+        """Requests that have begun and not ended."""
+
+    def refuse_requests(self, reason: str) -> None:
+        """Refuse new requests, saying why, or take them again where it is empty.
+
+        Running ones go on.
+        """

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +80,14 @@ class EngineDouble:
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
+        self.running = 0
+        self.refuse_reason = ""
+
+    def num_requests(self) -> int:
+        return self.running
+
+    def refuse_requests(self, reason: str) -> None:
+        self.refuse_reason = reason
 
     def adapter(self, version: str) -> dict[str, torch.Tensor]:
         """Copies of a served adapter's tensors."""
@@ -233,6 +242,24 @@ class Pool:
         assert isinstance(engine, EngineDouble)
         engine.receiver.close()
         engine.cloner.close()
+
+    def leave_when_drained(self, replica_id: str) -> Future[str]:
+        """What a replica's process does: end with its drain; says how it ended."""
+
+        async def leave() -> str:
+            why = await self.agents[replica_id].drained()
+            await self._remove_replica(replica_id)
+            return why
+
+        return asyncio.run_coroutine_threadsafe(leave(), self._loop)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call on the pool's loop and wait."""
+
+        async def run() -> None:
+            function()
+
+        self.run(run())
 
     def close(self) -> None:
         """Stop everything and the loop's thread."""

@@ -36,6 +36,13 @@ LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
 
+VersionName = Annotated[
+    str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
+]
+VersionNumber = Annotated[int | None, typer.Argument(metavar="VERSION", hidden=True, min=1)]
+ReplicaId = Annotated[str, typer.Argument(metavar="REPLICA", help="Its name in weft status.")]
+Reason = Annotated[str, typer.Option(help="Why, for people.")]
+
 
 def run() -> None:
     """Entry point: typed errors become one line and exit code 1, never a traceback."""
@@ -134,6 +141,15 @@ def rollout(
             max=100,
         ),
     ] = 1,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Told to stop (SIGTERM): not ready at once; running requests and transfers may "
+            "take so long to end. A second SIGTERM, or SIGINT, ends the process at once.",
+            min=0,
+            max=86_400,
+        ),
+    ] = 30.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -161,13 +177,15 @@ def rollout(
         adapter_memory_bytes=int(adapter_memory_gib * 2**30),
         staging_memory_bytes=int(staging_memory_gib * 2**30),
         retain_base=retain_base,
+        drain_seconds=drain_seconds,
     )
-    asyncio.run(
+    why = asyncio.run(
         serve(
             config,
             ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True),
         )
     )
+    print(f"ended: {why}", flush=True)
 
 
 @app.command()
@@ -236,15 +254,71 @@ def rollback(
 
 @app.command()
 def pin(
-    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
-    number: Annotated[int, typer.Argument(metavar="VERSION", help="Version to keep.", min=1)],
+    name: VersionName,
+    number: VersionNumber = None,
     off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
     coordinator: Coordinator = "127.0.0.1:50051",
 ) -> None:
     """Keep a version of an adapter from being retired."""
     from weft_cli import operate
 
-    operate.pin(coordinator, policy, number, pinned=not off)
+    operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)
+
+
+@app.command()
+def retire(
+    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Retire a version of an adapter now; its alias must stand for another."""
+    from weft_cli import operate
+
+    operate.retire(coordinator, operate.parse_version(name, number))
+
+
+@app.command()
+def cordon(
+    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Take a replica out of service; it keeps up with pushes and can come back at once."""
+    from weft_cli import replicas
+
+    replicas.cordon(coordinator, replica, reason)
+
+
+@app.command()
+def quarantine(
+    replica: ReplicaId,
+    reason: Annotated[str, typer.Option(help="Why, for people.")],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Take a replica out of service and out of transfers; it refuses new requests."""
+    from weft_cli import replicas
+
+    replicas.quarantine(coordinator, replica, reason)
+
+
+@app.command()
+def uncordon(replica: ReplicaId, coordinator: Coordinator = "127.0.0.1:50051") -> None:
+    """Put a replica back into service, cordoned or quarantined."""
+    from weft_cli import replicas
+
+    replicas.uncordon(coordinator, replica)
+
+
+@app.command()
+def drain(
+    replica: ReplicaId,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for its requests and transfers to end.", min=0, max=86_400),
+    ] = 300.0,
+    reason: Reason = "",
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Let a replica finish what runs, leave the pool and end; returns when it has left."""
+    from weft_cli import replicas
+
+    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
 
 
 @app.command()

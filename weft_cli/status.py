@@ -24,6 +24,8 @@ _STATES = {
     pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
     pb.REPLICA_STATE_LOST: ("lost", "red"),
     pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
+    pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
+    pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
 }
 
 
@@ -66,7 +68,7 @@ def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
-        _headline(pool), _replicas(pool), _policies(pool),
+        _headline(pool), _replicas(pool), *_withdrawn_elsewhere(pool), _policies(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
@@ -96,6 +98,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     for replica in pool.replicas:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
+        if replica.HasField("drain"):
+            state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
         if replica.state_reason:
             state.append(f"\n{replica.state_reason}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
@@ -108,6 +112,20 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             f"{seen:.1f} s ago",
         )
     return table
+
+
+def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
+    """Orders for replicas that are not in the pool: they wait for them."""
+    here = {replica.replica_id for replica in pool.replicas}
+    return [
+        Text(
+            f"{order.replica_id} is not in the pool; {_STATES[order.state][0]} by an operator"
+            + (f": {order.reason}" if order.reason else ""),
+            "yellow",
+        )
+        for order in pool.withdrawals
+        if order.replica_id not in here
+    ]
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:

@@ -93,6 +93,7 @@ class VllmReplica:
         self._deadlines = deadlines
         self._lock = asyncio.Lock()
         self._dirty = ""
+        self._closed = ""
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     # -- the process ----------------------------------------------------------
@@ -258,7 +259,8 @@ class VllmReplica:
                 if not self._dirty:
                     await self._bounded(bridges.resume(self.engine), "resuming")
                 raise
-            self._dirty = self.tracker.refuse_reason = ""
+            self._dirty = ""
+            self._tell_tracker()
             await self._bounded(bridges.resume(self.engine), "resuming")
             pause_seconds = time.perf_counter() - begin
             await self._call("weft_keep_base", transfer_id)
@@ -311,6 +313,19 @@ class VllmReplica:
             return True
         return str(version) in bridges.loras_in_use(self.engine)
 
+    def num_requests(self) -> int:
+        """See ``Engine``."""
+        return self.tracker.num_running
+
+    def refuse_requests(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._closed = reason
+        self._tell_tracker()
+
+    def _tell_tracker(self) -> None:
+        repair = f"the replica's weights are being repaired: {self._dirty}" if self._dirty else ""
+        self.tracker.refuse_reason = repair or self._closed
+
     # -- steps ------------------------------------------------------------------
 
     async def _held(self, version: PolicyVersion) -> dict[str, Any]:
@@ -357,7 +372,7 @@ class VllmReplica:
 
     def _mark_dirty(self, reason: str) -> None:
         self._dirty = reason
-        self.tracker.refuse_reason = f"the replica's weights are being repaired: {reason}"
+        self._tell_tracker()
         _log.error("the engine is dirty and refuses requests: %s", reason)
 
     async def _call(

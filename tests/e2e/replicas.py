@@ -77,17 +77,26 @@ def running_replicas(
     with ExitStack() as stack:
         processes = []
         for i, model in enumerate(models, first):
-            command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
-                       "--replica-id", f"replica-{i}", "--adapter-memory-gib", "0.25",
-                       "--staging-memory-gib", "0.25", *options,
-                       "--", str(model), *ARGS, *args)  # fmt: skip
-            process = Process(f"replica-{i}", command, work, ENV)
+            process = start_replica(work, target, i, model, *args, options=options)
             stack.callback(process.stop)
             processes.append(process)
-        urls = []
-        for process in processes:
-            line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
-            match = re.search(r"http://[^\s,]+", line)
-            assert match is not None
-            urls.append(match.group())
-        yield urls
+        yield [url_of(process) for process in processes]
+
+
+def start_replica(
+    work: Path, target: str, number: int, model: Path, *args: str, options: Sequence[str] = ()
+) -> Process:
+    """Start ``replica-<number>``; see ``running_replicas``. The caller ends it."""
+    command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
+               "--replica-id", f"replica-{number}", "--adapter-memory-gib", "0.25",
+               "--staging-memory-gib", "0.25", *options,
+               "--", str(model), *ARGS, *args)  # fmt: skip
+    return Process(f"replica-{number}", command, work, ENV)
+
+
+def url_of(process: Process) -> str:
+    """Base URL of a replica's OpenAI server, once it serves."""
+    line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
+    match = re.search(r"http://[^\s,]+", line)
+    assert match is not None
+    return match.group()
