@@ -119,9 +119,10 @@ class AdminServiceServicer(object):
 
     def Cordon(self, request, context):
         """Takes a replica out of service, so that it can come back at once: it stays in
-        the pool, goes on receiving pushes and may send clones, but it is not ready, so
-        nobody routes to it. Its running requests finish, and what is sent to it all the
-        same is answered. Durable, and of the name: it outlives restarts of the
+        the pool, goes on receiving pushes and may send clones, but it is not ready: it
+        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        with the next heartbeat. Its running requests finish, and what is sent to it all
+        the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
         an operator stays so.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
@@ -158,8 +159,8 @@ class AdminServiceServicer(object):
         target of new transfers; it refuses new requests when routers have had a moment
         to hear of it, finishes running requests and the transfers that it takes part
         in, then leaves the pool, and its process ends with status 0. When the time is
-        over it ends all the same. Meanwhile it may be the source of a clone, if nobody
-        else holds the version. Answers at once; ListReplicas tells when it has left.
+        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        other holder is free. Answers at once; ListReplicas tells when it has left.
         Not durable at the coordinator, but the replica remembers it once it has heard,
         within a heartbeat. Only a shorter time changes a drain that is under way.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST

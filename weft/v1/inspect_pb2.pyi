@@ -697,3 +697,90 @@ class WatchEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class WatchRoutesRequest(_message.Message):
+    """Asks for the routes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRoutesRequest: _TypeAlias = WatchRoutesRequest  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """A replica that may be sent requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    HTTP_URL_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Its name."""
+    http_url: _builtins.str
+    """Base URL of its OpenAI-compatible server."""
+    model_name: _builtins.str
+    """Name of the base model there."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What it serves. While the pool switches to a version, replicas differ for a
+        moment; a request for an exact version (`math@17`) goes to one that lists it.
+        """
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        http_url: _builtins.str = ...,
+        model_name: _builtins.str = ...,
+        version_vector: _types_pb2.VersionVector | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
+@_typing.final
+class WatchRoutesResponse(_message.Message):
+    """Where requests may be sent from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTES_FIELD_NUMBER: _builtins.int
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Grows with every start of the coordinator."""
+    revision: _builtins.int
+    """Grows with every change, within a generation."""
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
+        """All of them, sorted by replica."""
+
+    def __init__(
+        self,
+        *,
+        routes: _abc.Iterable[Global___Route] | None = ...,
+        coordinator_generation: _builtins.int = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "revision", b"revision", "routes", b"routes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRoutesResponse: _TypeAlias = WatchRoutesResponse  # noqa: Y015
