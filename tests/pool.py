@@ -213,7 +213,10 @@ class Pool:
 
     async def _add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
         config = AgentConfig(
-            coordinator=self.target, replica_id=replica_id, contact_seconds=CONTACT_SECONDS
+            coordinator=self.target,
+            replica_id=replica_id,
+            http_url=f"http://{replica_id}.test",
+            contact_seconds=CONTACT_SECONDS,
         )
         agent = Agent(config, engine)
         servicer = Servicer(

@@ -204,6 +204,22 @@ def status(
 
 
 @app.command()
+def routes(
+    coordinator: Coordinator = "127.0.0.1:50051",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each list.")
+    ] = False,
+) -> None:
+    """Show which replicas may be sent requests, and what each serves."""
+    from weft_cli.routes import show_routes
+
+    show_routes(coordinator, watch=watch, json_output=json_output)
+
+
+@app.command()
 def push(
     path: Annotated[
         Path, typer.Argument(help="A PEFT adapter directory, or a safetensors checkpoint.")

@@ -4,6 +4,7 @@ real gRPC, engine double, and the commands."""
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,14 @@ def test_cordon_quarantine_uncordon(pool: Pool, engines: list[EngineDouble]) -> 
     agent = pool.add_replica("replica-0", engines[0])
     until(lambda: agent.is_ready)
     assert engines[0].refuse_reason == ""
+
+
+def test_routes(pool: Pool, engines: list[EngineDouble]) -> None:
+    until(lambda: all(agent.is_ready for agent in pool.agents.values()))
+    assert "replica-1 │ http://replica-1.test │ double │ base@0" in weft(pool, "routes")
+    weft(pool, "cordon", "replica-0")
+    (route,) = json.loads(weft(pool, "routes", "--json"))["routes"]
+    assert route["replica_id"] == "replica-1"
 
 
 def test_retire(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -> None:

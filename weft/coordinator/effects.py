@@ -354,6 +354,11 @@ class Announce:
     message: str
 
 
+@dataclass(frozen=True)
+class RoutesChanged:
+    """Those who follow the routes are to look again."""
+
+
 Effect = (
     Save
     | Reply
@@ -374,4 +379,5 @@ Effect = (
     | CheckFit
     | LookUp
     | Announce
+    | RoutesChanged
 )

@@ -28,6 +28,7 @@ from weft.coordinator import (
     preflight,
     retire,
     rollback,
+    routes,
     staging,
     withdrawals,
 )
@@ -57,6 +58,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
         membership.announce_standings(change)
+        routes.note_changes(state, change)
     _answer_describers(change)
     return change.state, change.effects
 

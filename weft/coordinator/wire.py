@@ -203,6 +203,16 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
     return message
 
 
+def route_to_proto(replica: Replica) -> inspect_pb2.Route:
+    """A replica that may be sent requests."""
+    return inspect_pb2.Route(
+        replica_id=replica.replica_id,
+        http_url=replica.http_url,
+        model_name=replica.model_name,
+        version_vector=vector_to_proto(replica.vector),
+    )
+
+
 def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
     """Replicas that operators keep out of service, sorted."""
     return [

@@ -119,13 +119,14 @@ class Machine:
         vector = capabilities.pop("vector", VersionVector())
         retained = capabilities.pop("retained", ())
         dirty_reason = capabilities.pop("dirty_reason", "")
+        http_url = capabilities.pop("http_url", "")
         self.do(
             events.Register(
                 ticket=ticket,
                 replica_id=replica_id,
                 incarnation=incarnation,
                 address=f"{replica_id}:1",
-                http_url="",
+                http_url=http_url,
                 model_name="tiny",
                 capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
                 vector=vector,
