@@ -173,6 +173,54 @@ class RetireResponse(_message.Message):
 Global___RetireResponse: _TypeAlias = RetireResponse  # noqa: Y015
 
 @_typing.final
+class SetRetentionRequest(_message.Message):
+    """Says how much to keep of a policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    NUM_VERSIONS_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Which policy."""
+    num_versions: _builtins.int
+    """How many versions; 0 means as many as the coordinator was started with."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        num_versions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_versions", b"num_versions", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRetentionRequest: _TypeAlias = SetRetentionRequest  # noqa: Y015
+
+@_typing.final
+class SetRetentionResponse(_message.Message):
+    """Done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_VERSIONS_FIELD_NUMBER: _builtins.int
+    num_versions: _builtins.int
+    """How many are kept from now on."""
+    def __init__(
+        self,
+        *,
+        num_versions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_versions", b"num_versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRetentionResponse: _TypeAlias = SetRetentionResponse  # noqa: Y015
+
+@_typing.final
 class CordonRequest(_message.Message):
     """Asks to take out of service."""
 

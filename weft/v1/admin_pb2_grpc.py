@@ -50,6 +50,11 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.RetireRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.RetireResponse.FromString,
                 _registered_method=True)
+        self.SetRetention = channel.unary_unary(
+                '/weft.v1.AdminService/SetRetention',
+                request_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+                _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/weft.v1.AdminService/Cordon',
                 request_serializer=weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
@@ -112,6 +117,19 @@ class AdminServiceServicer(object):
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
         pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRetention(self, request, context):
+        """How many of the newest versions of an adapter are kept; the version that its
+        alias stands for and those that are pinned are kept in any case. Durable. Fewer
+        retires the others now; more keeps what comes, and brings back nothing that is
+        being retired.
+        Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+        retains as many copies as its --retain-base says).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,6 +205,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Retire,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.RetireRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.RetireResponse.SerializeToString,
+            ),
+            'SetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRetention,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.SerializeToString,
             ),
             'Cordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Cordon,
@@ -291,6 +314,33 @@ class AdminService(object):
             '/weft.v1.AdminService/Retire',
             weft_dot_v1_dot_admin__pb2.RetireRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.RetireResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/SetRetention',
+            weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,15 @@ class AdminServiceStub:
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
     pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
     """
+    SetRetention: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]
+    """How many of the newest versions of an adapter are kept; the version that its
+    alias stands for and those that are pinned are kept in any case. Durable. Fewer
+    retires the others now; more keeps what comes, and brings back nothing that is
+    being retired.
+    Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+    retains as many copies as its --retain-base says).
+    """
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
     the pool, goes on receiving pushes and may send clones, but it is not ready: it
@@ -133,6 +142,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
     pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    """
+    SetRetention: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]  # type: ignore[assignment]
+    """How many of the newest versions of an adapter are kept; the version that its
+    alias stands for and those that are pinned are kept in any case. Durable. Fewer
+    retires the others now; more keeps what comes, and brings back nothing that is
+    being retired.
+    Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+    retains as many copies as its --retain-base says).
     """
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
@@ -220,6 +238,21 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
         pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        """
+
+    @_abc_1.abstractmethod
+    def SetRetention(
+        self,
+        request: _admin_pb2.SetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRetentionResponse, _abc.Awaitable[_admin_pb2.SetRetentionResponse]]:
+        """How many of the newest versions of an adapter are kept; the version that its
+        alias stands for and those that are pinned are kept in any case. Durable. Fewer
+        retires the others now; more keeps what comes, and brings back nothing that is
+        being retired.
+        Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+        retains as many copies as its --retain-base says).
         """
 
     @_abc_1.abstractmethod

@@ -227,6 +227,8 @@ class Policy(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
+    NUM_RETAINED_FIELD_NUMBER: _builtins.int
+    HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -235,6 +237,14 @@ class Policy(_message.Message):
     """Version that is served under the bare name; 0 when none."""
     last_version: _builtins.int
     """Newest version ever assigned, used or not."""
+    num_retained: _builtins.int
+    """How many of the newest versions are kept; 0 for the base, whose copies each
+    replica retains.
+    """
+    has_own_retention: _builtins.bool
+    """Whether that is the policy's own number (AdminService.SetRetention), not the
+    coordinator's.
+    """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that can be requested, ascending."""
@@ -257,10 +267,12 @@ class Policy(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         lease: _publish_pb2.Lease | None = ...,
         pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
+        num_retained: _builtins.int = ...,
+        has_own_retention: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,7 +684,7 @@ class WatchEventsResponse(_message.Message):
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned".
+    "version_unpinned", "retention_set".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""
