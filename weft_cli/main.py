@@ -71,7 +71,7 @@ def coordinator(
         float, typer.Option(help="Silence after which a replica is given up.")
     ] = 10.0,
     retain: Annotated[
-        int, typer.Option(help="Versions kept for each adapter, the newest included.")
+        int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
     ] = 4,
     log_level: LogLevel = "info",
 ) -> None:
@@ -289,6 +289,26 @@ def retire(
     from weft_cli import operate
 
     operate.retire(coordinator, operate.parse_version(name, number))
+
+
+@app.command()
+def retain(
+    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    number: Annotated[
+        int,
+        typer.Argument(
+            metavar="VERSIONS",
+            help="How many of the newest are kept; 0: as the coordinator's --retain.",
+            min=0,
+            max=1000,
+        ),
+    ],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep so many versions of an adapter, from now on and over restarts."""
+    from weft_cli import operate
+
+    operate.retain(coordinator, policy, number)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""``weft rollback``, ``pin`` and ``retire``: orders about versions."""
+"""``weft rollback``, ``pin``, ``retire`` and ``retain``: orders about versions."""
 
 from __future__ import annotations
 
@@ -69,6 +69,23 @@ def retire(coordinator: str, version: PolicyVersion) -> None:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
     Console().print(f"[bold green]{version}[/] can no longer be requested")
+
+
+def retain(coordinator: str, policy: str, num_versions: int) -> None:
+    """Keep so many of an adapter's newest versions; 0 for the coordinator's number.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.SetRetentionRequest(policy=policy, num_versions=num_versions)
+    with open_channel(coordinator) as channel:
+        try:
+            response = AdminServiceStub(channel).SetRetention(request, timeout=_CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+    number = response.num_versions
+    kept = "the newest version is" if number == 1 else f"the newest {number} versions are"
+    Console().print(f"of [bold]{policy}[/] {kept} kept")
 
 
 def pin(coordinator: str, version: PolicyVersion, *, pinned: bool) -> None:

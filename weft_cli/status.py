@@ -130,7 +130,7 @@ def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
 
 def _policies(pool: pb.GetPoolResponse) -> Table:
     table = Table(title="policies", title_justify="left")
-    for column in ("policy", "served", "newest", "owner"):
+    for column in ("policy", "served", "newest", "keeps", "owner"):
         table.add_column(column, overflow="fold")
     for policy in pool.policies:
         owner = "-"
@@ -140,7 +140,10 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         served = f"{policy.policy}@{policy.served_version}"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
-        table.add_row(policy.policy, served, str(policy.last_version), owner)
+        keeps = "-"
+        if policy.num_retained:
+            keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
+        table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
     return table
 
 

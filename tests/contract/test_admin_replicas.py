@@ -157,3 +157,31 @@ async def test_retire(pool: Pool) -> None:
         inspect_pb2.VERSION_STATE_RETIRED,
     ]
     assert "retire" in replica.calls
+
+
+async def test_retention(pool: Pool) -> None:
+    await pool.restart(retain=1)
+    await pool.replica()
+    trainer = await pool.trainer()
+    await (await pool.trainer("base-trainer", policy="base")).push()
+    await trainer.push()
+
+    async def retain(policy: str, num_versions: int) -> int:
+        request = pb.SetRetentionRequest(policy=policy, num_versions=num_versions)
+        return (await _admin(pool, "SetRetention", request)).num_versions
+
+    assert await _refused(retain("no", 2)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await _refused(retain("base", 2)) == "UNIMPLEMENTED/UNSUPPORTED"
+    for number in (-1, 1001):
+        assert await _refused(retain("math", number)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    for _ in range(2):
+        assert await retain("math", 2) == 2
+    await trainer.push()
+    base, math = (await _pool(pool)).policies
+    assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
+    assert base.num_retained == 0
+    await pool.restart(retain=1)
+    base, math = (await _pool(pool)).policies
+    assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
+    assert await retain("math", 0) == 1
+    assert not (await _pool(pool)).policies[1].has_own_retention

@@ -167,6 +167,13 @@ def test_routes(pool: Pool, engines: list[EngineDouble]) -> None:
     assert route["replica_id"] == "replica-1"
 
 
+def test_retain(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -> None:
+    publisher.push_adapter(peft_of(Model()), "math")
+    assert "│ 4 (default) │" in weft(pool, "status")
+    assert weft(pool, "retain", "math", "10") == "of math the newest 10 versions are kept"
+    assert "│ 10 │" in weft(pool, "status")
+
+
 def test_retire(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -> None:
     for _ in range(2):
         publisher.push_adapter(peft_of(Model()), "math")

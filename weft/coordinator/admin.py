@@ -84,6 +84,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
         return admin_pb2.RetireResponse()
 
+    async def SetRetention(
+        self, request: admin_pb2.SetRetentionRequest, context: Context
+    ) -> admin_pb2.SetRetentionResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.SetRetention(ticket, request.policy, request.num_versions)
+        )
+        assert isinstance(answer, effects.RetentionAnswer)
+        return admin_pb2.SetRetentionResponse(num_versions=answer.num_versions)
+
     async def Cordon(
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:

@@ -72,13 +72,14 @@ CREATE TABLE pins (
   policy TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (policy, version)
 );
 """
-_WITHDRAWN: Final = """
+_RETENTION_AND_WITHDRAWN: Final = """
+ALTER TABLE policies ADD COLUMN retain INTEGER NOT NULL DEFAULT 0;
 CREATE TABLE withdrawn (
   replica_id TEXT PRIMARY KEY, standing INTEGER NOT NULL, reason TEXT NOT NULL
 );
 """
 #: Schema n is the first n of these; an older catalog gets what it lacks.
-_STEPS: Final = (_SCHEMA, _PINS, _WITHDRAWN)
+_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN)
 SCHEMA_VERSION: Final = len(_STEPS)
 
 
@@ -196,10 +197,11 @@ class Catalog:
                 served,
                 tuple(held.get(name, ())),
                 pinned=tuple(pins.get(name, ())),
+                retain=retain,
             )
-            for name, kind, last, token, served in self._read.execute(
-                "SELECT name, kind, last_version, fencing_token, served_version FROM policies "
-                "ORDER BY name"
+            for name, kind, last, token, served, retain in self._read.execute(
+                "SELECT name, kind, last_version, fencing_token, served_version, retain "
+                "FROM policies ORDER BY name"
             )
         )
         withdrawn = {
@@ -238,8 +240,8 @@ class Catalog:
                 execute("UPDATE meta SET epoch=?", (save.epoch,))
             case SavePolicy(policy=p):
                 execute(
-                    "INSERT OR REPLACE INTO policies VALUES (?,?,?,?,?)",
-                    (p.name, p.kind, p.last_version, p.fencing_token, p.served_version),
+                    "INSERT OR REPLACE INTO policies VALUES (?,?,?,?,?,?)",
+                    (p.name, p.kind, p.last_version, p.fencing_token, p.served_version, p.retain),
                 )
             case SaveVersion():
                 row = _to_row(save.record)

@@ -161,12 +161,26 @@ class RollbackAnswer:
 
 
 @dataclass(frozen=True)
+class RetentionAnswer:
+    """To SetRetention."""
+
+    num_versions: int
+
+
+@dataclass(frozen=True)
 class Done:
     """To calls that answer nothing."""
 
 
 Answer = (
-    LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | RollbackAnswer | Transfer | Done
+    LeaseAnswer
+    | BeginAnswer
+    | RegisterAnswer
+    | HeartbeatAnswer
+    | RollbackAnswer
+    | RetentionAnswer
+    | Transfer
+    | Done
 )
 
 

@@ -318,6 +318,16 @@ class RetireVersion:
 
 
 @dataclass(frozen=True)
+class SetRetention:
+    """An operator says how many versions of an adapter are kept."""
+
+    ticket: int
+    policy: str
+    num_versions: int
+    """0 for as many as the coordinator was started with."""
+
+
+@dataclass(frozen=True)
 class Withdraw:
     """An operator takes a replica out of service."""
 
@@ -372,6 +382,7 @@ Event = (
     | Rollback
     | Pin
     | RetireVersion
+    | SetRetention
     | Withdraw
     | Uncordon
     | DrainReplica

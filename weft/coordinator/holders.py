@@ -55,7 +55,7 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
         return found
     for name, entry in sorted(pool.adapters.items()):
         theirs = replica.vector.adapters.get(name, AdapterVersions())
-        kept = kept_versions(state.policies[name], state.settings.retain)
+        kept = kept_versions(state.policies[name], state.settings)
         missing = {v for v in entry.versions if v in kept and v not in theirs.versions}
         if theirs.alias != entry.alias:
             missing.add(entry.alias)

@@ -171,9 +171,9 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         def order(policy: Policy) -> tuple[bool, str]:
             return policy.name != BASE_POLICY, policy.name
 
-        now = self._driver.now()
-        policies = sorted(self._driver.state.policies.values(), key=order)
-        return [policy_to_proto(policy, now) for policy in policies]
+        state, now = self._driver.state, self._driver.now()
+        policies = sorted(state.policies.values(), key=order)
+        return [policy_to_proto(policy, state.settings, now) for policy in policies]
 
     def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
         driver = self._driver

@@ -1,17 +1,26 @@
-"""Adapter versions that an operator keeps from being retired, or retires."""
+"""What an operator keeps from being retired, and for how long, and what goes at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.contract.errors import NotReadyError, UnsupportedError, WeftError
+from weft.contract.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
 from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
-from weft.coordinator.effects import Done, SavePin, SaveRetired
-from weft.coordinator.retire import retire
-from weft.coordinator.rollback import known_policy, requestable
-from weft.coordinator.state import PolicyKind
+from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
+from weft.coordinator.retire import kept_versions, num_retained, retire
+from weft.coordinator.rollback import known_policy, requestable, unknown_policy
+from weft.coordinator.state import Policy, PolicyKind
+
+#: Most versions of one adapter that are kept by their number.
+MAX_RETAINED = 1000
 
 
 def pin(change: Change, event: events.Pin) -> None:
@@ -60,9 +69,49 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
         change.refuse([event.ticket], error)
         return
     if version.version in policy.versions:
-        left = tuple(v for v in policy.versions if v != version.version)
-        change.put_policy(replace(policy, versions=left))
-        change.emit(SaveRetired(version, durable=True))
-        change.announce("version_retired", str(version), "by an operator")
+        _retire_all(change, policy, [version.version], "by an operator")
         retire(change)
     change.reply(event.ticket, Done())
+
+
+def set_retention(change: Change, event: events.SetRetention) -> None:
+    """Keep more or fewer of an adapter's newest versions from now on."""
+    policy = change.state.policies.get(event.policy)
+    try:
+        if policy is None:
+            raise unknown_policy(event.policy)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "each replica retains as many copies of the base as its --retain-base says"
+            )
+        if not 0 <= event.num_versions <= MAX_RETAINED:
+            raise InvalidRequestError(
+                f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    # What is on its way out may be gone at some replicas: it does not come back.
+    kept = kept_versions(policy, change.state.settings)
+    policy = _retire_all(
+        change, policy, [v for v in policy.versions if v not in kept], "superseded"
+    )
+    policy = replace(policy, retain=event.num_versions)
+    change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+    number = num_retained(policy, change.state.settings)
+    change.announce("retention_set", policy.name, f"{number} versions, by an operator")
+    retire(change)
+    change.reply(event.ticket, RetentionAnswer(number))
+
+
+def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: str) -> Policy:
+    """From now on these cannot be requested; replicas drop them by and by."""
+    left = tuple(version for version in policy.versions if version not in versions)
+    policy = replace(policy, versions=left)
+    change.put_policy(policy)
+    for version in versions:
+        retired = PolicyVersion(policy.name, version)
+        change.emit(SaveRetired(retired, durable=True))
+        change.announce("version_retired", str(retired), why)
+    return policy

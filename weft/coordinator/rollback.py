@@ -91,11 +91,16 @@ def known_policy(state: State, version: PolicyVersion, record: VersionRecord | N
     """
     policy = state.policies.get(version.policy)
     if policy is None:
-        raise NotFoundError(f"no policy {version.policy[:80]!r} is known", reason="POLICY_UNKNOWN")
+        raise unknown_policy(version.policy)
     started_with = version == PolicyVersion(BASE_POLICY, 0)
     if not started_with and (record is None or record.state not in _SERVED_ONCE):
         raise NotFoundError(f"{version} was never served")
     return policy
+
+
+def unknown_policy(policy: str) -> NotFoundError:
+    """The failure of a call that names no policy."""
+    return NotFoundError(f"no policy {policy[:80]!r} is known", reason="POLICY_UNKNOWN")
 
 
 _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
@@ -103,7 +108,7 @@ _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
 
 def requestable(state: State, policy: Policy) -> list[int]:
     """Versions of an adapter that can be requested and will not leave by themselves."""
-    kept = kept_versions(policy, state.settings.retain)
+    kept = kept_versions(policy, state.settings)
     return [version for version in policy.versions if version in kept]
 
 

@@ -187,6 +187,8 @@ class Policy:
     lease: Lease | None = None
     pinned: tuple[int, ...] = ()
     """Never retired, ascending; durable."""
+    retain: int = 0
+    """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ def _apply(change: Change, event: events.Event) -> None:
             pins.pin(change, event)
         case events.RetireVersion():
             pins.retire_version(change, event)
+        case events.SetRetention():
+            pins.set_retention(change, event)
         case events.Withdraw():
             withdrawals.withdraw(change, event)
         case events.Uncordon():

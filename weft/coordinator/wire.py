@@ -7,6 +7,7 @@ import hashlib
 from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
 from weft.coordinator.state import (
     AdapterSpec,
@@ -15,7 +16,9 @@ from weft.coordinator.state import (
     Lease,
     Phase,
     Policy,
+    PolicyKind,
     Replica,
+    Settings,
     State,
     Transfer,
     VersionRecord,
@@ -225,7 +228,7 @@ def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
     ]
 
 
-def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
+def policy_to_proto(policy: Policy, settings: Settings, now: float) -> inspect_pb2.Policy:
     """A policy, and its owner if there is one."""
     message = inspect_pb2.Policy(
         policy=policy.name,
@@ -235,6 +238,9 @@ def policy_to_proto(policy: Policy, now: float) -> inspect_pb2.Policy:
         versions=policy.versions,
         pinned_versions=policy.pinned,
     )
+    if policy.kind is PolicyKind.ADAPTER:
+        message.num_retained = num_retained(policy, settings)
+        message.has_own_retention = bool(policy.retain)
     lease = policy.lease
     if lease and now < lease.expires_at:
         message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))

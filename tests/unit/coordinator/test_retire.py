@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
+from weft.coordinator.catalog import Catalog
 from weft.coordinator.state import Phase
 
 
@@ -120,3 +123,48 @@ def test_what_an_operator_cannot_retire() -> None:
     ):
         assert m.error(_retire_now(m, version, policy)).reason == reason
     assert not m.ever(effects.SaveRetired)
+
+
+def _retain(m: Machine, num_versions: int, policy: str = "math") -> int:
+    ticket = next(m.ids)
+    m.do(events.SetRetention(ticket, policy, num_versions))
+    return ticket
+
+
+def test_a_policy_keeps_as_many_as_it_was_told(catalog_path: Path) -> None:
+    m = _after(3, retain=2)
+    assert m.answer(_retain(m, 4)) == effects.RetentionAnswer(4)
+    assert m.state.policies["math"].versions == (2, 3), "what was being retired stays so"
+    for call in m.ever(effects.CallRetire):
+        _answer(m, call)
+    m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED)
+    m.pass_time(5)
+    assert m.state.policies["math"].versions == (2, 3, 4, 5)
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
+    (math,) = catalog.snapshot().policies
+    catalog.close()
+    assert (math.retain, math.versions) == (4, (2, 3, 4, 5))
+
+
+def test_fewer_retires_the_others_now() -> None:
+    m = _after(3)
+    m.answer(_retain(m, 1))
+    assert {c.versions for c in m.found(effects.CallRetire)} == {
+        (PolicyVersion("math", 1), PolicyVersion("math", 2))
+    }
+    assert m.answer(_retain(m, 0)) == effects.RetentionAnswer(4)
+    assert m.state.policies["math"].versions == (3,)
+
+
+def test_retention_that_cannot_be_set() -> None:
+    m = _after(1)
+    m.acquire("base")
+    for number, policy, reason in (
+        (2, "no", "POLICY_UNKNOWN"),
+        (2, "base", "UNSUPPORTED"),
+        (-1, "math", "INVALID_REQUEST"),
+        (1001, "math", "INVALID_REQUEST"),
+    ):
+        assert m.error(_retain(m, number, policy)).reason == reason
