@@ -100,11 +100,14 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps an adapter version from being retired, or lets it be retired again. Pins
-        are durable.
+        """Keeps an adapter version from being retired, or lets it be retired again. Of the
+        base: the replicas that hold a copy of the version keep it, beside those that
+        they retain and within the same memory; a push that finds no room then is refused
+        with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-        UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+        in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+        base is being brought to replicas, which may drop the copy for it: ask again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,11 +48,14 @@ class AdminServiceStub:
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
-    """Keeps an adapter version from being retired, or lets it be retired again. Pins
-    are durable.
+    """Keeps an adapter version from being retired, or lets it be retired again. Of the
+    base: the replicas that hold a copy of the version keep it, beside those that
+    they retain and within the same memory; a push that finds no room then is refused
+    with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-    UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+    in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+    base is being brought to replicas, which may drop the copy for it: ask again).
     """
     Retire: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -129,11 +132,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps an adapter version from being retired, or lets it be retired again. Pins
-    are durable.
+    """Keeps an adapter version from being retired, or lets it be retired again. Of the
+    base: the replicas that hold a copy of the version keep it, beside those that
+    they retain and within the same memory; a push that finds no room then is refused
+    with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-    UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+    in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+    base is being brought to replicas, which may drop the copy for it: ask again).
     """
     Retire: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]  # type: ignore[assignment]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -219,11 +225,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
-        """Keeps an adapter version from being retired, or lets it be retired again. Pins
-        are durable.
+        """Keeps an adapter version from being retired, or lets it be retired again. Of the
+        base: the replicas that hold a copy of the version keep it, beside those that
+        they retain and within the same memory; a push that finds no room then is refused
+        with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-        UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+        in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+        base is being brought to replicas, which may drop the copy for it: ask again).
         """
 
     @_abc_1.abstractmethod

@@ -285,6 +285,8 @@ class HeartbeatRequest(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -293,6 +295,8 @@ class HeartbeatRequest(_message.Message):
     """Bytes of adapters in host memory."""
     dirty_reason: _builtins.str
     """See RegisterRequest.dirty_reason."""
+    pinned_base_bytes: _builtins.int
+    """Bytes of the copies of those that it holds."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -311,6 +315,12 @@ class HeartbeatRequest(_message.Message):
     def drain(self) -> Global___Drain:
         """Set while it drains, by an order or because its process was told to stop."""
 
+    @_builtins.property
+    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """HeartbeatResponse.pinned_base_versions as it obeys them now, ascending. A base
+        goes only to replicas that obey all.
+        """
+
     def __init__(
         self,
         *,
@@ -322,10 +332,12 @@ class HeartbeatRequest(_message.Message):
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         dirty_reason: _builtins.str = ...,
         drain: Global___Drain | None = ...,
+        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        pinned_base_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,6 +353,7 @@ class HeartbeatResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     IN_TRANSFER_FIELD_NUMBER: _builtins.int
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, and
     is neither withdrawn from service nor draining.
@@ -353,6 +366,10 @@ class HeartbeatResponse(_message.Message):
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
 
+    @_builtins.property
+    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions of the base whose copies it must keep, where it holds them, ascending."""
+
     def __init__(
         self,
         *,
@@ -360,10 +377,11 @@ class HeartbeatResponse(_message.Message):
         drain: Global___Drain | None = ...,
         in_transfer: _builtins.bool = ...,
         refuse_reason: _builtins.str = ...,
+        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
