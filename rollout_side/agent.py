@@ -58,6 +58,8 @@ class Agent:
         self._drain = Drain(engine.num_requests, self._close, self._is_needed)
         self._in_transfer = False
         self._closed = ""
+        self._pins_told: tuple[int, ...] = ()
+        self._pins: tuple[int, ...] = ()
         self._switching = asyncio.Lock()
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
@@ -243,7 +245,8 @@ class Agent:
         )
 
     def _holdings(self) -> Holdings:
-        return Holdings(self.vector, self.memory, self.dirty_reason, self._drain.note())
+        drain = self._drain.note()
+        return Holdings(self.vector, self.memory, self.dirty_reason, drain, self._pins)
 
     # -- leaving it in good order ----------------------------------------------
 
@@ -271,6 +274,7 @@ class Agent:
         if told.drain is not None:
             self.drain(told.drain.seconds, told.drain.reason)
         self.engine.refuse_requests(self._closed or told.refuse_reason)
+        self._pins_told = told.pins
 
     def _close(self, reason: str) -> None:
         self._closed = reason
@@ -292,6 +296,16 @@ class Agent:
             "bare names are %s",
             "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
         )
+
+    async def _look_at_engine(self) -> None:
+        """Have it keep what is pinned, then see what it holds; the coordinator is told of
+        both at once."""
+        pins = self._pins_told
+        if pins != self._pins:
+            await self.engine.pin_bases(pins)
+            _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
+        self.memory = await self.engine.memory()
+        self._pins = pins
 
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
@@ -329,7 +343,7 @@ class Agent:
                 await self._watch_contact(registration)
                 if not self._switching.locked():  # the engine answers after the switch
                     await self._drop_unused()
-                    self.memory = await self.engine.memory()
+                    await self._look_at_engine()
         finally:
             await asyncio.to_thread(registration.stop)
         raise refused.result()

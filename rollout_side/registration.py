@@ -70,6 +70,8 @@ class Holdings:
     """Why its engine may hold mixed weights; empty when it does not."""
     drain: Draining | None = None
     """Set while it drains."""
+    pins: tuple[int, ...] = ()
+    """Pinned versions of the base that the engine knows to be so."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Told:
     """Whether a transfer needs the replica."""
     refuse_reason: str
     """Why new requests are to be refused; empty when they are not."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
 
 
 class Registration:
@@ -238,6 +242,8 @@ class Registration:
             dirty_reason=now.dirty_reason,
             staged_transfer_ids=now.memory.staged_transfer_ids,
             drain=_drain_to_proto(now.drain),
+            pinned_base_versions=now.pins,
+            pinned_base_bytes=now.memory.pinned_base_bytes,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._heard_at = time.monotonic()
@@ -253,7 +259,15 @@ class Registration:
             drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
         is_draining = now.drain is not None
         if not self._stopping:
-            self._on_told(Told(drain, is_draining, response.in_transfer, response.refuse_reason))
+            self._on_told(
+                Told(
+                    drain,
+                    is_draining,
+                    response.in_transfer,
+                    response.refuse_reason,
+                    tuple(response.pinned_base_versions),
+                )
+            )
         return is_draining
 
     def _leave(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +136,9 @@ class EngineDouble:
     async def send(self, order: SendOrder) -> None:
         self.cloner.send(order)
 
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        self.store.pin_bases(versions)
+
     async def discard(self, transfer_id: str) -> None:
         self.store.discard(transfer_id)
 
@@ -155,6 +158,7 @@ class EngineDouble:
             staging_bytes=usage.staging_bytes,
             staged_transfer_ids=usage.transfer_ids,
             retained_bases=self.store.retained_bases(),
+            pinned_base_bytes=usage.pinned_bytes,
         )
 
     def _maybe_fail(self) -> None:

@@ -275,7 +275,7 @@ def pin(
     off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
     coordinator: Coordinator = "127.0.0.1:50051",
 ) -> None:
-    """Keep a version of an adapter from being retired."""
+    """Keep a version of an adapter from being retired, or the copies of a base."""
     from weft_cli import operate
 
     operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import pickle
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SwitchTimes
@@ -164,6 +164,7 @@ class VllmReplica:
             staging_bytes=sum(value["staging_bytes"] for value in values),
             staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
             retained_bases=tuple(v for value in values for v in value["retained_bases"]),
+            pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
         )
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
@@ -175,6 +176,10 @@ class VllmReplica:
         """See ``Engine``."""
         fields = dataclasses.asdict(order)
         await self._call("weft_send", fields.pop("group"), fields)
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """See ``Engine``."""
+        await self._call("weft_pin_bases", list(versions))
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""

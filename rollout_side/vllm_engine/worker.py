@@ -189,6 +189,11 @@ class WeftWorker:
             state.store.keep_base(transfer_id)
 
     @guarded
+    def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:
+        """Keep the copies of these versions that the receiving rank holds."""
+        _state(self).store.pin_bases(versions)
+
+    @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
         """A held copy, for ``weft_apply_base`` and its manifest; empty from those ranks
         that do not receive."""
@@ -224,6 +229,7 @@ class WeftWorker:
                 "staging_bytes": 0,
                 "transfer_ids": [],
                 "retained_bases": [],
+                "pinned_base_bytes": 0,
             }
         usage = state.store.usage()
         return {
@@ -231,6 +237,7 @@ class WeftWorker:
             "staging_bytes": usage.staging_bytes + usage.free_bytes,
             "transfer_ids": list(usage.transfer_ids),
             "retained_bases": list(state.store.retained_bases()),
+            "pinned_base_bytes": usage.pinned_bytes,
         }
 
     @guarded

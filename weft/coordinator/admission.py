@@ -33,6 +33,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveVersion,
 )
+from weft.coordinator.holders import obeys_pins
 from weft.coordinator.leases import require_lease
 from weft.coordinator.records import record_of
 from weft.coordinator.standing import in_contact, reachable
@@ -201,6 +202,8 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
     fits = preflight.fits(change, transfer, replicas)
     if not turn:
         return "its turn"
+    if transfer.kind is PolicyKind.BASE and not all(obeys_pins(change.state, r) for r in replicas):
+        return "replicas to hear what is pinned"
     preflight.check_room(change.state, transfer, replicas)
     if not fits:
         return "preflight"

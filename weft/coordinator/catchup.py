@@ -27,7 +27,7 @@ from weft.coordinator.effects import (
     OpenGroup,
     SaveEpoch,
 )
-from weft.coordinator.holders import is_ready, wants
+from weft.coordinator.holders import is_ready, obeys_pins, wants
 from weft.coordinator.state import (
     ContentDigest,
     Errand,
@@ -207,7 +207,8 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         change.drop_transfer(transfer.transfer_id)
         return set()
     needed = {replica.replica_id, source.replica_id}
-    if not busy & needed:
+    told = transfer.kind is PolicyKind.ADAPTER or obeys_pins(state, replica)
+    if told and not busy & needed:
         if transfer.errand is Errand.CLONE:
             _start_clone(change, transfer, source, replica)
         else:

@@ -146,6 +146,8 @@ class HeartbeatAnswer:
     drain_reason: str = ""
     in_transfer: bool = False
     """Whether a transfer needs it."""
+    pinned_bases: tuple[int, ...] = ()
+    """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
     """Why it must refuse new requests; empty when it must not."""
 

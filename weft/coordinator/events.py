@@ -153,6 +153,8 @@ class Heartbeat:
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
     drain: DrainNote | None = None
+    pins_obeyed: frozenset[int] = frozenset()
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ def takes_weights(state: State, replica: Replica) -> bool:
     return replica.drain is None and not state.is_quarantined(replica.replica_id)
 
 
+def obeys_pins(state: State, replica: Replica) -> bool:
+    """Whether a replica that is brought a base drops no copy that is pinned."""
+    return replica.pins_obeyed.issuperset(state.pinned_bases)
+
+
 def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     """What is to be brought to a replica, in order: the base, then each adapter's
     versions from the oldest on, so that it is ready when it has them all. One whose

@@ -159,6 +159,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         adapter_used_bytes=event.adapter_used_bytes,
         suspicion="",
         drain=drains.noted(replica, event.drain, change.now),
+        pins_obeyed=event.pins_obeyed,
+        pinned_bytes=event.pinned_bytes,
     )
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
@@ -181,6 +183,7 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
         in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
+        pinned_bases=state.pinned_bases,
         refuse_reason=(
             f"an operator quarantined this replica: {order.reason}"
             if order and order.standing is Standing.QUARANTINED

@@ -17,7 +17,7 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
 from weft.coordinator.retire import kept_versions, num_retained, retire
 from weft.coordinator.rollback import known_policy, requestable, unknown_policy
-from weft.coordinator.state import Policy, PolicyKind
+from weft.coordinator.state import Policy, PolicyKind, State
 
 #: Most versions of one adapter that are kept by their number.
 MAX_RETAINED = 1000
@@ -28,12 +28,9 @@ def pin(change: Change, event: events.Pin) -> None:
     version = PolicyVersion(event.policy, event.version)
     try:
         policy = known_policy(change.state, version, event.recorded)
-        if policy.kind is PolicyKind.BASE:
-            raise UnsupportedError(
-                "versions of the base cannot be pinned: each replica retains the newest, as many "
-                "as its --retain-base says"
-            )
-        if event.pinned and version.version not in requestable(change.state, policy):
+        if event.pinned and policy.kind is PolicyKind.BASE:
+            _check_base_pin(change.state, version)
+        elif event.pinned and version.version not in requestable(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
     except WeftError as error:
         change.refuse([event.ticket], error)
@@ -46,6 +43,24 @@ def pin(change: Change, event: events.Pin) -> None:
         kind = "version_pinned" if event.pinned else "version_unpinned"
         change.announce(kind, str(version), "by an operator")
     change.reply(event.ticket, Done())
+
+
+def _check_base_pin(state: State, version: PolicyVersion) -> None:
+    """Raises:
+    NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
+    """
+    if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
+        raise NotReadyError(
+            f"a base is being brought to replicas, which may drop {version} for it: ask again "
+            "when it is there",
+            reason="TRANSFER_UNDER_WAY",
+        )
+    if version not in state.copies:
+        raise NotReadyError(
+            f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
+            "as their --retain-base says",
+            reason="NOT_RETAINED",
+        )
 
 
 def retire_version(change: Change, event: events.RetireVersion) -> None:

@@ -96,11 +96,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.dirty_reason[:MAX_REASON_CHARS],
                 staged,
                 _drain_note(request),
+                frozenset(request.pinned_base_versions),
+                request.pinned_base_bytes,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
         response = registry_pb2.HeartbeatResponse(
-            ready=answer.ready, in_transfer=answer.in_transfer, refuse_reason=answer.refuse_reason
+            ready=answer.ready,
+            in_transfer=answer.in_transfer,
+            refuse_reason=answer.refuse_reason,
+            pinned_base_versions=answer.pinned_bases,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason

@@ -24,7 +24,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.holders import is_ready
+from weft.coordinator.holders import is_ready, obeys_pins
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import (
@@ -156,6 +156,8 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
             return everyone
         policy = change.state.policies[transfer.policy]
         targets = _targets(change.state, policy, transfer.policy_version)
+        if policy.kind is PolicyKind.BASE and not all(obeys_pins(change.state, r) for r in targets):
+            return everyone
     except WeftError as error:
         change.refuse(transfer.begin_tickets, error)
         change.drop_transfer(transfer.transfer_id)

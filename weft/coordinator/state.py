@@ -251,6 +251,10 @@ class Replica:
     """What could not be brought to it yet."""
     drain: Drain | None = None
     """Set while it is to leave."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Versions of the base that it keeps copies of where it holds them."""
+    pinned_bytes: int = 0
+    """Of those copies."""
 
     @property
     def in_contact(self) -> bool:
@@ -481,6 +485,12 @@ class State:
             if not replica.lost and not self.is_quarantined(replica.replica_id)
             for version in held_versions(replica)
         )
+
+    @property
+    def pinned_bases(self) -> tuple[int, ...]:
+        """Versions of the base that replicas are to keep copies of, ascending."""
+        base = self.policies.get(BASE_POLICY)
+        return base.pinned if base else ()
 
     def is_quarantined(self, replica_id: str) -> bool:
         """Whether an operator keeps a replica out of service and out of transfers."""

@@ -86,6 +86,8 @@ class Machine:
                         0,
                         replica.retained,
                         replica.dirty_reason,
+                        pins_obeyed=replica.pins_obeyed,
+                        pinned_bytes=replica.pinned_bytes,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:

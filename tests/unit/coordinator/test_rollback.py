@@ -242,7 +242,6 @@ def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
 
 def test_what_cannot_be_pinned() -> None:
     m = _pushed("base", 1)
-    assert m.error(_pin(m, "base", 1)).reason == "UNSUPPORTED"
     assert m.error(_pin(m, "nope", 1)).reason == "POLICY_UNKNOWN"
     m = _pushed("math", 1)
     assert m.error(_pin(m, "math", 7)).reason == "VERSION_UNKNOWN"
