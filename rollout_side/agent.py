@@ -255,11 +255,12 @@ class Agent:
 
         Idempotent; a later call can only shorten the time. See ``drained``.
         """
-        if not self._drain.under_way:
-            self._in_transfer = True  # until the coordinator says otherwise
+        begins = not self._drain.under_way
         self._drain.begin(seconds, reason)
-        if self.registration is not None:
-            self.registration.hurry()
+        if begins:
+            self._in_transfer = True  # until the coordinator says otherwise
+            if self.registration is not None:
+                self.registration.hurry()
 
     async def drained(self) -> str:
         """Wait for the end of a drain, whoever began it; returns how it ended.

@@ -32,7 +32,9 @@ def show_routes(coordinator: str, *, watch: bool, json_output: bool) -> None:
         stub = InspectServiceStub(channel)
         for routes in _follow(stub) if watch else _once(stub):
             if json_output:
-                print(MessageToJson(routes, preserving_proto_field_name=True, indent=None))
+                print(
+                    MessageToJson(routes, preserving_proto_field_name=True, indent=None), flush=True
+                )
             else:
                 Console().print(render(routes))
 

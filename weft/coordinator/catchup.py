@@ -206,9 +206,10 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
     ):
         change.drop_transfer(transfer.transfer_id)
         return set()
+    if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
+        return set()
     needed = {replica.replica_id, source.replica_id}
-    told = transfer.kind is PolicyKind.ADAPTER or obeys_pins(state, replica)
-    if told and not busy & needed:
+    if not busy & needed:
         if transfer.errand is Errand.CLONE:
             _start_clone(change, transfer, source, replica)
         else:

@@ -157,7 +157,7 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         policy = change.state.policies[transfer.policy]
         targets = _targets(change.state, policy, transfer.policy_version)
         if policy.kind is PolicyKind.BASE and not all(obeys_pins(change.state, r) for r in targets):
-            return everyone
+            return set()
     except WeftError as error:
         change.refuse(transfer.begin_tickets, error)
         change.drop_transfer(transfer.transfer_id)

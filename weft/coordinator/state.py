@@ -258,7 +258,8 @@ class Replica:
 
     @property
     def in_contact(self) -> bool:
-        """Whether any push goes to it; a base goes to a dirty one, too."""
+        """Whether it is heard and its weights are whole; ``standing.in_contact`` says which
+        of these a push goes to."""
         return not self.lost and not self.suspicion and not self.dirty_reason
 
 

@@ -50,7 +50,7 @@ def test_a_base_waits_until_every_replica_obeys_the_pins() -> None:
     m = _pushed(2, "r0", "r1")
     m.answer(_pin(m, 1))
     ticket = m.begin("base")
-    assert m.transfer(ticket).waits_for == "replicas to hear what is pinned"
+    assert m.transfer(ticket).waits_for == "r0, r1 to hear what is pinned"
     assert _obey(m, "r0") == (1,)
     assert _obey(m, "r0", 1) == (1,)
     assert m.transfer(ticket).phase is Phase.WAITING
@@ -62,7 +62,9 @@ def test_an_adapter_does_not_wait_for_pins() -> None:
     m = _pushed(1)
     m.answer(_pin(m, 1))
     m.acquire("math")
+    waiting = m.begin("base")
     m.run_to(Phase.COMMITTED)
+    assert m.transfer(waiting).phase is Phase.WAITING
 
 
 def test_a_push_that_hears_of_pins_too_late_says_so() -> None:
