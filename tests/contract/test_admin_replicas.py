@@ -85,13 +85,13 @@ async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     await _admin(pool, "Drain", drain)
     (seen,) = (await _pool(pool)).replicas
     assert seen.state == inspect_pb2.REPLICA_STATE_DRAINING
-    assert 290 < duration_from_proto(seen.drain.time_left) <= 300
+    assert 200 < duration_from_proto(seen.drain.time_left) <= 300
     drain.timeout.CopyFrom(duration_to_proto(20.0))
     await _admin(pool, "Drain", drain)
     beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
     response = await replica.registry.Heartbeat(beat)
     assert response.drain.reason == "by an operator: old card"
-    assert 10 < duration_from_proto(response.drain.time_left) <= 20
+    assert 0 < duration_from_proto(response.drain.time_left) <= 20
     assert not response.in_transfer
     beat.drain.time_left.CopyFrom(duration_to_proto(5.0))
     assert duration_from_proto((await replica.registry.Heartbeat(beat)).drain.time_left) <= 5

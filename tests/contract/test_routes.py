@@ -85,10 +85,13 @@ async def test_readers_are_told_when_the_coordinator_stops(pool: Pool) -> None:
 async def test_a_restarted_coordinator_tells_no_list_before_replicas_could_register(
     pool: Pool,
 ) -> None:
-    await pool.restart(heartbeat_seconds=0.5, lost_after_seconds=1.0)
+    await pool.restart(heartbeat_seconds=0.5, lost_after_seconds=2.0)
     async with _following(pool) as call:
         reading = asyncio.create_task(call.read())
-        await pool.replica("r0")
+        replica = await pool.replica("r0")
+        while not reading.done():
+            await replica.heartbeat()
+            await asyncio.wait({reading}, timeout=0.1)
         first = await reading
         assert [route.replica_id for route in first.routes] == ["r0"]
         assert first.coordinator_generation == 2
