@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_side.config import AgentConfig
+from rollout_side.drain import Drain
 from rollout_side.engine import (
     Engine,
     GroupSpec,
@@ -23,7 +24,7 @@ from rollout_side.engine import (
     SpillOrder,
     SwitchTimes,
 )
-from rollout_side.registration import Holdings, Identity, Registration
+from rollout_side.registration import Holdings, Identity, Registration, Told
 from weft.contract.errors import (
     LoadFailedError,
     NotFoundError,
@@ -74,6 +75,11 @@ class Agent:
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         self.registration: Registration | None = None
         self._aliases_hidden = False
+        self._drain = Drain(engine.num_requests, self._close, self._is_needed)
+        self._in_transfer = False
+        self._closed = ""
+        self._pins_told: tuple[int, ...] = ()
+        self._pins: tuple[int, ...] = ()
         self._switching = asyncio.Lock()
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
@@ -299,10 +305,51 @@ class Agent:
             and registration.in_contact
             and registration.ready.is_set()
             and not self.dirty_reason
+            and not self._drain.under_way
         )
 
     def _holdings(self) -> Holdings:
-        return Holdings(self.vector, self.memory, self.dirty_reason)
+        drain = self._drain.note()
+        return Holdings(self.vector, self.memory, self.dirty_reason, drain, self._pins)
+
+    # -- leaving it in good order ----------------------------------------------
+
+    def drain(self, seconds: float, reason: str) -> None:
+        """Stop being ready, and leave when nothing runs, or after ``seconds``.
+
+        Idempotent; a later call can only shorten the time. See ``drained``.
+        """
+        begins = not self._drain.under_way
+        self._drain.begin(seconds, reason)
+        if begins:
+            self._in_transfer = True  # until the coordinator says otherwise
+            if self.registration is not None:
+                self.registration.hurry()
+
+    async def drained(self) -> str:
+        """Wait for the end of a drain, whoever began it; returns how it ended.
+
+        The process is to end then; ``run`` goes on until it is cancelled.
+        """
+        return await self._drain.over()
+
+    def _told(self, told: Told) -> None:
+        if told.is_draining:
+            self._in_transfer = told.in_transfer
+        if told.drain is not None:
+            self.drain(told.drain.seconds, told.drain.reason)
+        self.engine.refuse_requests(self._closed or told.refuse_reason)
+        self._pins_told = told.pins
+
+    def _close(self, reason: str) -> None:
+        self._closed = reason
+        self.engine.refuse_requests(reason)
+
+    def _is_needed(self) -> bool:
+        """Whether a transfer needs this replica; nobody can tell while the coordinator
+        is away."""
+        registration = self.registration
+        return registration is not None and registration.is_known and self._in_transfer
 
     async def _watch_contact(self, registration: Registration) -> None:
         """Refuse bare names while nobody can say what they stand for now."""
@@ -335,6 +382,16 @@ class Agent:
             self._spill_order = order
             self._retired.difference_update(order.retired)
 
+    async def _look_at_engine(self) -> None:
+        """Have it keep what is pinned, then see what it holds; the coordinator is told of
+        both at once."""
+        pins = self._pins_told
+        if pins != self._pins:
+            await self.engine.pin_bases(pins)
+            _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
+        self.memory = await self.engine.memory()
+        self._pins = pins
+
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
 
@@ -347,13 +404,22 @@ class Agent:
         def fail(error: WeftError) -> None:
             loop.call_soon_threadsafe(refused.set_result, error)
 
+        def hear(told: Told) -> None:
+            loop.call_soon_threadsafe(self._told, told)
+
         identity = Identity(
             address=self.address,
             capabilities=self.engine.capabilities,
             reference=self.engine.reference,
             model_name=self.engine.model_name,
         )
-        registration = Registration(self.config, identity, current=self._holdings, on_failed=fail)
+        registration = Registration(
+            self.config,
+            identity,
+            current=self._holdings,
+            on_failed=fail,
+            on_told=hear,
+        )
         self.registration = registration
         self.memory = await self.engine.memory()  # what is spilled, say, is registered
         registration.start()
@@ -363,7 +429,7 @@ class Agent:
                 await self._watch_contact(registration)
                 if not self._switching.locked():  # the engine answers after the switch
                     await self._drop_unused()
-                    self.memory = await self.engine.memory()
+                    await self._look_at_engine()
                     if self.engine.spills:
                         await self._spill()
         finally:

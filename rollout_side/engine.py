@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,8 @@ class MemoryUse:
     """Transfers of which bytes are staged, whole or in part."""
     retained_bases: tuple[int, ...] = ()
     """Versions of the base that a copy is held of, last used first."""
+    pinned_base_bytes: int = 0
+    """Of the copies that are pinned."""
     spilled: tuple[PolicyVersion, ...] = ()
     """Versions that lie whole in the spill directory; bounded."""
 
@@ -175,6 +178,10 @@ class Engine(Protocol):
             CapacityError: There is no memory for it.
         """
 
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """Keep the copies of these versions of the base where they are held, and no
+        others beyond those that are retained."""
+
     async def discard(self, transfer_id: str) -> None:
         """Drop what was staged; succeeds if nothing was."""
 
@@ -194,3 +201,12 @@ class Engine(Protocol):
 
     async def memory(self) -> MemoryUse:
         """What is held now."""
+
+    def num_requests(self) -> int:
+        """Requests that have begun and not ended."""
+
+    def refuse_requests(self, reason: str) -> None:
+        """Refuse new requests, saying why, or take them again where it is empty.
+
+        Running ones go on.
+        """

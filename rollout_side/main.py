@@ -25,6 +25,9 @@ _SERVICE = "weft.v1.ReplicaService"
 #: Health service name that says whether the replica serves all that the pool does.
 READY_SERVICE = "weft.ready"
 _STOP_SECONDS = 5.0
+#: How long running requests may take to end once the replica has failed; once it was
+#: told to stop.
+_FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
 #: Called with the gRPC address and the OpenAI server's base URL.
 Ready = Callable[[str, str], None]
 
@@ -42,6 +45,9 @@ class RolloutConfig:
     """Bound of the adapter store, in host memory."""
     staging_memory_bytes: int = 64 * 2**30
     """Bound of staged and retained base weights, in host memory."""
+    drain_seconds: float = 30.0
+    """How long running requests and transfers may take to end once the process is told
+    to stop; 0 cuts them."""
     retain_base: int = 1
     """Versions of the base that a copy is kept of in host memory, the served one
     included; others are cloned from it, and rollback goes back to it. 0 keeps none."""
@@ -54,6 +60,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.retain_base <= 100:
             raise InvalidRequestError("retain_base must be between 0 and 100")
+        if not 0 <= self.drain_seconds <= 86_400:
+            raise InvalidRequestError("drain_seconds must be between 0 and 86400")
         if self.spill_dir and not self.retain_base:
             raise InvalidRequestError(
                 "--spill-dir writes the base from the copy that --retain-base keeps: it needs "
@@ -72,17 +80,48 @@ class RolloutConfig:
         )
 
 
-async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
-    """Run a replica until SIGTERM or SIGINT; calls ``ready`` once it listens.
+class _Stop:
+    """What signals do: the first SIGTERM begins a drain, a second one ends the process at
+    once, and so does SIGINT: a terminal sends that one to the engine's processes, too."""
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.told = asyncio.Event()
+        self.agent: Agent | None = None
+        self._drain_seconds = drain_seconds
+        self._signalled = False
+
+    def signal(self, number: int) -> None:
+        """Take a signal."""
+        at_once = self._signalled or number == signal.SIGINT or not self._drain_seconds
+        if at_once or self.agent is None:
+            self.told.set()
+        else:
+            self.agent.drain(self._drain_seconds, "its process was told to stop")
+        self._signalled = True
+
+    async def wait(self) -> str:
+        """Wait until the process is to end at once; returns why."""
+        await self.told.wait()
+        return "told to stop at once"
+
+
+async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
+    """Run a replica until it has drained; calls ``ready`` once it listens.
+
+    SIGTERM begins a drain of ``drain_seconds``; a second one, or SIGINT, ends the process
+    at once.
+
+    Returns:
+        Why it ended, for people.
 
     Raises:
         WeftError: The arguments are refused, the engine does not start, the port
             is taken, or the pool refuses this replica.
     """
-    stop = asyncio.Event()
+    stop = _Stop(config.drain_seconds)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, stop.signal, signum)
     engine = await open_engine(
         list(config.vllm_args),
         http_host=config.http_host,
@@ -92,17 +131,20 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> None:
         retain_base=config.retain_base,
         spill=config.spill,
     )
+    patience = _FAILURE_SECONDS
     try:
-        await _serve_engine(config, engine, stop, ready)
+        why = await _serve_engine(config, engine, stop, ready)
+        patience = _CUT_SECONDS  # what could be finished is finished
     finally:
-        await engine.shutdown()
+        await engine.shutdown(patience)
+    return why
 
 
 async def _serve_engine(
-    config: RolloutConfig, engine: VllmReplica, stop: asyncio.Event, ready: Ready | None
-) -> None:
+    config: RolloutConfig, engine: VllmReplica, stop: _Stop, ready: Ready | None
+) -> str:
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
-    agent = Agent(replace(config.agent, http_url=http_url), engine)
+    agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
     servicer = Servicer(_SERVICE, ReplicaServicer(agent), add_ReplicaServiceServicer_to_server)
     server = await make_server([servicer])
     await server.set_health(READY_SERVICE, serving=False)
@@ -114,17 +156,23 @@ async def _serve_engine(
     await engine.start_http()
     if ready is not None:
         ready(agent.address, http_url)
-    tasks = {
+    running = {
         asyncio.create_task(engine.serve_http(), name="http"),
         asyncio.create_task(agent.run(), name="agent"),
         asyncio.create_task(_mirror_readiness(agent, server), name="readiness"),
+    }
+    ends = {
+        asyncio.create_task(agent.drained(), name="drained"),
         asyncio.create_task(stop.wait(), name="stop"),
     }
+    tasks = running | ends
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        for task in done & running:
             task.result()  # raises what ended the process
-        _log.info("stopping")
+        why = next((str(task.result()) for task in done & ends), "the OpenAI server has stopped")
+        _log.info("stopping: %s", why)
+        return why
     finally:
         for task in tasks:
             task.cancel()

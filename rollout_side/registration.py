@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from rollout_side.config import AgentConfig
+from rollout_side.drain import Draining
 from rollout_side.engine import MemoryUse
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
@@ -30,6 +31,7 @@ from weft.rpc.channel import open_channel
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
+    duration_to_proto,
     vector_to_proto,
     version_to_proto,
 )
@@ -43,6 +45,8 @@ _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
 _REFERENCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
+#: Between heartbeats of a replica that drains: it waits for the word that it may go.
+_DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
 
 
@@ -65,6 +69,26 @@ class Holdings:
     memory: MemoryUse
     dirty_reason: str
     """Why its engine may hold mixed weights; empty when it does not."""
+    drain: Draining | None = None
+    """Set while it drains."""
+    pins: tuple[int, ...] = ()
+    """Pinned versions of the base that the engine knows to be so."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the coordinator answered to a heartbeat."""
+
+    drain: Draining | None
+    """Set when the replica is to drain."""
+    is_draining: bool
+    """Whether the coordinator knew, as it answered, that the replica drains."""
+    in_transfer: bool
+    """Whether a transfer needs the replica."""
+    refuse_reason: str
+    """Why new requests are to be refused; empty when they are not."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
 
 
 class Registration:
@@ -78,6 +102,7 @@ class Registration:
         on_failed: Called once, on this object's thread, if the pool refuses the
             replica for good (another base model, no backend in common, or its id
             stays taken).
+        on_told: Called on this object's thread with the answer to each heartbeat.
     """
 
     def __init__(
@@ -87,6 +112,7 @@ class Registration:
         *,
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
+        on_told: Callable[[Told], None],
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -95,15 +121,21 @@ class Registration:
         #: Of the coordinator that was registered with last; grows.
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
-        self._current, self._on_failed = current, on_failed
+        self._current, self._on_failed, self._on_told = current, on_failed, on_told
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
         self._conflict_since: float | None = None
         self._away = False
         self._heard_at = time.monotonic()
-        self._stop = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator knows this process and answered the last call."""
+        return self.registered.is_set() and not self._away
 
     @property
     def in_contact(self) -> bool:
@@ -116,21 +148,30 @@ class Registration:
 
     def stop(self) -> None:
         """Leave the pool, best effort; blocks at most some seconds."""
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         self._thread.join(_STOP_SECONDS)
         self._leave()
         self._channel.close()
 
+    def hurry(self) -> None:
+        """Send the next heartbeat at once."""
+        self._wake.set()
+
     def _run(self) -> None:
         wait = 0.0
-        while not self._stop.wait(wait):
+        while True:
+            self._wake.wait(wait)
+            self._wake.clear()
+            if self._stopping:
+                return
             try:
                 if not self.registered.is_set():
                     self._register()
-                self._heartbeat()
-                wait = self._interval_seconds
+                draining = self._heartbeat()
+                wait = _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
             except grpc.RpcError as rpc_error:
-                if self._stop.is_set():
+                if self._stopping:
                     return
                 error = error_from_rpc(rpc_error)
                 if isinstance(error, NotFoundError):
@@ -172,6 +213,7 @@ class Registration:
             retained_base_versions=now.memory.retained_bases,
             dirty_reason=now.dirty_reason,
             spilled_versions=map(version_to_proto, now.memory.spilled),
+            drain=_drain_to_proto(now.drain),
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -190,7 +232,8 @@ class Registration:
         for chunk in reference_to_chunks(self._identity.reference):
             yield pb.PutReferenceRequest(chunk=chunk)
 
-    def _heartbeat(self) -> None:
+    def _heartbeat(self) -> bool:
+        """Returns whether the replica drains."""
         now = self._current()
         request = pb.HeartbeatRequest(
             replica_id=self._config.replica_id,
@@ -201,6 +244,9 @@ class Registration:
             dirty_reason=now.dirty_reason,
             staged_transfer_ids=now.memory.staged_transfer_ids,
             spilled_versions=map(version_to_proto, now.memory.spilled),
+            drain=_drain_to_proto(now.drain),
+            pinned_base_versions=now.pins,
+            pinned_base_bytes=now.memory.pinned_base_bytes,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._heard_at = time.monotonic()
@@ -211,6 +257,21 @@ class Registration:
             self.ready.set()
         else:
             self.ready.clear()
+        drain = None
+        if response.HasField("drain"):
+            drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
+        is_draining = now.drain is not None
+        if not self._stopping:
+            self._on_told(
+                Told(
+                    drain,
+                    is_draining,
+                    response.in_transfer,
+                    response.refuse_reason,
+                    tuple(response.pinned_base_versions),
+                )
+            )
+        return is_draining
 
     def _leave(self) -> None:
         if not self.registered.is_set():
@@ -222,3 +283,9 @@ class Registration:
             self._stub.Leave(request, timeout=2.0)
         except grpc.RpcError as error:
             _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))
+
+
+def _drain_to_proto(drain: Draining | None) -> pb.Drain | None:
+    if drain is None:
+        return None
+    return pb.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)

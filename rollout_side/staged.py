@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -107,6 +107,8 @@ class Usage:
     staging_bytes: int = 0
     """Staged or retained; retained copies give way to a push."""
     free_bytes: int = 0
+    pinned_bytes: int = 0
+    """Of the retained copies, what no push may take."""
     transfer_ids: tuple[str, ...] = ()
     """Transfers of which bytes are staged, whole or in part."""
 
@@ -136,6 +138,8 @@ class WorkerStore:
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _bases: list[StagedVersion] = field(default_factory=list)
     """Retained copies, last used first."""
+    _pinned: frozenset[int] = frozenset()
+    """Versions of the base that are kept beside the newest, where they are held."""
     _lent: Counter[int] = field(default_factory=Counter)
     """Segments that are being sent, by id: never handed out meanwhile."""
 
@@ -203,8 +207,9 @@ class WorkerStore:
         waiting += self._retained_bytes()
         if not adapter and waiting + num_bytes > self.staging_capacity_bytes:
             raise CapacityError(
-                f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes: no room for "
-                f"{num_bytes:,} more; start the replica with a larger --staging-memory-gib"
+                f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes"
+                f"{self._pinned_text()}: no room for {num_bytes:,} more; start the replica with "
+                "a larger --staging-memory-gib"
             )
 
     def put_partial(self, partial: PartialTransfer) -> None:
@@ -253,9 +258,10 @@ class WorkerStore:
         waiting += sum(self._reserved.values())
         room = self.staging_capacity_bytes - waiting - num_bytes
         while self._bases and self._retained_bytes() > room:
-            oldest = next((b for b in reversed(self._bases) if not self._is_lent(b)), None)
+            droppable = (b for b in reversed(self._bases) if not self._is_lent(b))
+            oldest = next((b for b in droppable if not self._is_pinned(b)), None)
             if oldest is None:
-                return  # what is being sent goes on; the push is told what holds the room
+                return  # what is sent or pinned stays; the push is told what holds the room
             self._bases.remove(oldest)
             self._recycle(oldest.segment)
 
@@ -272,10 +278,31 @@ class WorkerStore:
                 return
             others = [b for b in self._bases if b.version != base.version]
             gone = [b for b in self._bases if b.version == base.version and b is not base]
-            kept = [base, *others]
-            self._bases, beyond = kept[: self.retain_base], kept[self.retain_base :]
-            for dropped in (*gone, *beyond):
+            self._bases = [base, *others]
+            for dropped in gone:
                 self._recycle(dropped.segment)
+            self._drop_beyond()
+
+    def pin_bases(self, versions: Iterable[int]) -> None:
+        """Keep the copies of these versions that are held, and no longer those of others
+        beyond ``retain_base``."""
+        with self._lock:
+            self._pinned = frozenset(versions)
+            self._drop_beyond()
+
+    def _drop_beyond(self) -> None:
+        beyond = self._bases[self.retain_base :]
+        self._bases = self._bases[: self.retain_base] + [b for b in beyond if self._is_pinned(b)]
+        for base in beyond:
+            if not self._is_pinned(base):
+                self._recycle(base.segment)
+
+    def _is_pinned(self, base: StagedVersion) -> bool:
+        return base.version.version in self._pinned
+
+    def _pinned_text(self) -> str:
+        names = sorted(str(b.version) for b in self._bases if self._is_pinned(b))
+        return f", {', '.join(names)} pinned" if names else ""
 
     def retained_bases(self) -> tuple[int, ...]:
         """Versions of the base that a copy is held of, last used first."""
@@ -396,6 +423,7 @@ class WorkerStore:
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=waiting + sum(self._reserved.values()) + self._retained_bytes(),
+                pinned_bytes=sum(b.segment.num_bytes for b in self._bases if self._is_pinned(b)),
                 free_bytes=sum(s.num_bytes for s in self._free),
                 transfer_ids=tuple(sorted({*self._staged, *self._partial})),
             )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +90,14 @@ class EngineDouble:
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
+        self.running = 0
+        self.refuse_reason = ""
+
+    def num_requests(self) -> int:
+        return self.running
+
+    def refuse_requests(self, reason: str) -> None:
+        self.refuse_reason = reason
 
     def adapter(self, version: str) -> dict[str, torch.Tensor]:
         """Copies of a served adapter's tensors."""
@@ -160,6 +169,9 @@ class EngineDouble:
     async def send(self, order: SendOrder) -> None:
         self.cloner.send(order)
 
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        self.store.pin_bases(versions)
+
     async def discard(self, transfer_id: str) -> None:
         self.store.discard(transfer_id)
 
@@ -180,6 +192,7 @@ class EngineDouble:
             staged_transfer_ids=usage.transfer_ids,
             retained_bases=self.store.retained_bases(),
             spilled=self.spiller.listed if self.spiller else (),
+            pinned_base_bytes=usage.pinned_bytes,
         )
 
     def _maybe_fail(self) -> None:
@@ -238,7 +251,10 @@ class Pool:
 
     async def _add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
         config = AgentConfig(
-            coordinator=self.target, replica_id=replica_id, contact_seconds=CONTACT_SECONDS
+            coordinator=self.target,
+            replica_id=replica_id,
+            http_url=f"http://{replica_id}.test",
+            contact_seconds=CONTACT_SECONDS,
         )
         agent = Agent(config, engine)
         servicer = Servicer(
@@ -266,6 +282,24 @@ class Pool:
         engine = agent.engine
         assert isinstance(engine, EngineDouble)
         engine.close()
+
+    def leave_when_drained(self, replica_id: str) -> Future[str]:
+        """What a replica's process does: end with its drain; says how it ended."""
+
+        async def leave() -> str:
+            why = await self.agents[replica_id].drained()
+            await self._remove_replica(replica_id)
+            return why
+
+        return asyncio.run_coroutine_threadsafe(leave(), self._loop)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call on the pool's loop and wait."""
+
+        async def run() -> None:
+            function()
+
+        self.run(run())
 
     def close(self) -> None:
         """Stop everything and the loop's thread."""

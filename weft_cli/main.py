@@ -36,6 +36,13 @@ LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
 
+VersionName = Annotated[
+    str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
+]
+VersionNumber = Annotated[int | None, typer.Argument(metavar="VERSION", hidden=True, min=1)]
+ReplicaId = Annotated[str, typer.Argument(metavar="REPLICA", help="Its name in weft status.")]
+Reason = Annotated[str, typer.Option(help="Why, for people.")]
+
 
 def run() -> None:
     """Entry point: typed errors become one line and exit code 1, never a traceback."""
@@ -64,7 +71,7 @@ def coordinator(
         float, typer.Option(help="Silence after which a replica is given up.")
     ] = 10.0,
     retain: Annotated[
-        int, typer.Option(help="Versions kept for each adapter, the newest included.")
+        int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
     ] = 4,
     log_level: LogLevel = "info",
 ) -> None:
@@ -145,6 +152,15 @@ def rollout(
     spill_gib: Annotated[
         float, typer.Option(help="Size of that directory, at most.", min=0.001)
     ] = 256.0,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Told to stop (SIGTERM): not ready at once; running requests and transfers may "
+            "take so long to end. A second SIGTERM, or SIGINT, ends the process at once.",
+            min=0,
+            max=86_400,
+        ),
+    ] = 30.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -174,13 +190,15 @@ def rollout(
         retain_base=retain_base,
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * 2**30),
+        drain_seconds=drain_seconds,
     )
-    asyncio.run(
+    why = asyncio.run(
         serve(
             config,
             ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True),
         )
     )
+    print(f"ended: {why}", flush=True)
 
 
 @app.command()
@@ -196,6 +214,22 @@ def status(
     from weft_cli.status import show_status
 
     show_status(coordinator, watch=watch, json_output=json_output, interval_seconds=interval)
+
+
+@app.command()
+def routes(
+    coordinator: Coordinator = "127.0.0.1:50051",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each list.")
+    ] = False,
+) -> None:
+    """Show which replicas may be sent requests, and what each serves."""
+    from weft_cli.routes import show_routes
+
+    show_routes(coordinator, watch=watch, json_output=json_output)
 
 
 @app.command()
@@ -249,15 +283,91 @@ def rollback(
 
 @app.command()
 def pin(
-    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
-    number: Annotated[int, typer.Argument(metavar="VERSION", help="Version to keep.", min=1)],
+    name: VersionName,
+    number: VersionNumber = None,
     off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
     coordinator: Coordinator = "127.0.0.1:50051",
 ) -> None:
-    """Keep a version of an adapter from being retired."""
+    """Keep a version of an adapter from being retired, or the copies of a base."""
     from weft_cli import operate
 
-    operate.pin(coordinator, policy, number, pinned=not off)
+    operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)
+
+
+@app.command()
+def retire(
+    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Retire a version of an adapter now; its alias must stand for another."""
+    from weft_cli import operate
+
+    operate.retire(coordinator, operate.parse_version(name, number))
+
+
+@app.command()
+def retain(
+    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    number: Annotated[
+        int,
+        typer.Argument(
+            metavar="VERSIONS",
+            help="How many of the newest are kept; 0: as the coordinator's --retain.",
+            min=0,
+            max=1000,
+        ),
+    ],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep so many versions of an adapter, from now on and over restarts."""
+    from weft_cli import operate
+
+    operate.retain(coordinator, policy, number)
+
+
+@app.command()
+def cordon(
+    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Take a replica out of service; it keeps up with pushes and can come back at once."""
+    from weft_cli import replicas
+
+    replicas.cordon(coordinator, replica, reason)
+
+
+@app.command()
+def quarantine(
+    replica: ReplicaId,
+    reason: Annotated[str, typer.Option(help="Why, for people.")],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Take a replica out of service and out of transfers; it refuses new requests."""
+    from weft_cli import replicas
+
+    replicas.quarantine(coordinator, replica, reason)
+
+
+@app.command()
+def uncordon(replica: ReplicaId, coordinator: Coordinator = "127.0.0.1:50051") -> None:
+    """Put a replica back into service, cordoned or quarantined."""
+    from weft_cli import replicas
+
+    replicas.uncordon(coordinator, replica)
+
+
+@app.command()
+def drain(
+    replica: ReplicaId,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for its requests and transfers to end.", min=0, max=86_400),
+    ] = 300.0,
+    reason: Reason = "",
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Let a replica finish what runs, leave the pool and end; returns when it has left."""
+    from weft_cli import replicas
+
+    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
 
 
 @app.command()

@@ -1,17 +1,19 @@
-"""``weft rollback`` and ``weft pin``: what operators ask of a coordinator."""
+"""``weft rollback``, ``pin``, ``retire`` and ``retain``: orders about versions."""
 
 from __future__ import annotations
 
 import grpc
 from rich.console import Console
 
+from weft.contract.errors import InvalidNameError
+from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2, types_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 
-_PIN_SECONDS = 10.0
+_CALL_SECONDS = 10.0
 
 
 def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds: float) -> None:
@@ -39,19 +41,66 @@ def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds
     )
 
 
-def pin(coordinator: str, policy: str, version: int, *, pinned: bool) -> None:
-    """Keep ``policy@version`` from being retired, or let it go.
+def parse_version(name: str, number: int | None) -> PolicyVersion:
+    """``math@3``, or ``math`` and 3.
+
+    Raises:
+        InvalidNameError: It is neither.
+    """
+    if number is not None and "@" not in name:
+        return PolicyVersion(name, number)
+    if number is None and "@" in name:
+        return PolicyVersion.parse(name)
+    raise InvalidNameError(f"name one version: {name.partition('@')[0]}@3")
+
+
+def retire(coordinator: str, version: PolicyVersion) -> None:
+    """Retire an adapter version now.
 
     Raises:
         WeftError: It was refused.
     """
-    wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+    wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
+    with open_channel(coordinator) as channel:
+        try:
+            AdminServiceStub(channel).Retire(
+                admin_pb2.RetireRequest(version=wanted), timeout=_CALL_SECONDS
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+    Console().print(f"[bold green]{version}[/] can no longer be requested")
+
+
+def retain(coordinator: str, policy: str, num_versions: int) -> None:
+    """Keep so many of an adapter's newest versions; 0 for the coordinator's number.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.SetRetentionRequest(policy=policy, num_versions=num_versions)
+    with open_channel(coordinator) as channel:
+        try:
+            response = AdminServiceStub(channel).SetRetention(request, timeout=_CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+    number = response.num_versions
+    kept = "the newest version is" if number == 1 else f"the newest {number} versions are"
+    Console().print(f"of [bold]{policy}[/] {kept} kept")
+
+
+def pin(coordinator: str, version: PolicyVersion, *, pinned: bool) -> None:
+    """Keep a version from being retired, or let it go.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
     with open_channel(coordinator) as channel:
         try:
             AdminServiceStub(channel).Pin(
-                admin_pb2.PinRequest(version=wanted, pinned=pinned), timeout=_PIN_SECONDS
+                admin_pb2.PinRequest(version=wanted, pinned=pinned), timeout=_CALL_SECONDS
             )
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
     word = "is kept until it is unpinned" if pinned else "may be retired"
-    Console().print(f"[bold green]{policy}@{version}[/] {word}")
+    Console().print(f"[bold green]{version}[/] {word}")

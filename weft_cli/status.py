@@ -24,6 +24,8 @@ _STATES = {
     pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
     pb.REPLICA_STATE_LOST: ("lost", "red"),
     pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
+    pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
+    pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
 }
 
 
@@ -66,7 +68,7 @@ def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
-        _headline(pool), _replicas(pool), _policies(pool),
+        _headline(pool), _replicas(pool), *_withdrawn_elsewhere(pool), _policies(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
@@ -96,6 +98,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     for replica in pool.replicas:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
+        if replica.HasField("drain"):
+            state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
         if replica.state_reason:
             state.append(f"\n{replica.state_reason}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
@@ -110,9 +114,23 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     return table
 
 
+def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
+    """Orders for replicas that are not in the pool: they wait for them."""
+    here = {replica.replica_id for replica in pool.replicas}
+    return [
+        Text(
+            f"{order.replica_id} is not in the pool; {_STATES[order.state][0]} by an operator"
+            + (f": {order.reason}" if order.reason else ""),
+            "yellow",
+        )
+        for order in pool.withdrawals
+        if order.replica_id not in here
+    ]
+
+
 def _policies(pool: pb.GetPoolResponse) -> Table:
     table = Table(title="policies", title_justify="left")
-    for column in ("policy", "served", "newest", "owner"):
+    for column in ("policy", "served", "newest", "keeps", "owner"):
         table.add_column(column, overflow="fold")
     for policy in pool.policies:
         owner = "-"
@@ -126,7 +144,10 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         served = f"{policy.policy}@{policy.served_version}"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
-        table.add_row(policy.policy, served, str(policy.last_version), owner)
+        keeps = "-"
+        if policy.num_retained:
+            keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
+        table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
     return table
 
 

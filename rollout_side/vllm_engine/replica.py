@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import pickle
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
@@ -99,6 +99,7 @@ class VllmReplica:
         self.spills = spills
         self._lock = asyncio.Lock()
         self._dirty = ""
+        self._closed = ""
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     # -- the process ----------------------------------------------------------
@@ -170,6 +171,7 @@ class VllmReplica:
             staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
             retained_bases=tuple(v for value in values for v in value["retained_bases"]),
             spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
+            pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
         )
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
@@ -209,6 +211,10 @@ class VllmReplica:
         """See ``Engine``."""
         fields = dataclasses.asdict(order)
         await self._call("weft_send", fields.pop("group"), fields)
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """See ``Engine``."""
+        await self._call("weft_pin_bases", list(versions))
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
@@ -293,7 +299,8 @@ class VllmReplica:
                 if not self._dirty:
                     await self._bounded(bridges.resume(self.engine), "resuming")
                 raise
-            self._dirty = self.tracker.refuse_reason = ""
+            self._dirty = ""
+            self._tell_tracker()
             await self._bounded(bridges.resume(self.engine), "resuming")
             pause_seconds = time.perf_counter() - begin
             await self._call("weft_keep_base", transfer_id)
@@ -346,6 +353,19 @@ class VllmReplica:
             return True
         return str(version) in bridges.loras_in_use(self.engine)
 
+    def num_requests(self) -> int:
+        """See ``Engine``."""
+        return self.tracker.num_running
+
+    def refuse_requests(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._closed = reason
+        self._tell_tracker()
+
+    def _tell_tracker(self) -> None:
+        repair = f"the replica's weights are being repaired: {self._dirty}" if self._dirty else ""
+        self.tracker.refuse_reason = repair or self._closed
+
     # -- steps ------------------------------------------------------------------
 
     async def _held(self, version: PolicyVersion) -> dict[str, Any]:
@@ -392,7 +412,7 @@ class VllmReplica:
 
     def _mark_dirty(self, reason: str) -> None:
         self._dirty = reason
-        self.tracker.refuse_reason = f"the replica's weights are being repaired: {reason}"
+        self._tell_tracker()
         _log.error("the engine is dirty and refuses requests: %s", reason)
 
     async def _call(

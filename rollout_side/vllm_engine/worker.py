@@ -199,6 +199,11 @@ class WeftWorker:
             state.store.keep_base(transfer_id)
 
     @guarded
+    def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:
+        """Keep the copies of these versions that the receiving rank holds."""
+        _state(self).store.pin_bases(versions)
+
+    @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
         """A held copy, for ``weft_apply_base`` and its manifest; empty from those ranks
         that do not receive."""
@@ -266,6 +271,7 @@ class WeftWorker:
                 "transfer_ids": [],
                 "retained_bases": [],
                 "spilled": [],
+                "pinned_base_bytes": 0,
             }
         usage = state.store.usage()
         return {
@@ -274,6 +280,7 @@ class WeftWorker:
             "transfer_ids": list(usage.transfer_ids),
             "retained_bases": list(state.store.retained_bases()),
             "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
+            "pinned_base_bytes": usage.pinned_bytes,
         }
 
     @guarded

@@ -8,11 +8,18 @@ import grpc
 import pytest
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import LOAD_FAILED
+from tests.contract.pool_fakes import CAPABILITIES, LOAD_FAILED
 from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_from_proto
+from weft.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
 from weft.rpc.status import error_from_rpc
-from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
+from weft.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inspect_pb2,
+    inspect_pb2_grpc,
+    registry_pb2,
+    types_pb2,
+)
 
 
 async def _rollback(pool: Pool, policy: str, to: int, timeout: float = 10.0) -> Any:
@@ -110,11 +117,40 @@ async def test_pin(pool: Pool) -> None:
     assert list((await _policy(pool, "math")).pinned_versions) == []
 
 
+async def test_a_pin_of_the_base_is_told_with_each_heartbeat(pool: Pool) -> None:
+    replica = await pool.replica()
+    base = await pool.trainer(policy="base")
+    await base.push()
+    await _pin(pool, "base", 1)
+    request = registry_pb2.HeartbeatRequest(
+        replica_id="r0",
+        incarnation=replica.incarnation,
+        version_vector=vector_to_proto(replica.vector),
+        retained_base_versions=replica.retained,
+    )
+    assert list((await replica.registry.Heartbeat(request)).pinned_base_versions) == [1]
+    status, _ = await _refused(base.begin(timeout=duration_to_proto(1.0)))
+    assert status == "DEADLINE_EXCEEDED/DEADLINE"
+    request.pinned_base_versions.append(1)
+    request.pinned_base_bytes = CAPABILITIES.staging_capacity_bytes
+    await replica.registry.Heartbeat(request)
+    assert (await _refused(base.begin()))[0] == "RESOURCE_EXHAUSTED/STAGING_FULL"
+    request.pinned_base_bytes = 0
+    await replica.registry.Heartbeat(request)
+    await base.push()
+
+
 async def test_what_cannot_be_pinned(pool: Pool) -> None:
     await pool.replica()
     base = await pool.trainer(policy="base")
     await base.push()
-    assert (await _refused(_pin(pool, "base", 1)))[0] == "UNIMPLEMENTED/UNSUPPORTED"
+    for _ in range(2):
+        await base.push()
+    assert (await _refused(_pin(pool, "base", 1)))[0] == "FAILED_PRECONDITION/NOT_RETAINED"
+    begun = await base.begin()
+    assert (await _refused(_pin(pool, "base", 2)))[0] == "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
+    await base.send(begun)
+    await base.wait(begun.transfer_id)
     assert (await _refused(_pin(pool, "no", 1)))[0] == "NOT_FOUND/POLICY_UNKNOWN"
     assert (await _refused(_pin(pool, "base", 9)))[0] == "NOT_FOUND/VERSION_UNKNOWN"
 

@@ -19,6 +19,7 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_drop_adapter", ("x",), "TypeError"),
     ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),
     ("weft_keep_base", (), "TypeError"),
+    ("weft_pin_bases", (1,), "TypeError"),
     ("weft_held", ("base", 99), "no copy of base@99"),
     ("weft_send", ({}, {}), "TypeError"),
     ("weft_spill", ([],), "TypeError"),
@@ -30,7 +31,14 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-_MEMORY = {"transfer_ids", "adapter_bytes", "staging_bytes", "retained_bases", "spilled"}
+_MEMORY = {
+    "transfer_ids",
+    "adapter_bytes",
+    "staging_bytes",
+    "retained_bases",
+    "spilled",
+    "pinned_base_bytes",
+}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])

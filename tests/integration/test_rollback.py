@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
-from weft.contract.errors import NotFoundError, NotReadyError, UnsupportedError, WeftError
+from weft.contract.errors import NotFoundError, NotReadyError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions
 from weft_cli.main import app
@@ -154,10 +154,34 @@ def test_a_pinned_version_stays(
         weft(pool, "pin", "math", "1")
 
 
+def test_a_pinned_base_stays_until_it_is_let_go(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    new = Model(1)
+    publisher.push_base(new)
+    until(lambda: all(agent.memory.retained_bases == (1,) for agent in pool.agents.values()))
+    assert weft(pool, "pin", "base@1") == "base@1 is kept until it is unpinned"
+    for seed in (2, 3, 4):  # each retains two
+        publisher.push_base(Model(seed))
+    for engine in engines:
+        assert engine.store.retained_bases() == (4, 3, 1)
+    assert "base@4 (pinned: 1)" in weft(pool, "status")
+    pool.stop_coordinator()
+    pool.start_coordinator()
+    until(lambda: "2 of 2 replicas ready" in weft(pool, "status"))
+    weft(pool, "rollback", "base", "--to", "1")
+    assert all(same(engine.base, weights(new)) for engine in engines)
+    weft(pool, "pin", "base", "1", "--off")
+    publisher.push_base(Model(5))
+    publisher.push_base(Model(6))
+    for engine in engines:
+        until(lambda engine=engine: engine.store.retained_bases() == (6, 5))
+
+
 def test_what_is_refused(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -> None:
     publisher.push_base(Model(1))
     for args in (("rollback", "nope", "--to", "1"), ("rollback", "base", "--to", "7")):
         with pytest.raises(NotFoundError):
             weft(pool, *args)
-    with pytest.raises(UnsupportedError, match="retain-base"):
-        weft(pool, "pin", "base", "1")
+    with pytest.raises(NotReadyError, match="no replica in contact holds"):
+        weft(pool, "pin", "base@0")

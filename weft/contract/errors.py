@@ -176,6 +176,8 @@ REASONS: dict[str, type[WeftError]] = {
     "POLICY_OWNED": PolicyOwnedError,
     "NOT_STAGED": NotReadyError,
     "NOT_RETAINED": NotReadyError,
+    "VERSION_IN_USE": NotReadyError,
+    "TRANSFER_UNDER_WAY": NotReadyError,
     "MANIFEST_UNKNOWN": NotReadyError,
     "ALREADY_COMMITTED": NotReadyError,
     "LORA_DISABLED": NotReadyError,

@@ -12,13 +12,22 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
-from weft.rpc.codec import duration_to_proto, version_from_proto, version_to_proto
+from weft.coordinator.state import Standing, Withdrawn
+from weft.rpc.codec import (
+    duration_from_proto,
+    duration_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
 from weft.v1 import admin_pb2, admin_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 #: A wait on behalf of a caller that set no deadline.
 MAX_WAIT_SECONDS: Final = 3_600.0
+#: Of a drain for which no time is given.
+DRAIN_SECONDS: Final = 300.0
+MAX_REASON_CHARS: Final = 500
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -62,3 +71,63 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )
         )
         return admin_pb2.PinResponse()
+
+    async def Retire(
+        self, request: admin_pb2.RetireRequest, context: Context
+    ) -> admin_pb2.RetireResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        version = version_from_proto(request.version)
+        await self._driver.flush()
+        recorded = self._catalog.find_version(version)
+        await self._driver.call(
+            lambda ticket: events.RetireVersion(ticket, version.policy, version.version, recorded)
+        )
+        return admin_pb2.RetireResponse()
+
+    async def SetRetention(
+        self, request: admin_pb2.SetRetentionRequest, context: Context
+    ) -> admin_pb2.SetRetentionResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.SetRetention(ticket, request.policy, request.num_versions)
+        )
+        assert isinstance(answer, effects.RetentionAnswer)
+        return admin_pb2.SetRetentionResponse(num_versions=answer.num_versions)
+
+    async def Cordon(
+        self, request: admin_pb2.CordonRequest, context: Context
+    ) -> admin_pb2.CordonResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        await self._withdraw(request.replica_id, Standing.CORDONED, request.reason)
+        return admin_pb2.CordonResponse()
+
+    async def Quarantine(
+        self, request: admin_pb2.QuarantineRequest, context: Context
+    ) -> admin_pb2.QuarantineResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        await self._withdraw(request.replica_id, Standing.QUARANTINED, request.reason)
+        return admin_pb2.QuarantineResponse()
+
+    async def _withdraw(self, replica_id: str, standing: Standing, reason: str) -> None:
+        order = Withdrawn(standing, reason[:MAX_REASON_CHARS])
+        await self._driver.call(lambda ticket: events.Withdraw(ticket, replica_id, order))
+
+    async def Uncordon(
+        self, request: admin_pb2.UncordonRequest, context: Context
+    ) -> admin_pb2.UncordonResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
+        return admin_pb2.UncordonResponse()
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        seconds = DRAIN_SECONDS
+        if request.HasField("timeout"):
+            seconds = duration_from_proto(request.timeout)
+        reason = request.reason[:MAX_REASON_CHARS]
+        await self._driver.call(
+            lambda ticket: events.DrainReplica(ticket, request.replica_id, seconds, reason)
+        )
+        return admin_pb2.DrainResponse()

@@ -3,8 +3,8 @@
 A begun transfer waits, in the order of begin, until there are enough replicas,
 preflight has passed, and none of its replicas is held by another transfer. A
 transfer that waits for its turn holds back those behind it on the same
-replicas, so that trainers alternate; one that waits for replicas holds back
-nobody.
+replicas, so that trainers alternate; one that waits for replicas, or for them to hear
+what is pinned, holds back nobody.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveVersion,
 )
+from weft.coordinator.holders import obeys_pins
 from weft.coordinator.leases import require_lease
 from weft.coordinator.records import record_of
 from weft.coordinator.standing import in_contact, reachable
@@ -53,6 +54,7 @@ from weft.coordinator.state import (
 #: Transfers of one policy that may be under way or wait.
 MAX_TRANSFERS_PER_POLICY = 16
 _FOR_REPLICAS = "replicas"
+_FOR_PINS = " to hear what is pinned"
 
 
 def begin(change: Change, event: events.BeginTransfer) -> None:
@@ -185,7 +187,7 @@ def admit(change: Change) -> None:
             change.refuse(transfer.begin_tickets, error)
             change.drop_transfer(transfer.transfer_id)
             continue
-        if waits_for != _FOR_REPLICAS:
+        if waits_for != _FOR_REPLICAS and not waits_for.endswith(_FOR_PINS):
             busy |= ids
         if waits_for and waits_for != transfer.waits_for:
             change.put_transfer(replace(transfer, waits_for=waits_for))
@@ -199,6 +201,10 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
     if len(replicas) < transfer.min_replicas or not change.state.reference_known:
         return _FOR_REPLICAS
     fits = preflight.fits(change, transfer, replicas)
+    if transfer.kind is PolicyKind.BASE:
+        unheard = [r.replica_id for r in replicas if not obeys_pins(change.state, r)]
+        if unheard:
+            return ", ".join(unheard) + _FOR_PINS
     if not turn:
         return "its turn"
     preflight.check_room(change.state, transfer, replicas)

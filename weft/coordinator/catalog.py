@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from weft.coordinator.effects import (
     SavePool,
     SaveRetired,
     SaveVersion,
+    SaveWithdrawn,
 )
 from weft.coordinator.state import (
     AdapterSpec,
@@ -34,11 +35,12 @@ from weft.coordinator.state import (
     Failure,
     Policy,
     PolicyKind,
+    Standing,
     VersionRecord,
     VersionState,
+    Withdrawn,
 )
 
-SCHEMA_VERSION: Final = 2
 #: "WEFT": tells a Weft catalog from any other SQLite file.
 APPLICATION_ID: Final = 0x57454654
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -65,12 +67,20 @@ CREATE UNIQUE INDEX versions_by_request ON versions (trainer_id, request_id);
 CREATE UNIQUE INDEX versions_by_transfer ON versions (transfer_id);
 CREATE INDEX versions_by_state ON versions (state);
 """
-# Schema 2.
 _PINS: Final = """
 CREATE TABLE pins (
   policy TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (policy, version)
 );
 """
+_RETENTION_AND_WITHDRAWN: Final = """
+ALTER TABLE policies ADD COLUMN retain INTEGER NOT NULL DEFAULT 0;
+CREATE TABLE withdrawn (
+  replica_id TEXT PRIMARY KEY, standing INTEGER NOT NULL, reason TEXT NOT NULL
+);
+"""
+#: Schema n is the first n of these; an older catalog gets what it lacks.
+_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN)
+SCHEMA_VERSION: Final = len(_STEPS)
 
 
 class CatalogError(WeftError):
@@ -89,6 +99,7 @@ class Snapshot:
     fingerprint: str
     architecture: str
     policies: tuple[Policy, ...]
+    withdrawn: Mapping[str, Withdrawn]
 
 
 class Catalog:
@@ -140,14 +151,13 @@ class Catalog:
             )
         write.execute("PRAGMA journal_mode=WAL")
         write.execute("PRAGMA synchronous=FULL")
-        if not tables:
+        if schema < SCHEMA_VERSION:
+            missing = "".join(_STEPS[schema if tables else 0 :])
+            first = "" if tables else "INSERT INTO meta VALUES (0, 0, '', '');"
             write.executescript(
-                f"BEGIN;{_SCHEMA}{_PINS}PRAGMA application_id={APPLICATION_ID};"
-                f"PRAGMA user_version={SCHEMA_VERSION};"
-                "INSERT INTO meta VALUES (0, 0, '', '');COMMIT;"
+                f"BEGIN;{missing}{first}PRAGMA application_id={APPLICATION_ID};"
+                f"PRAGMA user_version={SCHEMA_VERSION};COMMIT;"
             )
-        elif schema < 2:
-            write.executescript(f"BEGIN;{_PINS}PRAGMA user_version={SCHEMA_VERSION};COMMIT;")
         with _Transaction(write):
             write.execute("UPDATE meta SET generation = generation + 1")
             write.execute(
@@ -187,18 +197,26 @@ class Catalog:
                 served,
                 tuple(held.get(name, ())),
                 pinned=tuple(pins.get(name, ())),
+                retain=retain,
             )
-            for name, kind, last, token, served in self._read.execute(
-                "SELECT name, kind, last_version, fencing_token, served_version FROM policies "
-                "ORDER BY name"
+            for name, kind, last, token, served, retain in self._read.execute(
+                "SELECT name, kind, last_version, fencing_token, served_version, retain "
+                "FROM policies ORDER BY name"
             )
         )
+        withdrawn = {
+            replica_id: Withdrawn(Standing(standing), reason)
+            for replica_id, standing, reason in self._read.execute(
+                "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
+            )
+        }
         return Snapshot(
             generation,
             epoch,
             fingerprint,
             architecture,
             policies,
+            withdrawn,
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -222,8 +240,8 @@ class Catalog:
                 execute("UPDATE meta SET epoch=?", (save.epoch,))
             case SavePolicy(policy=p):
                 execute(
-                    "INSERT OR REPLACE INTO policies VALUES (?,?,?,?,?)",
-                    (p.name, p.kind, p.last_version, p.fencing_token, p.served_version),
+                    "INSERT OR REPLACE INTO policies VALUES (?,?,?,?,?,?)",
+                    (p.name, p.kind, p.last_version, p.fencing_token, p.served_version, p.retain),
                 )
             case SaveVersion():
                 row = _to_row(save.record)
@@ -237,6 +255,13 @@ class Catalog:
                 execute("INSERT OR REPLACE INTO pins VALUES (?,?)", (v.policy, v.version))
             case SavePin(version=v):
                 execute("DELETE FROM pins WHERE policy=? AND version=?", (v.policy, v.version))
+            case SaveWithdrawn(replica_id=name, order=None):
+                execute("DELETE FROM withdrawn WHERE replica_id=?", (name,))
+            case SaveWithdrawn(replica_id=name, order=Withdrawn() as order):
+                execute(
+                    "INSERT OR REPLACE INTO withdrawn VALUES (?,?,?)",
+                    (name, int(order.standing), order.reason),
+                )
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         self._write.execute(

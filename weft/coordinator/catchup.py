@@ -29,7 +29,7 @@ from weft.coordinator.effects import (
     OpenGroup,
     SaveEpoch,
 )
-from weft.coordinator.holders import is_ready, wants
+from weft.coordinator.holders import is_ready, obeys_pins, wants
 from weft.coordinator.state import (
     ContentDigest,
     Errand,
@@ -96,9 +96,10 @@ def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Rep
     """By version, who could send it now."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
-        if not replica.lost and replica.replica_id not in taken:
-            for version in held_versions(replica):
-                found.setdefault(version, []).append(replica)
+        if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
+            continue
+        for version in held_versions(replica):
+            found.setdefault(version, []).append(replica)
     return found
 
 
@@ -111,7 +112,8 @@ def _choose(
 ) -> Replica | None:
     """The replica itself if it holds the version in memory; else the best source that
     is free: not the one that failed last if there is another, a ready one before
-    others; else the replica itself if it has spilled the version: its disk is not
+    others, and one that drains only where nobody else is free (it stays as long as it
+    sends); else the replica itself if it has spilled the version: its disk is not
     waited with until a busy source is free.
 
     Every copy was verified when it came, and its digest is compared again: a source
@@ -123,7 +125,12 @@ def _choose(
     failed = setback.source if setback else ""
     best = min(
         (r for r in holders if r.replica_id not in taken),
-        key=lambda r: (r.replica_id == failed, not is_ready(state, r), r.replica_id),
+        key=lambda r: (
+            r.replica_id == failed,
+            r.drain is not None,
+            not is_ready(state, r),
+            r.replica_id,
+        ),
         default=None,
     )
     if version in replica.spilled and (best is None or best.replica_id == failed):
@@ -200,10 +207,13 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         or source is None
         or replica.lost
         or source.lost
+        or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
         or not (holds(source, version) or (source is replica and version in replica.spilled))
     ):
         change.drop_transfer(transfer.transfer_id)
+        return set()
+    if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
         return set()
     needed = {replica.replica_id, source.replica_id}
     if not busy & needed:

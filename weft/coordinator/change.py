@@ -55,6 +55,7 @@ class Change:
 
     def drop_replica(self, replica_id: str) -> None:
         """Forget a replica."""
+        self.touched.add(replica_id)
         replicas = {k: v for k, v in self.state.replicas.items() if k != replica_id}
         self.state = replace(self.state, replicas=replicas)
 

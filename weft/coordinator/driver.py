@@ -18,7 +18,7 @@ from typing import Any, Final
 from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
-from weft.coordinator.feed import Feed
+from weft.coordinator.feed import Feed, RouteFeed
 from weft.coordinator.hub import Hub
 from weft.coordinator.lookup import look_up
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
@@ -53,6 +53,7 @@ class Driver:
     ) -> None:
         self.state = state
         self.hub = Hub(self.post)
+        self.routes = RouteFeed()
         self._catalog = catalog
         self._references = references
         self._manifests = manifests or ManifestCache()
@@ -210,6 +211,8 @@ class Driver:
                 self._check_fit(effect)
             case effects.LookUp():
                 self._spawn(self._look_up(effect))
+            case effects.RoutesChanged():
+                self.routes.change()
             case effects.Announce():
                 _log.info("%s %s: %s", effect.kind, effect.subject, effect.message)
                 wall = self.state.wall(self.now())
@@ -270,6 +273,7 @@ class Driver:
             await asyncio.wait([self._task])
         self.hub.close("the coordinator is stopping")
         self._feed.close()
+        self.routes.close()
         for task in list(self._aside):
             task.cancel()
         await self._caller.close()

@@ -17,6 +17,7 @@ from weft.coordinator.state import (
     Policy,
     Transfer,
     VersionRecord,
+    Withdrawn,
 )
 
 # -- saves: one transaction for all of a batch ---------------------------------
@@ -82,7 +83,25 @@ class SavePin:
     durable: bool = True
 
 
-Save = SavePool | SaveEpoch | SavePolicy | SaveVersion | SaveRetired | SaveCommitted | SavePin
+@dataclass(frozen=True)
+class SaveWithdrawn:
+    """A replica is kept out of service; not any more where ``order`` is None."""
+
+    replica_id: str
+    order: Withdrawn | None
+    durable: bool = True
+
+
+Save = (
+    SavePool
+    | SaveEpoch
+    | SavePolicy
+    | SaveVersion
+    | SaveRetired
+    | SaveCommitted
+    | SavePin
+    | SaveWithdrawn
+)
 
 # -- answers to waiting calls --------------------------------------------------
 
@@ -124,6 +143,15 @@ class HeartbeatAnswer:
     """To Heartbeat."""
 
     ready: bool
+    drain_seconds: float | None = None
+    """Time that is left to a replica that is to drain; None for others."""
+    drain_reason: str = ""
+    in_transfer: bool = False
+    """Whether a transfer needs it."""
+    pinned_bases: tuple[int, ...] = ()
+    """Versions of the base whose copies it must keep."""
+    refuse_reason: str = ""
+    """Why it must refuse new requests; empty when it must not."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +165,26 @@ class RollbackAnswer:
 
 
 @dataclass(frozen=True)
+class RetentionAnswer:
+    """To SetRetention."""
+
+    num_versions: int
+
+
+@dataclass(frozen=True)
 class Done:
     """To calls that answer nothing."""
 
 
 Answer = (
-    LeaseAnswer | BeginAnswer | RegisterAnswer | HeartbeatAnswer | RollbackAnswer | Transfer | Done
+    LeaseAnswer
+    | BeginAnswer
+    | RegisterAnswer
+    | HeartbeatAnswer
+    | RollbackAnswer
+    | RetentionAnswer
+    | Transfer
+    | Done
 )
 
 
@@ -347,6 +389,11 @@ class Announce:
     message: str
 
 
+@dataclass(frozen=True)
+class RoutesChanged:
+    """Those who follow the routes are to look again."""
+
+
 Effect = (
     Save
     | Reply
@@ -368,4 +415,5 @@ Effect = (
     | CheckFit
     | LookUp
     | Announce
+    | RoutesChanged
 )

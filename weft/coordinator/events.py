@@ -20,6 +20,7 @@ from weft.coordinator.state import (
     Layout,
     PolicyKind,
     VersionRecord,
+    Withdrawn,
 )
 
 
@@ -112,6 +113,15 @@ class AbortTransfer:
     message: str
 
 
+@dataclass(frozen=True)
+class DrainNote:
+    """What a replica that drains says of it."""
+
+    seconds: float
+    """What is left of its time."""
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Register:
     """A replica joins."""
@@ -127,6 +137,7 @@ class Register:
     retained: tuple[int, ...] = ()
     dirty_reason: str = ""
     spilled: frozenset[PolicyVersion] = frozenset()
+    drain: DrainNote | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,9 @@ class Heartbeat:
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
     spilled: frozenset[PolicyVersion] = frozenset()
+    drain: DrainNote | None = None
+    pins_obeyed: frozenset[int] = frozenset()
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,6 +310,54 @@ class Pin:
     """What the catalog knows of the version."""
 
 
+@dataclass(frozen=True)
+class RetireVersion:
+    """An operator asks to retire an adapter version now."""
+
+    ticket: int
+    policy: str
+    version: int
+    recorded: VersionRecord | None
+    """What the catalog knows of the version."""
+
+
+@dataclass(frozen=True)
+class SetRetention:
+    """An operator says how many versions of an adapter are kept."""
+
+    ticket: int
+    policy: str
+    num_versions: int
+    """0 for as many as the coordinator was started with."""
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """An operator takes a replica out of service."""
+
+    ticket: int
+    replica_id: str
+    order: Withdrawn
+
+
+@dataclass(frozen=True)
+class Uncordon:
+    """An operator puts a replica back into service."""
+
+    ticket: int
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class DrainReplica:
+    """An operator lets a replica leave."""
+
+    ticket: int
+    replica_id: str
+    seconds: float
+    reason: str
+
+
 Event = (
     Tick
     | CallerGone
@@ -323,4 +385,9 @@ Event = (
     | LookedUp
     | Rollback
     | Pin
+    | RetireVersion
+    | SetRetention
+    | Withdraw
+    | Uncordon
+    | DrainReplica
 )

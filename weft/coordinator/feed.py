@@ -1,8 +1,9 @@
-"""What happens, to everyone who watches."""
+"""What happens, and where requests may be sent, to everyone who watches."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Final
 
@@ -51,7 +52,7 @@ class Watcher:
             if self._queue:
                 return self._queue.popleft()
             if self._closed:
-                raise PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")
+                raise _stopping()
             self._wake.clear()
             await self._wake.wait()
 
@@ -85,3 +86,46 @@ class Feed:
         """End all readers."""
         for watcher in self._watchers:
             watcher.close()
+
+
+class RouteFeed:
+    """The number of the newest list of routes. Readers make the list when they take it,
+    so none is queued and a slow one gets the newest."""
+
+    def __init__(self) -> None:
+        self._revision = 0
+        self._changed = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    def change(self) -> None:
+        """There is a newer list."""
+        self._revision += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def newer(self, revision: int) -> int:
+        """The number of the newest list, once it is above ``revision``.
+
+        Raises:
+            PeerUnavailableError: The coordinator stops.
+        """
+        while not self._closed.is_set():
+            if self._revision > revision:
+                return self._revision
+            await self._changed.wait()
+        raise _stopping()
+
+    async def hold(self, seconds: float) -> None:
+        """Wait for so long, or until the coordinator stops."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+
+    def close(self) -> None:
+        """End all readers."""
+        self._closed.set()
+        self._changed.set()
+
+
+def _stopping() -> PeerUnavailableError:
+    return PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")

@@ -33,6 +33,17 @@ def is_ready(state: State, replica: Replica) -> bool:
     return replica.in_contact and not lacks(state, replica)
 
 
+def takes_weights(state: State, replica: Replica) -> bool:
+    """Whether anything new is brought to a replica: not while it drains, nor while an
+    operator quarantines it."""
+    return replica.drain is None and not state.is_quarantined(replica.replica_id)
+
+
+def obeys_pins(state: State, replica: Replica) -> bool:
+    """Whether a replica that is brought a base drops no copy that is pinned."""
+    return replica.pins_obeyed.issuperset(state.pinned_bases)
+
+
 def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     """What is to be brought to a replica, in order: the base, then each adapter's
     versions from the oldest on, so that it is ready when it has them all. One whose
@@ -40,6 +51,8 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     """
     pool = state.vector
     base = PolicyVersion(BASE_POLICY, pool.base)
+    if not takes_weights(state, replica):
+        return []
     if replica.dirty_reason:
         return [base] if pool.base else []
     found = [base] if pool.base and replica.vector.base != pool.base else []
@@ -47,7 +60,7 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
         return found
     for name, entry in sorted(pool.adapters.items()):
         theirs = replica.vector.adapters.get(name, AdapterVersions())
-        kept = kept_versions(state.policies[name], state.settings.retain)
+        kept = kept_versions(state.policies[name], state.settings)
         missing = {v for v in entry.versions if v in kept and v not in theirs.versions}
         if theirs.alias != entry.alias:
             missing.add(entry.alias)

@@ -14,14 +14,17 @@ from weft.contract.names import BASE_POLICY
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.feed import Feed
+from weft.coordinator.routes import routes
 from weft.coordinator.state import Policy, Transfer
 from weft.coordinator.step import unknown_transfer
 from weft.coordinator.wire import (
     policy_to_proto,
     replica_to_proto,
+    route_to_proto,
     transfer_from_record,
     transfer_to_proto,
     version_record_to_proto,
+    withdrawals_to_proto,
 )
 from weft.rpc.codec import vector_to_proto
 from weft.rpc.interceptor import on_call_end
@@ -31,6 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _DEFAULT_PAGE: Final = 100
 _MAX_PAGE: Final = 1000
+_BETWEEN_LISTS_SECONDS: Final = 0.05
 _NO_VERSION_ABOVE: Final = 2**62
 
 
@@ -41,6 +45,10 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self._driver = driver
         self._catalog = catalog
         self._feed = feed
+        state = driver.state
+        restarted = state.generation > 1
+        self._settled_at = driver.now() + restarted * state.settings.lost_after_seconds
+        self._routes = inspect_pb2.WatchRoutesResponse(revision=-1)
 
     async def GetPool(
         self, request: inspect_pb2.GetPoolRequest, context: Context
@@ -57,6 +65,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             last_transfer=self._transfer(last) if last else None,
             weft_version=__version__,
             coordinator_generation=state.generation,
+            withdrawals=withdrawals_to_proto(state),
         )
 
     async def ListReplicas(
@@ -132,6 +141,28 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         while True:
             yield await watcher.next()
 
+    async def WatchRoutes(
+        self, request: inspect_pb2.WatchRoutesRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.WatchRoutesResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        feed, revision = self._driver.routes, -1
+        await feed.hold(self._settled_at - self._driver.now())
+        while True:
+            revision = await feed.newer(revision)
+            yield self._route_list(revision)
+            await feed.hold(_BETWEEN_LISTS_SECONDS)
+
+    def _route_list(self, revision: int) -> inspect_pb2.WatchRoutesResponse:
+        """The list of now, made once for all readers of a revision."""
+        if self._routes.revision != revision:
+            state = self._driver.state
+            self._routes = inspect_pb2.WatchRoutesResponse(
+                routes=map(route_to_proto, routes(state)),
+                coordinator_generation=state.generation,
+                revision=revision,
+            )
+        return self._routes
+
     def _replicas(self) -> list[inspect_pb2.Replica]:
         state, now = self._driver.state, self._driver.now()
         return [replica_to_proto(state, r, now) for _, r in sorted(state.replicas.items())]
@@ -140,8 +171,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         def order(policy: Policy) -> tuple[bool, str]:
             return policy.name != BASE_POLICY, policy.name
 
-        now = self._driver.now()
-        state = self._driver.state
+        state, now = self._driver.state, self._driver.now()
         policies = sorted(state.policies.values(), key=order)
         return [policy_to_proto(state, policy, now) for policy in policies]
 

@@ -14,7 +14,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import check_name
-from weft.coordinator import abort, events, leftovers, reform
+from weft.coordinator import abort, drains, events, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.discard import tell
@@ -43,6 +43,8 @@ _EVENT_KINDS = {
     Standing.PENDING_WEIGHTS: "replica_pending",
     Standing.LOST: "replica_lost",
     Standing.QUARANTINED: "replica_quarantined",
+    Standing.DRAINING: "replica_draining",
+    Standing.CORDONED: "replica_cordoned",
 }
 
 
@@ -94,6 +96,7 @@ def register(change: Change, event: events.Register) -> None:
             announced=old.announced if old else None,
             retained=event.retained,
             spilled=event.spilled,
+            drain=drains.noted(old, event.drain, change.now),
         )
     )
     answer = RegisterAnswer(
@@ -157,6 +160,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         adapter_used_bytes=event.adapter_used_bytes,
         suspicion="",
         spilled=event.spilled,
+        drain=drains.noted(replica, event.drain, change.now),
+        pins_obeyed=event.pins_obeyed,
+        pinned_bytes=event.pinned_bytes,
     )
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
@@ -168,8 +174,24 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         )
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
-    ready = place(change.state, replica) is Standing.READY
-    change.reply(event.ticket, HeartbeatAnswer(ready))
+    change.reply(event.ticket, _heartbeat_answer(change, replica))
+
+
+def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
+    state, name = change.state, replica.replica_id
+    drain, order = replica.drain, state.withdrawn.get(name)
+    return HeartbeatAnswer(
+        ready=place(state, replica) is Standing.READY,
+        drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
+        drain_reason=drain.reason if drain else "",
+        in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
+        pinned_bases=state.pinned_bases,
+        refuse_reason=(
+            f"an operator quarantined this replica: {order.reason}"
+            if order and order.standing is Standing.QUARANTINED
+            else ""
+        ),
+    )
 
 
 def leave(change: Change, event: events.Leave) -> None:

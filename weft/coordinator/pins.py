@@ -1,16 +1,26 @@
-"""Pins: adapter versions that are never retired."""
+"""What an operator keeps from being retired, and for how long, and what goes at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.contract.errors import NotReadyError, UnsupportedError, WeftError
+from weft.contract.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
 from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
-from weft.coordinator.effects import Done, SavePin
-from weft.coordinator.rollback import known_policy, requestable
-from weft.coordinator.state import PolicyKind
+from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
+from weft.coordinator.retire import kept_versions, num_retained, retire
+from weft.coordinator.rollback import known_policy, requestable, unknown_policy
+from weft.coordinator.state import Policy, PolicyKind, State
+
+#: Most versions of one adapter that are kept by their number.
+MAX_RETAINED = 1000
 
 
 def pin(change: Change, event: events.Pin) -> None:
@@ -18,12 +28,9 @@ def pin(change: Change, event: events.Pin) -> None:
     version = PolicyVersion(event.policy, event.version)
     try:
         policy = known_policy(change.state, version, event.recorded)
-        if policy.kind is PolicyKind.BASE:
-            raise UnsupportedError(
-                "versions of the base cannot be pinned: each replica retains the newest, as many "
-                "as its --retain-base says"
-            )
-        if event.pinned and version.version not in requestable(change.state, policy):
+        if event.pinned and policy.kind is PolicyKind.BASE:
+            _check_base_pin(change.state, version)
+        elif event.pinned and version.version not in requestable(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
     except WeftError as error:
         change.refuse([event.ticket], error)
@@ -36,3 +43,90 @@ def pin(change: Change, event: events.Pin) -> None:
         kind = "version_pinned" if event.pinned else "version_unpinned"
         change.announce(kind, str(version), "by an operator")
     change.reply(event.ticket, Done())
+
+
+def _check_base_pin(state: State, version: PolicyVersion) -> None:
+    """Raises:
+    NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
+    """
+    if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
+        raise NotReadyError(
+            f"a base is being brought to replicas, which may drop {version} for it: ask again "
+            "when it is there",
+            reason="TRANSFER_UNDER_WAY",
+        )
+    if version not in state.copies:
+        raise NotReadyError(
+            f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
+            "as their --retain-base says",
+            reason="NOT_RETAINED",
+        )
+
+
+def retire_version(change: Change, event: events.RetireVersion) -> None:
+    """Retire an adapter version at an operator's order; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "versions of the base are not retired: a push replaces the one that is served"
+            )
+        if version.version == policy.served_version:
+            raise NotReadyError(
+                f"requests for {policy.name!r} get {version}: push a newer version or roll back "
+                "first",
+                reason="VERSION_IN_USE",
+            )
+        if version.version in policy.pinned:
+            raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if version.version in policy.versions:
+        _retire_all(change, policy, [version.version], "by an operator")
+        retire(change)
+    change.reply(event.ticket, Done())
+
+
+def set_retention(change: Change, event: events.SetRetention) -> None:
+    """Keep more or fewer of an adapter's newest versions from now on."""
+    policy = change.state.policies.get(event.policy)
+    try:
+        if policy is None:
+            raise unknown_policy(event.policy)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "each replica retains as many copies of the base as its --retain-base says"
+            )
+        if not 0 <= event.num_versions <= MAX_RETAINED:
+            raise InvalidRequestError(
+                f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    # What is on its way out may be gone at some replicas: it does not come back.
+    kept = kept_versions(policy, change.state.settings)
+    policy = _retire_all(
+        change, policy, [v for v in policy.versions if v not in kept], "superseded"
+    )
+    policy = replace(policy, retain=event.num_versions)
+    change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+    number = num_retained(policy, change.state.settings)
+    change.announce("retention_set", policy.name, f"{number} versions, by an operator")
+    retire(change)
+    change.reply(event.ticket, RetentionAnswer(number))
+
+
+def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: str) -> Policy:
+    """From now on these cannot be requested; replicas drop them by and by."""
+    left = tuple(version for version in policy.versions if version not in versions)
+    policy = replace(policy, versions=left)
+    change.put_policy(policy)
+    for version in versions:
+        retired = PolicyVersion(policy.name, version)
+        change.emit(SaveRetired(retired, durable=True))
+        change.announce("version_retired", str(retired), why)
+    return policy

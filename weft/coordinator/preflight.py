@@ -119,7 +119,8 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 metadata={"replica": replica.replica_id},
             )
         if transfer.kind is PolicyKind.BASE:
-            room, what = capabilities.staging_capacity_bytes, "staging"
+            room = capabilities.staging_capacity_bytes - replica.pinned_bytes
+            what = "staging"
         elif capabilities.lora_enabled:
             room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
             what = "adapter"
@@ -128,6 +129,16 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
         if need > room:
             raise CapacityError(
                 f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
-                f"this push needs {need}",
+                f"this push needs {need}{_held_by_pins(state, transfer, replica)}",
                 metadata={"replica": replica.replica_id, "need_bytes": str(need)},
             )
+
+
+def _held_by_pins(state: State, transfer: Transfer, replica: Replica) -> str:
+    if transfer.kind is not PolicyKind.BASE or not replica.pinned_bytes:
+        return ""
+    names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
+    return (
+        f": {replica.pinned_bytes} are held by {names or 'versions'} that are pinned; unpin, or "
+        "start it with a larger --staging-memory-gib"
+    )

@@ -15,6 +15,7 @@ from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
 from weft.rpc.codec import (
     capabilities_from_proto,
+    duration_from_proto,
     duration_to_proto,
     vector_from_proto,
     versions_from_proto,
@@ -57,6 +58,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 retained=tuple(request.retained_base_versions),
                 dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
+                drain=_drain_note(request),
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -98,10 +100,22 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.dirty_reason[:MAX_REASON_CHARS],
                 staged,
                 frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
+                _drain_note(request),
+                frozenset(request.pinned_base_versions),
+                request.pinned_base_bytes,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
-        return registry_pb2.HeartbeatResponse(ready=answer.ready)
+        response = registry_pb2.HeartbeatResponse(
+            ready=answer.ready,
+            in_transfer=answer.in_transfer,
+            refuse_reason=answer.refuse_reason,
+            pinned_base_versions=answer.pinned_bases,
+        )
+        if answer.drain_seconds is not None:
+            response.drain.reason = answer.drain_reason
+            response.drain.time_left.CopyFrom(duration_to_proto(answer.drain_seconds))
+        return response
 
     async def Leave(
         self, request: registry_pb2.LeaveRequest, context: Context
@@ -111,3 +125,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
         )
         return registry_pb2.LeaveResponse()
+
+
+def _drain_note(
+    request: registry_pb2.RegisterRequest | registry_pb2.HeartbeatRequest,
+) -> events.DrainNote | None:
+    if not request.HasField("drain"):
+        return None
+    seconds = max(0.0, duration_from_proto(request.drain.time_left))
+    return events.DrainNote(seconds, request.drain.reason[:MAX_REASON_CHARS])

@@ -8,15 +8,19 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallRetire, SaveRetired
-from weft.coordinator.state import Policy, PolicyKind, Replica, State
+from weft.coordinator.state import Policy, PolicyKind, Replica, Settings, State
 
 EVERY_SECONDS = 1.0
 
 
-def kept_versions(policy: Policy, retain: int) -> frozenset[int]:
-    """The newest ``retain`` versions, those that are pinned, and always the one behind
-    the alias."""
-    newest = policy.versions[-retain:] if retain else ()
+def num_retained(policy: Policy, settings: Settings) -> int:
+    """How many of the newest versions of an adapter are kept."""
+    return policy.retain or settings.retain
+
+
+def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
+    """The newest versions, those that are pinned, and always the one behind the alias."""
+    newest = policy.versions[-num_retained(policy, settings) :]
     return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
@@ -27,7 +31,7 @@ def retire(change: Change) -> None:
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     kept = {
-        policy.name: kept_versions(policy, state.settings.retain)
+        policy.name: kept_versions(policy, state.settings)
         for policy in state.policies.values()
         if policy.kind is PolicyKind.ADAPTER
     }

@@ -24,7 +24,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.holders import is_ready
+from weft.coordinator.holders import is_ready, obeys_pins
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import (
@@ -91,11 +91,16 @@ def known_policy(state: State, version: PolicyVersion, record: VersionRecord | N
     """
     policy = state.policies.get(version.policy)
     if policy is None:
-        raise NotFoundError(f"no policy {version.policy[:80]!r} is known", reason="POLICY_UNKNOWN")
+        raise unknown_policy(version.policy)
     started_with = version == PolicyVersion(BASE_POLICY, 0)
     if not started_with and (record is None or record.state not in _SERVED_ONCE):
         raise NotFoundError(f"{version} was never served")
     return policy
+
+
+def unknown_policy(policy: str) -> NotFoundError:
+    """The failure of a call that names no policy."""
+    return NotFoundError(f"no policy {policy[:80]!r} is known", reason="POLICY_UNKNOWN")
 
 
 _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
@@ -103,7 +108,7 @@ _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
 
 def requestable(state: State, policy: Policy) -> list[int]:
     """Versions of an adapter that can be requested and will not leave by themselves."""
-    kept = kept_versions(policy, state.settings.retain)
+    kept = kept_versions(policy, state.settings)
     return [version for version in policy.versions if version in kept]
 
 
@@ -151,6 +156,8 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
             return everyone
         policy = change.state.policies[transfer.policy]
         targets = _targets(change.state, policy, transfer.policy_version)
+        if policy.kind is PolicyKind.BASE and not all(obeys_pins(change.state, r) for r in targets):
+            return set()
     except WeftError as error:
         change.refuse(transfer.begin_tickets, error)
         change.drop_transfer(transfer.transfer_id)

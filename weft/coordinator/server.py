@@ -151,6 +151,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         architecture=known.architecture,
         epoch=known.epoch,
         policies={policy.name: policy for policy in known.policies},
+        withdrawn=known.withdrawn,
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from weft.contract.names import PolicyVersion
-from weft.coordinator.holders import lacks, outlook, wants
-from weft.coordinator.state import Replica, Standing, State
+from weft.coordinator.holders import lacks, outlook, takes_weights, wants
+from weft.coordinator.state import Replica, Standing, State, Withdrawn
 
 
 def place(state: State, replica: Replica) -> Standing:
     """Where a replica stands; cheap."""
     if replica.lost or replica.suspicion:
         return Standing.LOST
-    if replica.dirty_reason:
+    if replica.dirty_reason or state.is_quarantined(replica.replica_id):
         return Standing.QUARANTINED
+    if replica.drain is not None:
+        return Standing.DRAINING
+    if replica.replica_id in state.withdrawn:
+        return Standing.CORDONED
     return Standing.PENDING_WEIGHTS if lacks(state, replica) else Standing.READY
 
 
@@ -20,13 +24,34 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     """Where a replica stands, and why it is not ready; looks at all replicas if so."""
     if replica.lost or replica.suspicion:
         return Standing.LOST, replica.suspicion or "no heartbeat"
+    order = state.withdrawn.get(replica.replica_id)
+    if order and order.standing is Standing.QUARANTINED:
+        return Standing.QUARANTINED, _joined(_by_operator(order), replica.dirty_reason)
     if replica.dirty_reason:
         repair = [f"it needs {v}{text}" for v in wants(state, replica)
                   if (text := outlook(state, replica, v))]  # fmt: skip
         return Standing.QUARANTINED, "; ".join([replica.dirty_reason, *repair])
+    if replica.drain is not None:
+        return Standing.DRAINING, replica.drain.reason
+    missing = _missing(state, replica)
+    if order:
+        return Standing.CORDONED, _joined(_by_operator(order), missing)
+    return (Standing.PENDING_WEIGHTS, missing) if missing else (Standing.READY, "")
+
+
+def _by_operator(order: Withdrawn) -> str:
+    return f"by an operator{': ' if order.reason else ''}{order.reason}"
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _missing(state: State, replica: Replica) -> str:
+    """What it lacks and what is done about it; empty when it lacks nothing."""
     lacking = lacks(state, replica)
     if not lacking:
-        return Standing.READY, ""
+        return ""
     groups: dict[str, list[str]] = {}
     for name in lacking:
         text = outlook(state, replica, PolicyVersion.parse(name))
@@ -34,17 +59,21 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     reason = "; ".join(f"lacks {', '.join(names)}{text}" for text, names in groups.items())
     if replica.commit_failure:
         reason += f" ({replica.commit_failure})"
-    return Standing.PENDING_WEIGHTS, reason
+    return reason
 
 
 def in_contact(state: State) -> list[Replica]:
     """Replicas that any push goes to, by id."""
-    return sorted((r for r in state.replicas.values() if r.in_contact), key=lambda r: r.replica_id)
+    return [r for r in reachable(state) if not r.dirty_reason]
 
 
 def reachable(state: State) -> list[Replica]:
     """Those, and the quarantined ones that a base would repair, by id."""
     return sorted(
-        (r for r in state.replicas.values() if not r.lost and not r.suspicion),
+        (
+            r
+            for r in state.replicas.values()
+            if not r.lost and not r.suspicion and takes_weights(state, r)
+        ),
         key=lambda r: r.replica_id,
     )

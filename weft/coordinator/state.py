@@ -41,6 +41,8 @@ class Standing(enum.IntEnum):
     READY = 2
     LOST = 3
     QUARANTINED = 4
+    DRAINING = 5
+    CORDONED = 6
 
 
 class Phase(enum.IntEnum):
@@ -188,6 +190,8 @@ class Policy:
     lease: Lease | None = None
     pinned: tuple[int, ...] = ()
     """Never retired, ascending; durable."""
+    retain: int = 0
+    """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,23 @@ class Setback:
     source: str
     """Who was to send it last."""
     why: str
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """An operator's order that keeps a replica out of service; durable."""
+
+    standing: Standing
+    """CORDONED or QUARANTINED."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A replica leaves in good order, at ``deadline`` at the latest."""
+
+    deadline: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -233,10 +254,17 @@ class Replica:
     """What could not be brought to it yet."""
     spilled: frozenset[PolicyVersion] = frozenset()
     """Versions that lie in its spill directory."""
+    drain: Drain | None = None
+    """Set while it is to leave."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Versions of the base that it keeps copies of where it holds them."""
+    pinned_bytes: int = 0
+    """Of those copies."""
 
     @property
     def in_contact(self) -> bool:
-        """Whether any push goes to it; a base goes to a dirty one, too."""
+        """Whether it is heard and its weights are whole; ``standing.in_contact`` says which
+        of these a push goes to."""
         return not self.lost and not self.suspicion and not self.dirty_reason
 
 
@@ -450,6 +478,8 @@ class State:
     """Replicas for which a version is being looked up."""
     demands: Mapping[str, Demand] = field(default_factory=dict)
     """By policy."""
+    withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
+    """By replica, of the pool or not; durable."""
 
     @cached_property
     def vector(self) -> VersionVector:
@@ -466,13 +496,25 @@ class State:
 
     @cached_property
     def copies(self) -> frozenset[PolicyVersion]:
-        """Versions that a replica in contact holds a copy of, in memory or spilled."""
+        """Versions that a replica in contact holds a copy of that others may have, in
+        memory or spilled."""
         return frozenset(
             version
             for replica in self.replicas.values()
-            if not replica.lost
+            if not replica.lost and not self.is_quarantined(replica.replica_id)
             for version in (*held_versions(replica), *replica.spilled)
         )
+
+    @property
+    def pinned_bases(self) -> tuple[int, ...]:
+        """Versions of the base that replicas are to keep copies of, ascending."""
+        base = self.policies.get(BASE_POLICY)
+        return base.pinned if base else ()
+
+    def is_quarantined(self, replica_id: str) -> bool:
+        """Whether an operator keeps a replica out of service and out of transfers."""
+        order = self.withdrawn.get(replica_id)
+        return order is not None and order.standing is Standing.QUARANTINED
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

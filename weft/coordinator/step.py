@@ -21,6 +21,7 @@ from weft.coordinator import (
     commit,
     demands,
     discard,
+    drains,
     events,
     leases,
     membership,
@@ -28,7 +29,9 @@ from weft.coordinator import (
     preflight,
     retire,
     rollback,
+    routes,
     staging,
+    withdrawals,
 )
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
@@ -56,6 +59,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
         membership.announce_standings(change)
+        routes.note_changes(state, change)
     _answer_describers(change)
     return change.state, change.effects
 
@@ -129,6 +133,16 @@ def _apply(change: Change, event: events.Event) -> None:
             rollback.ask(change, event)
         case events.Pin():
             pins.pin(change, event)
+        case events.RetireVersion():
+            pins.retire_version(change, event)
+        case events.SetRetention():
+            pins.set_retention(change, event)
+        case events.Withdraw():
+            withdrawals.withdraw(change, event)
+        case events.Uncordon():
+            withdrawals.uncordon(change, event)
+        case events.DrainReplica():
+            drains.drain(change, event)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

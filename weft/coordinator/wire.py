@@ -8,6 +8,7 @@ from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
 from weft.coordinator.state import (
     AdapterSpec,
@@ -16,6 +17,7 @@ from weft.coordinator.state import (
     Lease,
     Phase,
     Policy,
+    PolicyKind,
     Replica,
     State,
     Transfer,
@@ -184,7 +186,7 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
 def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
     """A replica and where it stands."""
     where, why = standing(state, replica)
-    return inspect_pb2.Replica(
+    message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(where)),
         state_reason=why,
@@ -198,6 +200,33 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         retained_base_versions=replica.retained,
         spilled_versions=map(version_to_proto, sorted(replica.spilled)),
     )
+    if replica.drain:
+        message.drain.reason = replica.drain.reason
+        left = max(0.0, replica.drain.deadline - now)
+        message.drain.time_left.CopyFrom(duration_to_proto(left))
+    return message
+
+
+def route_to_proto(replica: Replica) -> inspect_pb2.Route:
+    """A replica that may be sent requests."""
+    return inspect_pb2.Route(
+        replica_id=replica.replica_id,
+        http_url=replica.http_url,
+        model_name=replica.model_name,
+        version_vector=vector_to_proto(replica.vector),
+    )
+
+
+def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
+    """Replicas that operators keep out of service, sorted."""
+    return [
+        inspect_pb2.Withdrawal(
+            replica_id=replica_id,
+            state=inspect_pb2.ReplicaState.ValueType(int(order.standing)),
+            reason=order.reason,
+        )
+        for replica_id, order in sorted(state.withdrawn.items())
+    ]
 
 
 def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Policy:
@@ -211,6 +240,9 @@ def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Pol
         pinned_versions=policy.pinned,
         publish_again_version=publish_again_version(state, policy.name),
     )
+    if policy.kind is PolicyKind.ADAPTER:
+        message.num_retained = num_retained(policy, state.settings)
+        message.has_own_retention = bool(policy.retain)
     lease = policy.lease
     if lease and now < lease.expires_at:
         message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))

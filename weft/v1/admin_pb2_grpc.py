@@ -45,6 +45,36 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.PinResponse.FromString,
                 _registered_method=True)
+        self.Retire = channel.unary_unary(
+                '/weft.v1.AdminService/Retire',
+                request_serializer=weft_dot_v1_dot_admin__pb2.RetireRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.RetireResponse.FromString,
+                _registered_method=True)
+        self.SetRetention = channel.unary_unary(
+                '/weft.v1.AdminService/SetRetention',
+                request_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+                _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/weft.v1.AdminService/Cordon',
+                request_serializer=weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+                _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/weft.v1.AdminService/Quarantine',
+                request_serializer=weft_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.QuarantineResponse.FromString,
+                _registered_method=True)
+        self.Uncordon = channel.unary_unary(
+                '/weft.v1.AdminService/Uncordon',
+                request_serializer=weft_dot_v1_dot_admin__pb2.UncordonRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.UncordonResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/weft.v1.AdminService/Drain',
+                request_serializer=weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -70,11 +100,92 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps an adapter version from being retired, or lets it be retired again. Pins
-        are durable.
+        """Keeps an adapter version from being retired, or lets it be retired again. Of the
+        base: the replicas that hold a copy of the version keep it, beside those that
+        they retain and within the same memory; a push that finds no room then is refused
+        with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-        UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+        in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+        base is being brought to replicas, which may drop the copy for it: ask again).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Retire(self, request, context):
+        """Retires an adapter version now, whatever the retention: it can no longer be
+        requested, and replicas drop it once the requests that use it have ended.
+        Idempotent: retiring a retired version succeeds.
+        Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
+        served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
+        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRetention(self, request, context):
+        """How many of the newest versions of an adapter are kept; the version that its
+        alias stands for and those that are pinned are kept in any case. Durable. Fewer
+        retires the others now; more keeps what comes, and brings back nothing that is
+        being retired.
+        Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+        retains as many copies as its --retain-base says).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Takes a replica out of service, so that it can come back at once: it stays in
+        the pool, goes on receiving pushes and may send clones, but it is not ready: it
+        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        with the next heartbeat. Its running requests finish, and what is sent to it all
+        the same is answered. Durable, and of the name: it outlives restarts of the
+        coordinator and of the replica, until Uncordon. A replica that is quarantined by
+        an operator stays so.
+        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quarantine(self, request, context):
+        """Takes a replica out of service because its answers are not to be trusted:
+        nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
+        503); its running requests finish. Durable like Cordon, and in its place. A
+        repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+        and the replica then catches up.
+        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
+        INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uncordon(self, request, context):
+        """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+        too. A drain cannot be taken back.
+        Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
+        (it is not in the pool, and nothing was ordered for it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Lets a replica leave the pool in good order: at once it is not ready and no
+        target of new transfers; it refuses new requests when routers have had a moment
+        to hear of it, finishes running requests and the transfers that it takes part
+        in, then leaves the pool, and its process ends with status 0. When the time is
+        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        other holder is free. Answers at once; ListReplicas tells when it has left.
+        Not durable at the coordinator, but the replica remembers it once it has heard,
+        within a heartbeat. Only a shorter time changes a drain that is under way.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (the time is negative or over a day).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,6 +203,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.PinRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.PinResponse.SerializeToString,
+            ),
+            'Retire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retire,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.RetireRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.RetireResponse.SerializeToString,
+            ),
+            'SetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRetention,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.CordonRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.CordonResponse.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.QuarantineRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.QuarantineResponse.SerializeToString,
+            ),
+            'Uncordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncordon,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.UncordonRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.UncordonResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -149,6 +290,168 @@ class AdminService(object):
             '/weft.v1.AdminService/Pin',
             weft_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Retire',
+            weft_dot_v1_dot_admin__pb2.RetireRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.RetireResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/SetRetention',
+            weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Cordon',
+            weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Quarantine',
+            weft_dot_v1_dot_admin__pb2.QuarantineRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.QuarantineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uncordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Uncordon',
+            weft_dot_v1_dot_admin__pb2.UncordonRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.UncordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Drain',
+            weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,11 +48,68 @@ class AdminServiceStub:
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
-    """Keeps an adapter version from being retired, or lets it be retired again. Pins
-    are durable.
+    """Keeps an adapter version from being retired, or lets it be retired again. Of the
+    base: the replicas that hold a copy of the version keep it, beside those that
+    they retain and within the same memory; a push that finds no room then is refused
+    with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-    UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+    in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+    base is being brought to replicas, which may drop the copy for it: ask again).
+    """
+    Retire: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]
+    """Retires an adapter version now, whatever the retention: it can no longer be
+    requested, and replicas drop it once the requests that use it have ended.
+    Idempotent: retiring a retired version succeeds.
+    Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
+    served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
+    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    """
+    SetRetention: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]
+    """How many of the newest versions of an adapter are kept; the version that its
+    alias stands for and those that are pinned are kept in any case. Durable. Fewer
+    retires the others now; more keeps what comes, and brings back nothing that is
+    being retired.
+    Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+    retains as many copies as its --retain-base says).
+    """
+    Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
+    """Takes a replica out of service, so that it can come back at once: it stays in
+    the pool, goes on receiving pushes and may send clones, but it is not ready: it
+    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    with the next heartbeat. Its running requests finish, and what is sent to it all
+    the same is answered. Durable, and of the name: it outlives restarts of the
+    coordinator and of the replica, until Uncordon. A replica that is quarantined by
+    an operator stays so.
+    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
+    """
+    Quarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]
+    """Takes a replica out of service because its answers are not to be trusted:
+    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
+    503); its running requests finish. Durable like Cordon, and in its place. A
+    repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+    and the replica then catches up.
+    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
+    INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
+    """
+    Uncordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]
+    """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+    too. A drain cannot be taken back.
+    Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
+    (it is not in the pool, and nothing was ordered for it).
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Lets a replica leave the pool in good order: at once it is not ready and no
+    target of new transfers; it refuses new requests when routers have had a moment
+    to hear of it, finishes running requests and the transfers that it takes part
+    in, then leaves the pool, and its process ends with status 0. When the time is
+    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    other holder is free. Answers at once; ListReplicas tells when it has left.
+    Not durable at the coordinator, but the replica remembers it once it has heard,
+    within a heartbeat. Only a shorter time changes a drain that is under way.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (the time is negative or over a day).
     """
 
 @_typing.type_check_only
@@ -75,11 +132,68 @@ class AdminServiceAsyncStub(AdminServiceStub):
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps an adapter version from being retired, or lets it be retired again. Pins
-    are durable.
+    """Keeps an adapter version from being retired, or lets it be retired again. Of the
+    base: the replicas that hold a copy of the version keep it, beside those that
+    they retain and within the same memory; a push that finds no room then is refused
+    with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-    UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+    was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+    in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+    base is being brought to replicas, which may drop the copy for it: ask again).
+    """
+    Retire: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]  # type: ignore[assignment]
+    """Retires an adapter version now, whatever the retention: it can no longer be
+    requested, and replicas drop it once the requests that use it have ended.
+    Idempotent: retiring a retired version succeeds.
+    Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
+    served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
+    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    """
+    SetRetention: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]  # type: ignore[assignment]
+    """How many of the newest versions of an adapter are kept; the version that its
+    alias stands for and those that are pinned are kept in any case. Durable. Fewer
+    retires the others now; more keeps what comes, and brings back nothing that is
+    being retired.
+    Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+    retains as many copies as its --retain-base says).
+    """
+    Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
+    """Takes a replica out of service, so that it can come back at once: it stays in
+    the pool, goes on receiving pushes and may send clones, but it is not ready: it
+    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    with the next heartbeat. Its running requests finish, and what is sent to it all
+    the same is answered. Durable, and of the name: it outlives restarts of the
+    coordinator and of the replica, until Uncordon. A replica that is quarantined by
+    an operator stays so.
+    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
+    """
+    Quarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]  # type: ignore[assignment]
+    """Takes a replica out of service because its answers are not to be trusted:
+    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
+    503); its running requests finish. Durable like Cordon, and in its place. A
+    repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+    and the replica then catches up.
+    Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
+    INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
+    """
+    Uncordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]  # type: ignore[assignment]
+    """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+    too. A drain cannot be taken back.
+    Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
+    (it is not in the pool, and nothing was ordered for it).
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Lets a replica leave the pool in good order: at once it is not ready and no
+    target of new transfers; it refuses new requests when routers have had a moment
+    to hear of it, finishes running requests and the transfers that it takes part
+    in, then leaves the pool, and its process ends with status 0. When the time is
+    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    other holder is free. Answers at once; ListReplicas tells when it has left.
+    Not durable at the coordinator, but the replica remembers it once it has heard,
+    within a heartbeat. Only a shorter time changes a drain that is under way.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+    (the time is negative or over a day).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -111,11 +225,104 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
-        """Keeps an adapter version from being retired, or lets it be retired again. Pins
-        are durable.
+        """Keeps an adapter version from being retired, or lets it be retired again. Of the
+        base: the replicas that hold a copy of the version keep it, beside those that
+        they retain and within the same memory; a push that finds no room then is refused
+        with RESOURCE_EXHAUSTED. A replica that comes later gets no copy. Pins are durable.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
-        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired);
-        UNIMPLEMENTED/UNSUPPORTED (versions of the base: replicas retain the newest).
+        was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
+        in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
+        base is being brought to replicas, which may drop the copy for it: ask again).
+        """
+
+    @_abc_1.abstractmethod
+    def Retire(
+        self,
+        request: _admin_pb2.RetireRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RetireResponse, _abc.Awaitable[_admin_pb2.RetireResponse]]:
+        """Retires an adapter version now, whatever the retention: it can no longer be
+        requested, and replicas drop it once the requests that use it have ended.
+        Idempotent: retiring a retired version succeeds.
+        Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
+        served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
+        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        """
+
+    @_abc_1.abstractmethod
+    def SetRetention(
+        self,
+        request: _admin_pb2.SetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRetentionResponse, _abc.Awaitable[_admin_pb2.SetRetentionResponse]]:
+        """How many of the newest versions of an adapter are kept; the version that its
+        alias stands for and those that are pinned are kept in any case. Durable. Fewer
+        retires the others now; more keeps what comes, and brings back nothing that is
+        being retired.
+        Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
+        retains as many copies as its --retain-base says).
+        """
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _admin_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CordonResponse, _abc.Awaitable[_admin_pb2.CordonResponse]]:
+        """Takes a replica out of service, so that it can come back at once: it stays in
+        the pool, goes on receiving pushes and may send clones, but it is not ready: it
+        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        with the next heartbeat. Its running requests finish, and what is sent to it all
+        the same is answered. Durable, and of the name: it outlives restarts of the
+        coordinator and of the replica, until Uncordon. A replica that is quarantined by
+        an operator stays so.
+        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
+        """
+
+    @_abc_1.abstractmethod
+    def Quarantine(
+        self,
+        request: _admin_pb2.QuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.QuarantineResponse, _abc.Awaitable[_admin_pb2.QuarantineResponse]]:
+        """Takes a replica out of service because its answers are not to be trusted:
+        nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
+        503); its running requests finish. Durable like Cordon, and in its place. A
+        repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+        and the replica then catches up.
+        Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
+        INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
+        """
+
+    @_abc_1.abstractmethod
+    def Uncordon(
+        self,
+        request: _admin_pb2.UncordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UncordonResponse, _abc.Awaitable[_admin_pb2.UncordonResponse]]:
+        """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
+        too. A drain cannot be taken back.
+        Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
+        (it is not in the pool, and nothing was ordered for it).
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Lets a replica leave the pool in good order: at once it is not ready and no
+        target of new transfers; it refuses new requests when routers have had a moment
+        to hear of it, finishes running requests and the transfers that it takes part
+        in, then leaves the pool, and its process ends with status 0. When the time is
+        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        other holder is free. Answers at once; ListReplicas tells when it has left.
+        Not durable at the coordinator, but the replica remembers it once it has heard,
+        within a heartbeat. Only a shorter time changes a drain that is under way.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
+        (the time is negative or over a day).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -41,7 +41,13 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
     """No heartbeat for longer than the coordinator's limit."""
     REPLICA_STATE_QUARANTINED: _ReplicaState.ValueType  # 4
-    """Its engine may hold mixed weights; out of service until a base loads."""
+    """Its engine may hold mixed weights; out of service until a base loads. Or an
+    operator quarantined it.
+    """
+    REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 5
+    """It finishes its requests and transfers, then leaves the pool."""
+    REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
+    """An operator took it out of service; it goes on receiving pushes."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Where a replica stands."""
@@ -57,7 +63,13 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
 """No heartbeat for longer than the coordinator's limit."""
 REPLICA_STATE_QUARANTINED: ReplicaState.ValueType  # 4
-"""Its engine may hold mixed weights; out of service until a base loads."""
+"""Its engine may hold mixed weights; out of service until a base loads. Or an
+operator quarantined it.
+"""
+REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
+"""It finishes its requests and transfers, then leaves the pool."""
+REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
+"""An operator took it out of service; it goes on receiving pushes."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 class _VersionState:
@@ -114,6 +126,7 @@ class Replica(_message.Message):
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -148,6 +161,10 @@ class Replica(_message.Message):
     def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """See RegisterRequest.spilled_versions."""
 
+    @_builtins.property
+    def drain(self) -> _registry_pb2.Drain:
+        """Set while it drains."""
+
     def __init__(
         self,
         *,
@@ -163,14 +180,45 @@ class Replica(_message.Message):
         adapter_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        drain: _registry_pb2.Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class Withdrawal(_message.Message):
+    """An operator's order that keeps a replica out of service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Of which replica; it need not be in the pool now."""
+    state: Global___ReplicaState.ValueType
+    """CORDONED or QUARANTINED."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        state: Global___ReplicaState.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
 
 @_typing.final
 class Policy(_message.Message):
@@ -186,6 +234,8 @@ class Policy(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     PINNED_VERSIONS_FIELD_NUMBER: _builtins.int
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_RETAINED_FIELD_NUMBER: _builtins.int
+    HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -197,6 +247,14 @@ class Policy(_message.Message):
     publish_again_version: _builtins.int
     """See RenewLeaseResponse.publish_again_version; set whether or not anybody owns
     the policy.
+    """
+    num_retained: _builtins.int
+    """How many of the newest versions are kept; 0 for the base, whose copies each
+    replica retains.
+    """
+    has_own_retention: _builtins.bool
+    """Whether that is the policy's own number (AdminService.SetRetention), not the
+    coordinator's.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -221,10 +279,12 @@ class Policy(_message.Message):
         lease: _publish_pb2.Lease | None = ...,
         pinned_versions: _abc.Iterable[_builtins.int] | None = ...,
         publish_again_version: _builtins.int = ...,
+        num_retained: _builtins.int = ...,
+        has_own_retention: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_version", b"last_version", "lease", b"lease", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,6 +383,7 @@ class GetPoolResponse(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    WITHDRAWALS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -349,6 +410,10 @@ class GetPoolResponse(_message.Message):
     def last_transfer(self) -> _publish_pb2.Transfer:
         """The transfer that ended last; absent when none has."""
 
+    @_builtins.property
+    def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
+        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
+
     def __init__(
         self,
         *,
@@ -360,10 +425,11 @@ class GetPoolResponse(_message.Message):
         last_transfer: _publish_pb2.Transfer | None = ...,
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
+        withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,11 +691,12 @@ class WatchEventsResponse(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """What, as a word: "replica_ready", "replica_pending", "replica_lost",
-    "replica_quarantined", "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
+    "replica_quarantined", "replica_cordoned", "replica_draining",
+    "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned", "publish_again_wanted".
+    "version_unpinned", "publish_again_wanted", "retention_set".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""
@@ -654,3 +721,90 @@ class WatchEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class WatchRoutesRequest(_message.Message):
+    """Asks for the routes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRoutesRequest: _TypeAlias = WatchRoutesRequest  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """A replica that may be sent requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    HTTP_URL_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Its name."""
+    http_url: _builtins.str
+    """Base URL of its OpenAI-compatible server."""
+    model_name: _builtins.str
+    """Name of the base model there."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What it serves. While the pool switches to a version, replicas differ for a
+        moment; a request for an exact version (`math@17`) goes to one that lists it.
+        """
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        http_url: _builtins.str = ...,
+        model_name: _builtins.str = ...,
+        version_vector: _types_pb2.VersionVector | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
+@_typing.final
+class WatchRoutesResponse(_message.Message):
+    """Where requests may be sent from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTES_FIELD_NUMBER: _builtins.int
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Grows with every start of the coordinator."""
+    revision: _builtins.int
+    """Grows with every change, within a generation."""
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
+        """All of them, sorted by replica."""
+
+    def __init__(
+        self,
+        *,
+        routes: _abc.Iterable[Global___Route] | None = ...,
+        coordinator_generation: _builtins.int = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "revision", b"revision", "routes", b"routes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRoutesResponse: _TypeAlias = WatchRoutesResponse  # noqa: Y015

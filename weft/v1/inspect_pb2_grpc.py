@@ -71,6 +71,11 @@ class InspectServiceStub(object):
                 request_serializer=weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.WatchRoutes = channel.unary_stream(
+                '/weft.v1.InspectService/WatchRoutes',
+                request_serializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServiceServicer(object):
@@ -136,6 +141,19 @@ class InspectServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchRoutes(self, request, context):
+        """Which replicas may be sent requests, for routers: the whole list at once, and
+        again after each change, at most 20 times a second, until the caller hangs up. A
+        slow reader misses lists, never the newest one. Only replicas that are READY are
+        listed; without a coordinator a reader goes on with the last list. One that was
+        restarted waits for as long as it takes it to give a replica up before it tells
+        its first list: until then a replica that is missing may be about to register.
+        Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +191,11 @@ def add_InspectServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'WatchRoutes': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRoutes,
+                    request_deserializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,6 +389,33 @@ class InspectService(object):
             '/weft.v1.InspectService/WatchEvents',
             weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.SerializeToString,
             weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRoutes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.InspectService/WatchRoutes',
+            weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.SerializeToString,
+            weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,15 @@ class InspectServiceStub:
     1,000 events behind is cut off.
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
+    WatchRoutes: _grpc.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]
+    """Which replicas may be sent requests, for routers: the whole list at once, and
+    again after each change, at most 20 times a second, until the caller hangs up. A
+    slow reader misses lists, never the newest one. Only replicas that are READY are
+    listed; without a coordinator a reader goes on with the last list. One that was
+    restarted waits for as long as it takes it to give a replica up before it tells
+    its first list: until then a replica that is missing may be about to register.
+    Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
+    """
 
 @_typing.type_check_only
 class InspectServiceAsyncStub(InspectServiceStub):
@@ -102,6 +111,15 @@ class InspectServiceAsyncStub(InspectServiceStub):
     """What happens from now on, until the caller hangs up. A reader that falls
     1,000 events behind is cut off.
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
+    """
+    WatchRoutes: _aio.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]  # type: ignore[assignment]
+    """Which replicas may be sent requests, for routers: the whole list at once, and
+    again after each change, at most 20 times a second, until the caller hangs up. A
+    slow reader misses lists, never the newest one. Only replicas that are READY are
+    listed; without a coordinator a reader goes on with the last list. One that was
+    restarted waits for as long as it takes it to give a replica up before it tells
+    its first list: until then a replica that is missing may be about to register.
+    Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
     """
 
 class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -179,6 +197,21 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         """What happens from now on, until the caller hangs up. A reader that falls
         1,000 events behind is cut off.
         Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchRoutes(
+        self,
+        request: _inspect_pb2.WatchRoutesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inspect_pb2.WatchRoutesResponse], _abc.AsyncIterator[_inspect_pb2.WatchRoutesResponse]]:
+        """Which replicas may be sent requests, for routers: the whole list at once, and
+        again after each change, at most 20 times a second, until the caller hangs up. A
+        slow reader misses lists, never the newest one. Only replicas that are READY are
+        listed; without a coordinator a reader goes on with the last list. One that was
+        restarted waits for as long as it takes it to give a replica up before it tells
+        its first list: until then a replica that is missing may be about to register.
+        Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
         """
 
 def add_InspectServiceServicer_to_server(servicer: InspectServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -101,6 +101,34 @@ class Capabilities(_message.Message):
 Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 
 @_typing.final
+class Drain(_message.Message):
+    """A replica that leaves in good order (see AdminService.Drain)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_LEFT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def time_left(self) -> _duration_pb2.Duration:
+        """What is left of its time."""
+
+    def __init__(
+        self,
+        *,
+        time_left: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "time_left", b"time_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
 class RegisterRequest(_message.Message):
     """Asks to join."""
 
@@ -116,6 +144,7 @@ class RegisterRequest(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -148,6 +177,10 @@ class RegisterRequest(_message.Message):
         to them as to those that it holds in memory. Empty without such a directory.
         """
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """Set while it drains."""
+
     def __init__(
         self,
         *,
@@ -161,10 +194,11 @@ class RegisterRequest(_message.Message):
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         dirty_reason: _builtins.str = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,6 +293,9 @@ class HeartbeatRequest(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -267,6 +304,8 @@ class HeartbeatRequest(_message.Message):
     """Bytes of adapters in host memory."""
     dirty_reason: _builtins.str
     """See RegisterRequest.dirty_reason."""
+    pinned_base_bytes: _builtins.int
+    """Bytes of the copies of those that it holds."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -285,6 +324,16 @@ class HeartbeatRequest(_message.Message):
     def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """See RegisterRequest.spilled_versions."""
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """Set while it drains, by an order or because its process was told to stop."""
+
+    @_builtins.property
+    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """HeartbeatResponse.pinned_base_versions as it obeys them now, ascending. A base
+        goes only to replicas that obey all.
+        """
+
     def __init__(
         self,
         *,
@@ -296,10 +345,13 @@ class HeartbeatRequest(_message.Message):
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         dirty_reason: _builtins.str = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        drain: Global___Drain | None = ...,
+        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        pinned_base_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,16 +364,38 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     READY_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    IN_TRANSFER_FIELD_NUMBER: _builtins.int
+    REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
-    """Whether the replica holds everything the pool serves."""
+    """Whether the replica may be routed to: it holds everything the pool serves, and
+    is neither withdrawn from service nor draining.
+    """
+    in_transfer: _builtins.bool
+    """Whether a transfer needs it: a replica that drains stays until it does not."""
+    refuse_reason: _builtins.str
+    """Why it must refuse new requests; empty when it must not."""
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """Set when it is to drain."""
+
+    @_builtins.property
+    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions of the base whose copies it must keep, where it holds them, ascending."""
+
     def __init__(
         self,
         *,
         ready: _builtins.bool = ...,
+        drain: Global___Drain | None = ...,
+        in_transfer: _builtins.bool = ...,
+        refuse_reason: _builtins.str = ...,
+        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,8 @@ class Machine:
                         replica.retained,
                         replica.dirty_reason,
                         spilled=replica.spilled,
+                        pins_obeyed=replica.pins_obeyed,
+                        pinned_bytes=replica.pinned_bytes,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -121,13 +123,14 @@ class Machine:
         retained = capabilities.pop("retained", ())
         spilled = frozenset(map(PolicyVersion.parse, capabilities.pop("spilled", ())))
         dirty_reason = capabilities.pop("dirty_reason", "")
+        http_url = capabilities.pop("http_url", "")
         self.do(
             events.Register(
                 ticket=ticket,
                 replica_id=replica_id,
                 incarnation=incarnation,
                 address=f"{replica_id}:1",
-                http_url="",
+                http_url=http_url,
                 model_name="tiny",
                 capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
                 vector=vector,

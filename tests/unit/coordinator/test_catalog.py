@@ -12,16 +12,27 @@ from pathlib import Path
 import pytest
 
 from weft.contract.names import PolicyVersion
+from weft.coordinator import catalog as catalog_module
 from weft.coordinator.catalog import APPLICATION_ID, Catalog, CatalogError
-from weft.coordinator.effects import SaveEpoch, SavePolicy, SavePool, SaveRetired, SaveVersion
+from weft.coordinator.effects import (
+    SaveEpoch,
+    SavePin,
+    SavePolicy,
+    SavePool,
+    SaveRetired,
+    SaveVersion,
+    SaveWithdrawn,
+)
 from weft.coordinator.state import (
     AdapterSpec,
     ContentDigest,
     Failure,
     Policy,
     PolicyKind,
+    Standing,
     VersionRecord,
     VersionState,
+    Withdrawn,
 )
 
 
@@ -189,3 +200,23 @@ def test_a_transaction_is_all_or_nothing(catalog_path: Path) -> None:
     catalog.apply([SavePool("f", "Tiny")])
     assert catalog.snapshot().epoch == 0
     catalog.close()
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, schema: int) -> None:
+    with sqlite3.connect(catalog_path) as older:
+        older.executescript("".join(catalog_module._STEPS[:schema]))
+        older.execute("INSERT INTO meta VALUES (3, 4, 'f', 'Tiny')")
+        older.execute("INSERT INTO policies VALUES ('math', 2, 5, 6, 0)")
+        older.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        older.execute(f"PRAGMA user_version={schema}")
+    older.close()
+    catalog = Catalog.open(catalog_path)
+    order = Withdrawn(Standing.CORDONED, "why")
+    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveWithdrawn("r0", order)])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    known = again.snapshot()
+    again.close()
+    assert (known.generation, known.withdrawn) == (5, {"r0": order})
+    assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))

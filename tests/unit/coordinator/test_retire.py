@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
+from weft.coordinator.catalog import Catalog
 from weft.coordinator.state import Phase
 
 
@@ -87,3 +90,81 @@ def test_a_base_is_superseded_by_the_next() -> None:
     m.run_to(Phase.COMMITTED, "base")
     assert [s.version for s in m.ever(effects.SaveRetired)] == [PolicyVersion("base", 1)]
     assert m.state.policies["base"].versions == (2,)
+
+
+def _retire_now(m: Machine, version: int, policy: str = "math") -> int:
+    ticket = next(m.ids)
+    record = m.record(PolicyVersion(policy, version))
+    m.do(events.RetireVersion(ticket, policy, version, record))
+    return ticket
+
+
+def test_an_operator_retires_a_version_that_would_be_kept() -> None:
+    m = _after(3)
+    m.answer(_retire_now(m, 2))
+    assert m.found(effects.SaveRetired) == [effects.SaveRetired(PolicyVersion("math", 2), True)]
+    assert m.state.policies["math"].versions == (1, 3)
+    assert {c.versions for c in m.found(effects.CallRetire)} == {(PolicyVersion("math", 2),)}
+    m.answer(_retire_now(m, 2))
+    assert not m.found(effects.SaveRetired)
+
+
+def test_what_an_operator_cannot_retire() -> None:
+    m = _after(2)
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    m.do(events.Pin(0, "math", 1, True, m.record(PolicyVersion("math", 1))))
+    for version, policy, reason in (
+        (1, "math", "VERSION_IN_USE"),
+        (2, "math", "VERSION_IN_USE"),
+        (9, "math", "VERSION_UNKNOWN"),
+        (1, "no", "POLICY_UNKNOWN"),
+        (1, "base", "UNSUPPORTED"),
+    ):
+        assert m.error(_retire_now(m, version, policy)).reason == reason
+    assert not m.ever(effects.SaveRetired)
+
+
+def _retain(m: Machine, num_versions: int, policy: str = "math") -> int:
+    ticket = next(m.ids)
+    m.do(events.SetRetention(ticket, policy, num_versions))
+    return ticket
+
+
+def test_a_policy_keeps_as_many_as_it_was_told(catalog_path: Path) -> None:
+    m = _after(3, retain=2)
+    assert m.answer(_retain(m, 4)) == effects.RetentionAnswer(4)
+    assert m.state.policies["math"].versions == (2, 3), "what was being retired stays so"
+    for call in m.ever(effects.CallRetire):
+        _answer(m, call)
+    m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED)
+    m.pass_time(5)
+    assert m.state.policies["math"].versions == (2, 3, 4, 5)
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
+    (math,) = catalog.snapshot().policies
+    catalog.close()
+    assert (math.retain, math.versions) == (4, (2, 3, 4, 5))
+
+
+def test_fewer_retires_the_others_now() -> None:
+    m = _after(3)
+    m.answer(_retain(m, 1))
+    assert {c.versions for c in m.found(effects.CallRetire)} == {
+        (PolicyVersion("math", 1), PolicyVersion("math", 2))
+    }
+    assert m.answer(_retain(m, 0)) == effects.RetentionAnswer(4)
+    assert m.state.policies["math"].versions == (3,)
+
+
+def test_retention_that_cannot_be_set() -> None:
+    m = _after(1)
+    m.acquire("base")
+    for number, policy, reason in (
+        (2, "no", "POLICY_UNKNOWN"),
+        (2, "base", "UNSUPPORTED"),
+        (-1, "math", "INVALID_REQUEST"),
+        (1001, "math", "INVALID_REQUEST"),
+    ):
+        assert m.error(_retain(m, number, policy)).reason == reason

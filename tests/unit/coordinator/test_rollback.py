@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -243,7 +242,6 @@ def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
 
 def test_what_cannot_be_pinned() -> None:
     m = _pushed("base", 1)
-    assert m.error(_pin(m, "base", 1)).reason == "UNSUPPORTED"
     assert m.error(_pin(m, "nope", 1)).reason == "POLICY_UNKNOWN"
     m = _pushed("math", 1)
     assert m.error(_pin(m, "math", 7)).reason == "VERSION_UNKNOWN"
@@ -273,14 +271,3 @@ def test_rollback_and_pins_survive_a_restart(catalog_path: Path) -> None:
     assert (policies["math"].served_version, policies["math"].versions) == (1, (1, 2))
     assert policies["math"].pinned == (1,)
     assert State(policies=policies).vector.adapters["math"].alias == 1
-
-
-def test_a_catalog_of_schema_1_gets_its_pins(catalog_path: Path) -> None:
-    Catalog.open(catalog_path).close()
-    with sqlite3.connect(catalog_path) as connection:
-        connection.execute("DROP TABLE pins")
-        connection.execute("PRAGMA user_version=1")
-    connection.close()
-    catalog = Catalog.open(catalog_path)
-    catalog.apply([effects.SavePin(PolicyVersion("math", 1), True)])
-    catalog.close()

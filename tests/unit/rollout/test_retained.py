@@ -67,6 +67,33 @@ def test_copies_give_way_to_a_push_oldest_first_and_never_the_push() -> None:
         _stage(store, "base@7")
 
 
+def test_pinned_copies_are_kept_beside_the_newest() -> None:
+    store = WorkerStore(100 * SIZE, SIZE, 1)
+    _load(store, "base@1")
+    store.pin_bases([1, 9])
+    for number in (2, 3):
+        _load(store, f"base@{number}")
+    assert store.retained_bases() == (3, 1)
+    assert (store.usage().pinned_bytes, store.usage().staging_bytes) == (SIZE, 2 * SIZE)
+    store.pin_bases([3])
+    assert store.retained_bases() == (3,)
+    _load(store, "base@4")
+    assert store.retained_bases() == (4, 3)
+
+
+def test_a_push_takes_no_pinned_copy_and_is_told_which() -> None:
+    store = WorkerStore(2 * SIZE, SIZE, 2)
+    _load(store, "base@1")
+    store.pin_bases([1])
+    _load(store, "base@2")
+    _load(store, "base@3")  # base@2 gave way
+    assert store.retained_bases() == (3, 1)
+    store.pin_bases([1, 3])
+    with pytest.raises(CapacityError, match="base@1, base@3 pinned"):
+        _stage(store, "base@4")
+    assert store.retained_bases() == (3, 1)
+
+
 def test_adapters_do_not_cost_a_retained_base() -> None:
     store = WorkerStore(SIZE, 2 * SIZE, 1)
     _load(store, "base@1")

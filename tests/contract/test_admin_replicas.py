@@ -1,0 +1,187 @@
+"""AdminService on replicas, and Retire: every documented status, over real stubs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from tests.contract.conftest import Pool
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import duration_from_proto, duration_to_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2 as pb
+from weft.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, registry_pb2, types_pb2
+
+
+async def _admin(pool: Pool, method: str, request: Any) -> Any:
+    async with open_aio_channel(pool.target) as channel:
+        return await getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=10)
+
+
+async def _pool(pool: Pool) -> inspect_pb2.GetPoolResponse:
+    async with open_aio_channel(pool.target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        return await stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
+
+
+async def _state(pool: Pool, replica_id: str = "r0") -> tuple[str, str]:
+    for replica in (await _pool(pool)).replicas:
+        if replica.replica_id == replica_id:
+            state = inspect_pb2.ReplicaState.Name(replica.state)
+            return state.removeprefix("REPLICA_STATE_"), replica.state_reason
+    return "ABSENT", ""
+
+
+async def _refused(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
+
+
+async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
+    replica = await pool.replica()
+    request = pb.CordonRequest(replica_id="r0", reason="new disk")
+    for _ in range(2):
+        await _admin(pool, "Cordon", request)
+    assert await _state(pool) == ("CORDONED", "by an operator: new disk")
+    assert not await replica.heartbeat()
+    await (await pool.trainer()).push()
+    assert replica.vector.adapters["math"].alias == 1
+    await pool.restart()
+    (order,) = (await _pool(pool)).withdrawals
+    assert (order.replica_id, order.state, order.reason) == (
+        "r0",
+        inspect_pb2.REPLICA_STATE_CORDONED,
+        "new disk",
+    )
+    await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
+    assert not (await _pool(pool)).withdrawals
+
+
+async def test_a_quarantine_tells_the_replica_to_refuse(pool: Pool) -> None:
+    replica = await pool.replica()
+    request = pb.QuarantineRequest(replica_id="r0")
+    assert await _refused(_admin(pool, "Quarantine", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    request.reason = "x" * 600
+    await _admin(pool, "Quarantine", request)
+    state, reason = await _state(pool)
+    assert state == "QUARANTINED"
+    assert len(reason) == len("by an operator: ") + 500
+    response = await replica.registry.Heartbeat(
+        registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
+    )
+    assert response.refuse_reason.startswith("an operator quarantined this replica: xxx")
+    for _ in range(2):
+        await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))
+    assert (await _state(pool))[0] == "READY"
+
+
+async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
+    replica = await pool.replica()
+    drain = pb.DrainRequest(replica_id="r0", reason="old card")
+    await _admin(pool, "Drain", drain)
+    (seen,) = (await _pool(pool)).replicas
+    assert seen.state == inspect_pb2.REPLICA_STATE_DRAINING
+    assert 200 < duration_from_proto(seen.drain.time_left) <= 300
+    drain.timeout.CopyFrom(duration_to_proto(20.0))
+    await _admin(pool, "Drain", drain)
+    beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
+    response = await replica.registry.Heartbeat(beat)
+    assert response.drain.reason == "by an operator: old card"
+    assert 0 < duration_from_proto(response.drain.time_left) <= 20
+    assert not response.in_transfer
+    beat.drain.time_left.CopyFrom(duration_to_proto(5.0))
+    assert duration_from_proto((await replica.registry.Heartbeat(beat)).drain.time_left) <= 5
+    await replica.registry.Leave(
+        registry_pb2.LeaveRequest(replica_id="r0", incarnation=replica.incarnation)
+    )
+    assert (await _state(pool))[0] == "ABSENT"
+
+
+async def test_a_replica_in_a_transfer_is_told_to_stay(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    begun = await trainer.begin()
+    beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
+    beat.drain.time_left.CopyFrom(duration_to_proto(30.0))
+    beat.drain.reason = "told to stop"
+    assert (await replica.registry.Heartbeat(beat)).in_transfer
+    assert await _state(pool) == ("DRAINING", "told to stop")
+    await trainer.send(begun)
+    await trainer.wait(begun.transfer_id)
+    assert replica.vector.adapters["math"].alias == 1
+    assert not (await replica.registry.Heartbeat(beat)).in_transfer
+
+
+async def test_orders_that_cannot_be_given(pool: Pool) -> None:
+    await pool.replica()
+    for method, request in (
+        ("Cordon", pb.CordonRequest(replica_id="r9")),
+        ("Quarantine", pb.QuarantineRequest(replica_id="r9", reason="why")),
+        ("Uncordon", pb.UncordonRequest(replica_id="r9")),
+        ("Drain", pb.DrainRequest(replica_id="r9")),
+    ):
+        assert await _refused(_admin(pool, method, request)) == "NOT_FOUND/REPLICA_UNKNOWN"
+    for seconds in (-1, 1_000_000):
+        request = pb.DrainRequest(replica_id="r0", timeout=Duration(seconds=seconds))
+        assert await _refused(_admin(pool, "Drain", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+
+
+async def test_retire(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    base = await pool.trainer("base-trainer", policy="base")
+    for pusher in (trainer, trainer, base):
+        await pusher.push()
+
+    async def retire(policy: str, version: int) -> None:
+        wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+        await _admin(pool, "Retire", pb.RetireRequest(version=wanted))
+
+    assert await _refused(retire("math", 2)) == "FAILED_PRECONDITION/VERSION_IN_USE"
+    assert await _refused(retire("math", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await _refused(retire("no", 1)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await _refused(retire("base", 1)) == "UNIMPLEMENTED/UNSUPPORTED"
+    for _ in range(2):
+        await retire("math", 1)
+    math = next(p for p in (await _pool(pool)).policies if p.policy == "math")
+    assert list(math.versions) == [2]
+    async with open_aio_channel(pool.target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        listed = await stub.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
+    assert [v.state for v in listed.versions] == [
+        inspect_pb2.VERSION_STATE_COMMITTED,
+        inspect_pb2.VERSION_STATE_RETIRED,
+    ]
+    assert "retire" in replica.calls
+
+
+async def test_retention(pool: Pool) -> None:
+    await pool.restart(retain=1)
+    await pool.replica()
+    trainer = await pool.trainer()
+    await (await pool.trainer("base-trainer", policy="base")).push()
+    await trainer.push()
+
+    async def retain(policy: str, num_versions: int) -> int:
+        request = pb.SetRetentionRequest(policy=policy, num_versions=num_versions)
+        return (await _admin(pool, "SetRetention", request)).num_versions
+
+    assert await _refused(retain("no", 2)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await _refused(retain("base", 2)) == "UNIMPLEMENTED/UNSUPPORTED"
+    for number in (-1, 1001):
+        assert await _refused(retain("math", number)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    for _ in range(2):
+        assert await retain("math", 2) == 2
+    await trainer.push()
+    base, math = (await _pool(pool)).policies
+    assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
+    assert base.num_retained == 0
+    await pool.restart(retain=1)
+    base, math = (await _pool(pool)).policies
+    assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
+    assert await retain("math", 0) == 1
+    assert not (await _pool(pool)).policies[1].has_own_retention

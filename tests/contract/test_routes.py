@@ -1,0 +1,97 @@
+"""WatchRoutes over real stubs: lists, and coordinators that go and come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.contract.conftest import Pool
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import vector_from_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
+
+
+@asynccontextmanager
+async def _following(pool: Pool) -> AsyncIterator[Any]:
+    async with open_aio_channel(pool.target) as channel:
+        call = inspect_pb2_grpc.InspectServiceStub(channel).WatchRoutes(
+            inspect_pb2.WatchRoutesRequest(), timeout=20
+        )
+        yield call
+        call.cancel()
+
+
+async def _until(call: Any, *replica_ids: str) -> inspect_pb2.WatchRoutesResponse:
+    """The first list of exactly these replicas."""
+    while True:
+        routes = await call.read()
+        assert routes is not grpc.aio.EOF
+        if [route.replica_id for route in routes.routes] == list(replica_ids):
+            return routes
+
+
+async def _cordon(pool: Pool, replica_id: str, *, off: bool = False) -> None:
+    async with open_aio_channel(pool.target) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        if off:
+            await stub.Uncordon(admin_pb2.UncordonRequest(replica_id=replica_id))
+        else:
+            await stub.Cordon(admin_pb2.CordonRequest(replica_id=replica_id))
+
+
+async def test_the_whole_list_at_first_and_with_each_change(pool: Pool) -> None:
+    async with _following(pool) as call:
+        first = await call.read()
+        assert not first.routes
+        await pool.replica("r1")
+        await pool.replica("r0")
+        both = await _until(call, "r0", "r1")
+        assert both.revision > first.revision
+        assert both.coordinator_generation == first.coordinator_generation == 1
+        assert (both.routes[0].http_url, both.routes[0].model_name) == (
+            "http://127.0.0.1:1",
+            "tiny",
+        )
+        await _cordon(pool, "r0")
+        await _until(call, "r1")
+        await _cordon(pool, "r0", off=True)
+        await _until(call, "r0", "r1")
+        await (await pool.trainer()).push()
+        while True:
+            routes = (await call.read()).routes
+            vectors = [vector_from_proto(route.version_vector) for route in routes]
+            if [v.adapters["math"].alias if v.adapters else 0 for v in vectors] == [1, 1]:
+                break
+
+
+async def test_readers_are_told_when_the_coordinator_stops(pool: Pool) -> None:
+    async with _following(pool) as call:
+        await call.read()
+        assert pool.coordinator is not None
+        stopping = asyncio.create_task(pool.coordinator.stop())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert error_from_rpc(caught.value).reason == "COORDINATOR_AWAY"
+        await stopping
+
+
+async def test_a_restarted_coordinator_tells_no_list_before_replicas_could_register(
+    pool: Pool,
+) -> None:
+    await pool.restart(heartbeat_seconds=0.5, lost_after_seconds=2.0)
+    async with _following(pool) as call:
+        reading = asyncio.create_task(call.read())
+        replica = await pool.replica("r0")
+        while not reading.done():
+            await replica.heartbeat()
+            await asyncio.wait({reading}, timeout=0.1)
+        first = await reading
+        assert [route.replica_id for route in first.routes] == ["r0"]
+        assert first.coordinator_generation == 2

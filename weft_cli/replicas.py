@@ -1,0 +1,115 @@
+"""``weft cordon``, ``uncordon``, ``quarantine`` and ``drain``: orders about one replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+from rich.console import Console
+
+from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
+from weft.rpc.channel import open_channel
+from weft.rpc.codec import duration_to_proto
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2, inspect_pb2
+from weft.v1.admin_pb2_grpc import AdminServiceStub
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+_CALL_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+#: A replica leaves some moments after its time is over.
+_LEAVE_SECONDS = 15.0
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def cordon(coordinator: str, replica_id: str, reason: str) -> None:
+    """Take a replica out of service; it goes on receiving pushes.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.CordonRequest(replica_id=replica_id, reason=reason)
+    with open_channel(coordinator) as channel, _typed():
+        AdminServiceStub(channel).Cordon(request, timeout=_CALL_SECONDS)
+    Console().print(f"[bold]{replica_id}[/] is out of service until it is uncordoned")
+
+
+def quarantine(coordinator: str, replica_id: str, reason: str) -> None:
+    """Take a replica out of service and out of transfers; it refuses requests.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.QuarantineRequest(replica_id=replica_id, reason=reason)
+    with open_channel(coordinator) as channel, _typed():
+        AdminServiceStub(channel).Quarantine(request, timeout=_CALL_SECONDS)
+    Console().print(f"[bold]{replica_id}[/] is quarantined until it is uncordoned")
+
+
+def uncordon(coordinator: str, replica_id: str) -> None:
+    """Put a replica back into service.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.UncordonRequest(replica_id=replica_id)
+    with open_channel(coordinator) as channel, _typed():
+        AdminServiceStub(channel).Uncordon(request, timeout=_CALL_SECONDS)
+    Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
+
+
+def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: float) -> None:
+    """Let a replica leave in good order, and wait until it has left.
+
+    Raises:
+        WeftError: It was refused.
+        PeerUnavailableError: The replica is not heard any more.
+        TransferTimeoutError: It has not left some time after it had to.
+    """
+    request = admin_pb2.DrainRequest(
+        replica_id=replica_id, timeout=duration_to_proto(timeout_seconds), reason=reason
+    )
+    began = time.monotonic()
+    with open_channel(coordinator) as channel, _typed():
+        inspect = InspectServiceStub(channel)
+        before = _find(inspect, replica_id)
+        AdminServiceStub(channel).Drain(request, timeout=_CALL_SECONDS)
+        _wait_gone(
+            lambda: _find(inspect, replica_id), before, began + timeout_seconds + _LEAVE_SECONDS
+        )
+    seconds = time.monotonic() - began
+    Console().print(f"[bold green]{replica_id}[/] has left the pool after {seconds:.1f} s")
+
+
+def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:
+    response = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=_CALL_SECONDS)
+    return next((r for r in response.replicas if r.replica_id == replica_id), None)
+
+
+def _wait_gone(
+    find: Callable[[], inspect_pb2.Replica | None],
+    before: inspect_pb2.Replica | None,
+    until: float,
+) -> None:
+    """Until the replica, or its process of ``before``, is no longer in the pool."""
+    while (now_is := find()) is not None:
+        if before and now_is.address != before.address:
+            return  # another process has its name already
+        if now_is.state == inspect_pb2.REPLICA_STATE_LOST:
+            raise PeerUnavailableError(
+                f"{now_is.replica_id} is not heard any more: look at its process"
+            )
+        if time.monotonic() > until:
+            raise TransferTimeoutError(
+                f"{now_is.replica_id} has not left ({now_is.state_reason}): look at its process"
+            )
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,73 @@
+"""``weft routes``: which replicas may be sent requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import grpc
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console
+from rich.table import Table
+
+from weft.contract.errors import PeerUnavailableError
+from weft.rpc.channel import open_channel
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.status import vector_text
+
+#: For one list; a coordinator that was just restarted takes its time.
+_LIST_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+
+
+def show_routes(coordinator: str, *, watch: bool, json_output: bool) -> None:
+    """Print the routes once, or each new list until interrupted.
+
+    Raises:
+        WeftError: The coordinator does not answer; with ``watch`` it is awaited.
+    """
+    with open_channel(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        for routes in _follow(stub) if watch else _once(stub):
+            if json_output:
+                print(
+                    MessageToJson(routes, preserving_proto_field_name=True, indent=None), flush=True
+                )
+            else:
+                Console().print(render(routes))
+
+
+def _once(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
+    call = stub.WatchRoutes(pb.WatchRoutesRequest(), timeout=_LIST_SECONDS)
+    try:
+        yield next(iter(call))
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+    finally:
+        call.cancel()
+
+
+def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
+    """Lists as they come; the last one stands while the coordinator is away."""
+    while True:
+        try:
+            yield from stub.WatchRoutes(pb.WatchRoutesRequest())
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+            if not isinstance(error, PeerUnavailableError):
+                raise error from rpc_error
+            Console(stderr=True).print(f"[dim]{error.message}; the last list stands[/]")
+        time.sleep(_RETRY_SECONDS)
+
+
+def render(routes: pb.WatchRoutesResponse) -> Table:
+    """The routes for people."""
+    table = Table(title=f"routes, revision {routes.revision}", title_justify="left")
+    for column in ("replica", "OpenAI API", "model", "serves"):
+        table.add_column(column, overflow="fold")
+    for route in routes.routes:
+        vector = vector_text(route.version_vector)
+        table.add_row(route.replica_id, route.http_url, route.model_name, vector)
+    return table
