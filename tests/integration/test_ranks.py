@@ -15,7 +15,8 @@ KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    with running_pool(tmp_path_factory.mktemp("pool") / "weft.db") as pool:
+    # Nobody is lost here for being slow: some frameworks keep both cores busy.
+    with running_pool(tmp_path_factory.mktemp("pool") / "weft.db", lost_after_seconds=60) as pool:
         yield pool
 
 
