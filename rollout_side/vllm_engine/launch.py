@@ -15,6 +15,7 @@ from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference
 
 #: Mixed into vLLM's workers.
@@ -90,6 +91,7 @@ async def open_engine(
                 ),
             )
         )
+        await bridges.set_weight_version(engine, str(PolicyVersion(BASE_POLICY, 0)))
         return VllmReplica(
             EngineParts(
                 engine=engine,
