@@ -36,19 +36,19 @@ class Coordinator:
     target: str
 
     @classmethod
-    def start(cls, work: Path, listen: str = "127.0.0.1:0") -> Coordinator:
+    def start(cls, work: Path, lost_after_seconds: float = 60.0) -> Coordinator:
         """Start on ``work``'s catalog; returns once it listens."""
-        args = ("-m", "weft_cli", "coordinator", "--listen", listen, "--catalog",
-                str(work / "weft.db"), "--lost-after-seconds", "60")  # fmt: skip
+        args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+                str(work / "weft.db"), "--lost-after-seconds", str(lost_after_seconds))  # fmt: skip
         process = Process("coordinator", args, work, {})
         line = process.line(lambda text: text.startswith("listening on "), 60)
         return cls(work, process, line.removeprefix("listening on "))
 
 
 @contextmanager
-def running_coordinator(work: Path) -> Iterator[Coordinator]:
-    """A coordinator for the length of a test."""
-    coordinator = Coordinator.start(work)
+def running_coordinator(work: Path, **settings: float) -> Iterator[Coordinator]:
+    """A coordinator for the length of a test; ``settings`` as for ``start``."""
+    coordinator = Coordinator.start(work, **settings)
     try:
         yield coordinator
     finally:
@@ -77,17 +77,38 @@ def running_replicas(
     with ExitStack() as stack:
         processes = []
         for i, model in enumerate(models, first):
-            command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
-                       "--replica-id", f"replica-{i}", "--adapter-memory-gib", "0.25",
-                       "--staging-memory-gib", "0.25", *options,
-                       "--", str(model), *ARGS, *args)  # fmt: skip
-            process = Process(f"replica-{i}", command, work, ENV)
+            process = start_replica(work, target, f"replica-{i}", model, *args, options=options)
             stack.callback(process.stop)
             processes.append(process)
-        urls = []
-        for process in processes:
-            line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
-            match = re.search(r"http://[^\s,]+", line)
-            assert match is not None
-            urls.append(match.group())
-        yield urls
+        yield [serving_url(process) for process in processes]
+
+
+def start_replica(
+    work: Path,
+    target: str,
+    replica_id: str,
+    model: Path,
+    *args: str,
+    options: Sequence[str] = (),
+    log_name: str = "",
+) -> Process:
+    """Start ``weft rollout``; ``serving_url`` waits for it. The caller stops it.
+
+    Args:
+        args: vLLM's.
+        options: Of ``weft rollout``.
+        log_name: Of its log file, without suffix; by default the replica's id.
+    """
+    command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
+               "--replica-id", replica_id, "--adapter-memory-gib", "0.25",
+               "--staging-memory-gib", "0.25", *options,
+               "--", str(model), *ARGS, *args)  # fmt: skip
+    return Process(log_name or replica_id, command, work, ENV)
+
+
+def serving_url(process: Process) -> str:
+    """Base URL of a replica's OpenAI server, once it listens."""
+    line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
+    match = re.search(r"http://[^\s,]+", line)
+    assert match is not None
+    return match.group()

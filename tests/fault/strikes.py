@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ POINTS = (
     "inside commit",
     "after commit",
 )
-ROLES = ("trainer sender", "replica", "coordinator")
 SIGNALS = ("SIGKILL", "SIGSTOP")
+#: The replica that is struck.
+VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
 BUCKET = 4
 _ENV = "WEFT_TEST_STRIKE"
@@ -42,6 +44,11 @@ class Strike:
     directory: str
 
     @property
+    def process(self) -> str:
+        """Which of a case's processes is the victim, or the parent of the victim."""
+        return ROLES[self.role].process
+
+    @property
     def env(self) -> dict[str, str]:
         """For the victim's process."""
         return {_ENV: "|".join((self.role, self.point, self.signal, self.directory))}
@@ -53,13 +60,13 @@ class Strike:
 
     @property
     def struck(self) -> Path:
-        """Holds ``time.time()`` of the strike."""
+        """Holds ``time.time()`` of the strike and the victim's pid."""
         return Path(self.directory) / "struck"
 
     def maybe(self) -> None:
         """Strike, if armed and not yet done."""
         if self.armed.exists() and not self.struck.exists():
-            self.struck.write_text(repr(time.time()))
+            self.struck.write_text(f"{time.time()} {os.getpid()}")
             os.kill(os.getpid(), getattr(signal, self.signal))
 
 
@@ -69,7 +76,7 @@ def install(role: str) -> None:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
     if strike.role == role:
-        {"trainer sender": _trainer, "replica": _replica, "coordinator": _coordinator}[role](strike)
+        ROLES[role].arm(strike)
 
 
 def _before(owner: Any, name: str, strike: Strike, when: Callable[..., bool] | None = None) -> None:
@@ -130,9 +137,7 @@ def _trainer(strike: Strike) -> None:
 
 
 def _replica(strike: Strike) -> None:
-    import rollout_side.receiver
     from rollout_side.agent import Agent
-    from rollout_side.staged import WorkerStore
     from tests.pool import EngineDouble
 
     match strike.point:
@@ -140,6 +145,35 @@ def _replica(strike: Strike) -> None:
             _before(Agent, "check_generation", strike)
         case "in rendezvous":
             _before(EngineDouble, "join_group", strike)
+        case _:
+            _receiving(strike)
+
+
+def _worker(strike: Strike) -> None:
+    import rollout_side.receiver
+
+    match strike.point:
+        case "before begin":
+            threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
+        case "in rendezvous":
+            _before(rollout_side.receiver, "Membership", strike)
+        case _:
+            _receiving(strike)
+
+
+def _at_once(strike: Strike) -> None:
+    while not strike.struck.exists():
+        strike.maybe()
+        time.sleep(0.005)
+
+
+def _receiving(strike: Strike) -> None:
+    """Points of the process that receives: the agent's own, or the worker's."""
+    import rollout_side.receiver
+    from rollout_side.staged import WorkerStore
+    from tests.pool import EngineDouble
+
+    match strike.point:
         case "at a bucket":
             _before(rollout_side.receiver, "payload_digest", strike, _count(BUCKET, strike))
         case "before commit":
@@ -170,3 +204,21 @@ def _coordinator(strike: Strike) -> None:
         "after commit": events.CommitAnswered,
     }[strike.point]
     _before(driver, "step", strike, lambda state, event, now: isinstance(event, kind))
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of victim."""
+
+    process: str
+    """Which of a case's processes it is, or is a child of."""
+    arm: Callable[[Strike], None]
+    """Wraps functions of the victim's process."""
+
+
+ROLES = {
+    "trainer sender": Role("trainer", _trainer),
+    "replica": Role(VICTIM, _replica),
+    "replica worker": Role(VICTIM, _worker),
+    "coordinator": Role("coordinator", _coordinator),
+}

@@ -86,6 +86,10 @@ class Process:
         self._process.send_signal(signum)
         return self._process.wait(timeout_seconds)
 
+    def wait(self, timeout_seconds: float) -> int:
+        """Wait for its end; returns the exit code."""
+        return self._process.wait(timeout_seconds)
+
     def kill(self) -> None:
         """End it by SIGKILL, without a chance to say goodbye."""
         self.signal(signal.SIGKILL, _STOP_SECONDS)
