@@ -38,6 +38,15 @@ def members(session: int) -> list[int]:
     return sorted(found)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def title(pid: int) -> str:
     """What a process calls itself; empty when it has ended."""
     try:

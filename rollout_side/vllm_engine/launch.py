@@ -215,6 +215,7 @@ def _open_config(
         "adapter_memory_bytes": adapter_bytes,
         "retain_base": retain_base,
         "receiver_factory": receiver_factory,
+        "replica_pid": os.getpid(),
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
     }
