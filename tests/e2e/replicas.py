@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,8 @@ def start_replica(
     *args: str,
     options: Sequence[str] = (),
     log_name: str = "",
+    entry: Sequence[str] = ("-m", "weft_cli"),
+    env: Mapping[str, str] | None = None,
 ) -> Process:
     """Start ``weft rollout``; ``serving_url`` waits for it. The caller stops it.
 
@@ -98,12 +100,14 @@ def start_replica(
         args: vLLM's.
         options: Of ``weft rollout``.
         log_name: Of its log file, without suffix; by default the replica's id.
+        entry: How the command is run.
+        env: Further environment.
     """
-    command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
+    command = (*entry, "rollout", "-c", target, "--http-port", "0",
                "--replica-id", replica_id, "--adapter-memory-gib", "0.25",
                "--staging-memory-gib", "0.25", *options,
                "--", str(model), *ARGS, *args)  # fmt: skip
-    return Process(log_name or replica_id, command, work, ENV)
+    return Process(log_name or replica_id, command, work, {**ENV, **(env or {})})
 
 
 def serving_url(process: Process) -> str:

@@ -104,7 +104,7 @@ class Case:
         self.strike.armed.touch()
         trainer = self.processes["trainer"]
         trainer.tell(f"push 2.0 {PUSH_SECONDS}")
-        struck_at, pid = self._await_strike()
+        struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
         self._undo(struck_at, pid)
         outcome, push_seconds = "its trainer died", 0.0
         if not (self.strike.process == "trainer" and self.strike.signal == "SIGKILL"):
@@ -127,15 +127,6 @@ class Case:
         answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
         assert "version" in answer, f"the push of {value} failed: {answer}"
         return answer
-
-    def _await_strike(self) -> tuple[float, int]:
-        """When it struck (``time.time()``), and whom."""
-        deadline = time.monotonic() + PUSH_SECONDS
-        while not self.strike.struck.exists() or not self.strike.struck.read_text():
-            assert time.monotonic() < deadline, "the point was never reached"
-            time.sleep(0.01)
-        at, pid = self.strike.struck.read_text().split()
-        return float(at), int(pid)
 
     def _undo(self, struck_at: float, pid: int) -> None:
         """Start what was killed again, or let what was stopped go on."""

@@ -63,11 +63,27 @@ class Strike:
         """Holds ``time.time()`` of the strike and the victim's pid."""
         return Path(self.directory) / "struck"
 
+    @property
+    def target(self) -> Path:
+        """Holds pid and signal, if the victim is not the one that comes to the point."""
+        return Path(self.directory) / "target"
+
     def maybe(self) -> None:
         """Strike, if armed and not yet done."""
         if self.armed.exists() and not self.struck.exists():
-            self.struck.write_text(f"{time.time()} {os.getpid()}")
-            os.kill(os.getpid(), getattr(signal, self.signal))
+            words = self.target.read_text().split() if self.target.exists() else []
+            pid, name = (int(words[0]), words[1]) if words else (os.getpid(), self.signal)
+            self.struck.write_text(f"{time.time()} {pid}")
+            os.kill(pid, getattr(signal, name))
+
+    def await_struck(self, timeout_seconds: float) -> tuple[float, int]:
+        """When it struck (``time.time()``), and whom."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.struck.exists() or not self.struck.read_text():
+            assert time.monotonic() < deadline, "the point was never reached"
+            time.sleep(0.01)
+        at, pid = self.struck.read_text().split()
+        return float(at), int(pid)
 
 
 def install(role: str) -> None:
@@ -76,7 +92,7 @@ def install(role: str) -> None:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
     if strike.role == role:
-        ROLES[role].arm(strike)
+        (ROLES | REAL_ROLES)[role].arm(strike)
 
 
 def _before(owner: Any, name: str, strike: Strike, when: Callable[..., bool] | None = None) -> None:
@@ -109,7 +125,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
     def when(*args: Any, **kwargs: Any) -> bool:
         nonlocal seen
-        seen += strike.armed.exists()
+        seen = seen + 1 if strike.armed.exists() else 0
         return seen >= wanted
 
     return when
@@ -184,6 +200,14 @@ def _receiving(strike: Strike) -> None:
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
 
 
+def _vllm_replica(strike: Strike) -> None:
+    from rollout_side.vllm_engine.replica import VllmReplica
+
+    match strike.point:
+        case "inside commit":  # the workers have loaded, the KV cache is still the old one
+            _before(VllmReplica, "_forget_old_base", strike)
+
+
 def _coordinator(strike: Strike) -> None:
     from weft.coordinator import driver, effects, events, hub
 
@@ -222,3 +246,5 @@ ROLES = {
     "replica worker": Role(VICTIM, _worker),
     "coordinator": Role("coordinator", _coordinator),
 }
+#: Those of ``tests.fault.real``, with vLLM.
+REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}

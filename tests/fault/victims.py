@@ -18,6 +18,6 @@ _ROLES = {
 
 if __name__ == "__main__":
     module = sys.argv.pop(1)
-    strikes.install(_ROLES[module])
+    strikes.install("vllm replica" if "rollout" in sys.argv else _ROLES[module])
     sys.argv[0] = module
     runpy.run_module(module, run_name="__main__")
