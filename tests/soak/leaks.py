@@ -16,17 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.replicas import LORA_ARGS, running_coordinator, serving_url, start_replica
+import httpx
+
+from tests.e2e.replicas import (
+    LORA_ARGS,
+    MODEL_NAME,
+    running_coordinator,
+    serving_url,
+    start_replica,
+)
 from tests.models import make_model
 from tests.processes import Holding, holding, least, members, title
 from tests.report import table
 from tests.soak.double import ELEMENTS, NUM_TENSORS
+from tests.soak.traffic import request
 from tests.soak.trainers import POLICIES
 from tests.soak.weights import FIRST_SEED
 from weft_cli.demo.processes import Process
 
 _LOOKS, _BETWEEN_SECONDS = 10, 0.1
 _PUSH_SECONDS = 150.0
+_PUSHES_OF_A_PUBLISHER = 7
 _MIB = 2**20
 
 
@@ -118,13 +128,23 @@ def run_course(
     pushes: int,
     looks: int,
     say: Callable[[str], None],
+    ask: Callable[[str], None] = lambda version: None,
 ) -> Course:
-    """Push each policy in turn and look at every process so many times."""
+    """Push each policy in turn and look at every process so many times.
+
+    Now and then with another publisher, so that side groups are formed anew.
+
+    Args:
+        ask: Called after each push with what was pushed.
+    """
     every = pushes // looks
     for number in range(1, pushes + 1):
+        if number % _PUSHES_OF_A_PUBLISHER == 0:
+            trainer.tell("another publisher")
         trainer.tell(f"{POLICIES[number % len(POLICIES)]} {number}")
         answer = trainer.answer(_PUSH_SECONDS)
         assert "version" in answer, f"push {number} failed: {answer}"
+        ask(answer["version"])
         if number % every == 0:
             say(f"{number} pushes")
             course.looked_at.append(number)
@@ -149,7 +169,9 @@ def _look(processes: dict[str, Process]) -> dict[str, Holding]:
 def _part(pid: int) -> str:
     """What a replica's child is for."""
     words = title(pid)
-    for sign, name in (("EngineCore", "engine"), ("resource_tracker", "resource tracker")):
+    for sign, name in (
+        ("EngineCore", "engine"), ("VLLM::Worker", "worker"), ("resource_tracker", "tracker")
+    ):  # fmt: skip
         if sign in words:
             return name
     return words.split(" ")[0].rpartition("/")[2] or "?"
@@ -176,10 +198,17 @@ def real_course(work: Path, pushes: int, *, say: Callable[[str], None]) -> Cours
             process = start_replica(work, coordinator.target, name, base, *LORA_ARGS)
             stack.callback(process.stop)
             processes[name] = process
-        for name in ("replica-0", "replica-1"):
-            serving_url(processes[name])
+        urls = [serving_url(processes[name]) for name in ("replica-0", "replica-1")]
         trainer = stack.enter_context(_trainer(coordinator.target, str(base), work))
-        return run_course(course, trainer, processes, pushes=pushes, looks=6, say=say)
+
+        def ask(version: str) -> None:
+            model = MODEL_NAME if version.startswith("base@") else version
+            for url in urls:
+                path, body = request(model, range(10, 18), 16, names_base=False)
+                reply = httpx.post(f"{url}{path}", json=body, timeout=60)
+                reply.raise_for_status()
+
+        return run_course(course, trainer, processes, pushes=pushes, looks=6, say=say, ask=ask)
 
 
 def double_course(work: Path, pushes: int, *, say: Callable[[str], None]) -> Course:

@@ -2,7 +2,7 @@
 
 ``python -m tests.soak.trainers COORDINATOR MODEL_DIR|double``: a process that owns
 all policies; each line "POLICY SEED" of its standard input is one push, which it
-answers with a line of JSON.
+answers with a line of JSON. After "another publisher" it goes on as if started anew.
 """
 
 from __future__ import annotations
@@ -80,21 +80,28 @@ def push_at_random(
 def main(target: str, models: str) -> None:
     """Serve until standard input closes."""
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Publisher(
-            target, trainer_id="trainer", timeout_seconds=_PUSH_SECONDS, progress=None
-        ) as publisher,
-    ):
+    with tempfile.TemporaryDirectory() as directory:
         made = DoubleModels(Path(directory)) if models == "double" else RealModels(Path(models))
         print("ready", flush=True)
+        while _serve(target, made):
+            pass
+
+
+def _serve(target: str, made: DoubleModels | RealModels) -> bool:
+    """Push as told, with one publisher; whether to go on with another."""
+    with Publisher(
+        target, trainer_id="trainer", timeout_seconds=_PUSH_SECONDS, progress=None
+    ) as publisher:
         for line in sys.stdin:
+            if line.strip() == "another publisher":
+                return True
             policy, seed = line.split()
             try:
                 answer = {"version": str(made.push(publisher, policy, int(seed)))}
             except WeftError as error:
                 answer = {"error": error.reason, "message": error.message}
             print(json.dumps(answer), flush=True)
+    return False
 
 
 if __name__ == "__main__":
