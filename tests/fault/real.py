@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -215,6 +216,8 @@ def main() -> int:
         print(f"FAIL  {', '.join(case)} (logs in {work})\n{traceback.format_exc()}")
     finally:
         pool.close()
+    if len(rows) == len(cases):
+        shutil.rmtree(work)
     replace_rows(_README, _SECTION, _HEAD, CASES, rows, facts=describe())
     print(f"{len(rows)} passed, {len(cases) - len(rows)} failed or not run")
     return 0 if len(rows) == len(cases) else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0, help="of answers; 0 leaves them out")
     parser.add_argument("--pushes", type=int, default=300, help="to look for leaks; 0 for none")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is random")
-    parser.add_argument("--keep", action="store_true", help="keep logs and catalog")
+    parser.add_argument("--keep", action="store_true", help="keep the logs of a run that passed")
     args = parser.parse_args()
     say(f"seed {args.seed}")
     work = Path(tempfile.mkdtemp(prefix="weft-soak-"))
@@ -54,6 +55,8 @@ def main() -> int:
             replace_section(
                 _README, "made by `make soak`: leaks", f"{_facts()}\n\n{course.table()}"
             )
+    if not problems and not args.keep:
+        shutil.rmtree(work)
     for problem in problems[:20]:
         print(f"FAILED: {problem}")
     print("soak failed" if problems else "soak passed", f"(logs in {work})" if problems else "")
