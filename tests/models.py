@@ -46,19 +46,34 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     config = _config(kind, tied)
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.35 if "embed" in name or "lm_head" in name else 0.12)
-            elif name.endswith(".bias"):
-                parameter.normal_(0.0, 0.1)
-            else:
-                parameter.uniform_(0.8, 1.2)
+    draw_base(model, seed)
     model.save_pretrained(path)
     make_tokenizer(path)
     return path
+
+
+@torch.no_grad()
+def draw_base(model: Any, seed: int) -> None:
+    """Give every weight of a model a value that follows from the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            width = 0.35 if "embed" in name or "lm_head" in name else 0.12
+            parameter.normal_(0.0, width, generator=generator)
+        elif name.endswith(".bias"):
+            parameter.normal_(0.0, 0.1, generator=generator)
+        else:
+            parameter.uniform_(0.8, 1.2, generator=generator)
+
+
+@torch.no_grad()
+def draw_adapter(model: Any, seed: int) -> None:
+    """The same for the adapter of a PEFT model; its B is not zero."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
 
 
 def _config(kind: str, tied: bool) -> Any:
@@ -139,11 +154,7 @@ def make_adapter(
             }
         ),
     )
-    generator = torch.Generator().manual_seed(1000 + seed)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
+    draw_adapter(wrapped, seed)
     wrapped.save_pretrained(path, save_embedding_layers=False)
     return path
 

@@ -34,6 +34,7 @@ from weft.contract.tensors import DataType
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
 from weft.rpc.server import Servicer, bind, make_server
+from weft.transport.group import num_parked_groups
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _T = TypeVar("_T")
@@ -194,6 +195,15 @@ class EngineDouble:
             spilled=self.spiller.listed if self.spiller else (),
             pinned_base_bytes=usage.pinned_bytes,
         )
+
+    async def holds(self) -> dict[str, Any]:
+        """For tests: the first element of each base tensor, and what else is here."""
+        return {
+            "firsts": sorted({float(t.flatten()[0]) for t in self.base.values()}),
+            "is_whole": all(bool((t == t.flatten()[0]).all()) for t in self.base.values()),
+            "staging_bytes": self.store.usage().staging_bytes - self.store._retained_bytes(),
+            "parked_groups": num_parked_groups(),
+        }
 
     def _maybe_fail(self) -> None:
         error, self.fail_next_load = self.fail_next_load, None

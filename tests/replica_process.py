@@ -3,12 +3,14 @@
 ``python -m tests.replica_process COORDINATOR REPLICA_ID NUM_TENSORS ELEMENTS``: its
 base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
 standard input with a line of JSON about what it serves, and ends when that closes.
+With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
@@ -18,8 +20,8 @@ from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
 from rollout_side.servicer import ReplicaServicer
 from tests.pool import EngineDouble, wait_registered
+from tests.worker_double import WorkerDouble
 from weft.rpc.server import Servicer, bind, make_server
-from weft.transport.group import num_parked_groups
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 
@@ -31,22 +33,19 @@ def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
     } | {"layers.0.q_proj.weight": torch.zeros(1).expand(64, 64)}
 
 
-def describe(agent: Agent, engine: EngineDouble) -> dict[str, Any]:
-    """What is served: the first element of each base tensor, and the versions."""
-    usage = engine.store.usage()
+async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
+    """What is served, and what the engine holds."""
     return {
         "base": agent.vector.base,
         "adapters": {name: list(e.versions) for name, e in agent.vector.adapters.items()},
-        "firsts": sorted({float(t.flatten()[0]) for t in engine.base.values()}),
-        "is_whole": all(bool((t == t.flatten()[0]).all()) for t in engine.base.values()),
-        "staging_bytes": usage.staging_bytes - engine.store._retained_bytes(),
-        "parked_groups": num_parked_groups(),
+        **await engine.holds(),
     }
 
 
 async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
-    """Serve until standard input closes."""
-    engine = EngineDouble(
+    """Serve until standard input closes, or the worker ends."""
+    make = WorkerDouble if "--worker" in sys.argv else EngineDouble
+    engine = make(
         base_weights(num_tensors, elements), keep_base="--keep" in sys.argv, retain_base=1
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
@@ -59,11 +58,21 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     running = asyncio.create_task(agent.run())
     await wait_registered(agent, running)
     print("ready", flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(describe(agent, engine)), flush=True)
+    tasks = {asyncio.create_task(_answer(agent, engine))}
+    if isinstance(engine, WorkerDouble):
+        tasks.add(asyncio.create_task(engine.wait_ended()))
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(None)
+    if isinstance(engine, WorkerDouble):
+        engine.close()
+        os._exit(0)  # threads wait for the other of the two: input, or the worker
+
+
+async def _answer(agent: Agent, engine: EngineDouble | WorkerDouble) -> None:
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await describe(agent, engine)), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference
 
 #: Mixed into vLLM's workers.
@@ -98,6 +99,7 @@ async def open_engine(
                 ),
             )
         )
+        await bridges.set_weight_version(engine, str(PolicyVersion(BASE_POLICY, 0)))
         return VllmReplica(
             EngineParts(
                 engine=engine,
@@ -232,6 +234,7 @@ def _open_config(
         "adapter_memory_bytes": adapter_bytes,
         "retain_base": retain_base,
         "receiver_factory": receiver_factory,
+        "replica_pid": os.getpid(),
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
         "spill": asdict(spill) if spill else None,

@@ -25,7 +25,7 @@ from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
 from rollout_side.staged import StagedHandle, WorkerStore
-from rollout_side.vllm_engine import adapter_hook, cpu_fixes
+from rollout_side.vllm_engine import adapter_hook, cpu_fixes, orphans
 from rollout_side.vllm_engine.answers import guarded
 from rollout_side.vllm_engine.base_loader import apply_base
 from weft.contract.errors import NotReadyError, RequestConflictError
@@ -72,6 +72,8 @@ class OpenConfig:
     retain_base: int
     receiver_factory: str
     """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
+    replica_pid: int
+    """The process that the engine belongs to and ends with."""
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
@@ -96,6 +98,7 @@ class WeftWorker:
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
         settings = OpenConfig(**config)
+        orphans.end_with(settings.replica_pid)
         store = WorkerStore(
             staging_capacity_bytes=settings.staging_memory_bytes,
             adapter_capacity_bytes=settings.adapter_memory_bytes,

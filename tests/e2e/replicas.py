@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,19 +36,19 @@ class Coordinator:
     target: str
 
     @classmethod
-    def start(cls, work: Path, listen: str = "127.0.0.1:0") -> Coordinator:
+    def start(cls, work: Path, lost_after_seconds: float = 60.0) -> Coordinator:
         """Start on ``work``'s catalog; returns once it listens."""
-        args = ("-m", "weft_cli", "coordinator", "--listen", listen, "--catalog",
-                str(work / "weft.db"), "--lost-after-seconds", "60")  # fmt: skip
+        args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+                str(work / "weft.db"), "--lost-after-seconds", str(lost_after_seconds))  # fmt: skip
         process = Process("coordinator", args, work, {})
         line = process.line(lambda text: text.startswith("listening on "), 60)
         return cls(work, process, line.removeprefix("listening on "))
 
 
 @contextmanager
-def running_coordinator(work: Path) -> Iterator[Coordinator]:
-    """A coordinator for the length of a test."""
-    coordinator = Coordinator.start(work)
+def running_coordinator(work: Path, **settings: float) -> Iterator[Coordinator]:
+    """A coordinator for the length of a test; ``settings`` as for ``start``."""
+    coordinator = Coordinator.start(work, **settings)
     try:
         yield coordinator
     finally:
@@ -77,25 +77,41 @@ def running_replicas(
     with ExitStack() as stack:
         processes = []
         for i, model in enumerate(models, first):
-            process = start_replica(work, target, model, *args, number=i, options=options)
+            process = start_replica(work, target, f"replica-{i}", model, *args, options=options)
             stack.callback(process.stop)
             processes.append(process)
-        yield [url_of(process) for process in processes]
+        yield [serving_url(process) for process in processes]
 
 
 def start_replica(
-    work: Path, target: str, model: Path, *args: str, number: int = 0, options: Sequence[str] = ()
+    work: Path,
+    target: str,
+    replica_id: str,
+    model: Path,
+    *args: str,
+    options: Sequence[str] = (),
+    log_name: str = "",
+    entry: Sequence[str] = ("-m", "weft_cli"),
+    env: Mapping[str, str] | None = None,
 ) -> Process:
-    """Begin to start ``replica-<number>``; the caller ends it. See ``url_of``."""
-    command = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
-               "--replica-id", f"replica-{number}", "--adapter-memory-gib", "0.25",
+    """Start ``weft rollout``; ``serving_url`` waits for it. The caller stops it.
+
+    Args:
+        args: vLLM's.
+        options: Of ``weft rollout``.
+        log_name: Of its log file, without suffix; by default the replica's id.
+        entry: How the command is run.
+        env: Further environment.
+    """
+    command = (*entry, "rollout", "-c", target, "--http-port", "0",
+               "--replica-id", replica_id, "--adapter-memory-gib", "0.25",
                "--staging-memory-gib", "0.25", *options,
                "--", str(model), *ARGS, *args)  # fmt: skip
-    return Process(f"replica-{number}", command, work, ENV)
+    return Process(log_name or replica_id, command, work, {**ENV, **(env or {})})
 
 
-def url_of(process: Process) -> str:
-    """Base URL of a replica's OpenAI server, once it serves."""
+def serving_url(process: Process) -> str:
+    """Base URL of a replica's OpenAI server, once it listens."""
     line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
     match = re.search(r"http://[^\s,]+", line)
     assert match is not None

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.conftest import TinyModels
-from tests.e2e.replicas import MODEL_NAME, running_coordinator, start_replica, url_of
+from tests.e2e.replicas import MODEL_NAME, running_coordinator, serving_url, start_replica
 from weft_cli.replicas import drain
 
 _NUM_TOKENS = 240
@@ -51,11 +51,12 @@ def test_running_requests_end_whole_and_the_process_with_0(
 ) -> None:
     with running_coordinator(tmp_path) as coordinator, ExitStack() as stack:
         processes = [
-            start_replica(tmp_path, coordinator.target, qwen2.base, number=i) for i in range(2)
+            start_replica(tmp_path, coordinator.target, f"replica-{i}", qwen2.base)
+            for i in range(2)
         ]
         for process in processes:
             stack.callback(process.stop)
-        urls = [url_of(process) for process in processes]
+        urls = [serving_url(process) for process in processes]
         threads = stack.enter_context(ThreadPoolExecutor(1))
 
         told: list[Any] = []

@@ -17,8 +17,8 @@ from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
     running_coordinator,
+    serving_url,
     start_replica,
-    url_of,
 )
 from tests.e2e.test_late_joiner import _PROMPT, ask, wait_ready
 from tests.models import Referee
@@ -46,9 +46,9 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
     options = ("--spill-dir", str(tmp_path / "spill"))
     with running_coordinator(tmp_path) as coordinator, ExitStack() as stack:
         target = coordinator.target
-        first = start_replica(tmp_path, target, tiny.base, *args, options=options)
+        first = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
         stack.callback(first.stop)
-        url = url_of(first)
+        url = serving_url(first)
         with Publisher(target, trainer_id="trainer", timeout_seconds=60) as publisher:
             publisher.push_base(tiny.other)
             publisher.push_adapter(tiny.adapters[0], "math")
@@ -58,9 +58,9 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         first.stop()
         (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
         args = (*args, "--lora-modules", f"by-vllm={adapter}")
-        again = start_replica(tmp_path, target, tiny.base, *args, options=options)
+        again = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
         stack.callback(again.stop)
-        url = url_of(again)
+        url = serving_url(again)
         replica = wait_ready(target, "replica-0")
         assert replica.version_vector.base == 1
         assert list(replica.retained_base_versions) == [1]

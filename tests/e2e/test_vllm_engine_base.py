@@ -39,6 +39,7 @@ def fresh(qwen2: TinyModels) -> list[Completion]:
     """Answers of an engine that was started with ``qwen2.other``."""
     engine = EngineProcess(qwen2.other, tuple(LORA_ARGS)).start()
     try:
+        assert engine.call("engine.get_weight_version") == "base@0"
         for i in (1, 2):
             engine.push_adapter(f"kept@{i}", qwen2.adapters[i])
         return ask(engine)

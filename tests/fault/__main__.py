@@ -1,4 +1,4 @@
-"""``make fault``: the whole kill matrix; writes its table into tests/fault/README.md."""
+"""``make fault``: the kill matrix; writes what it ran into tests/fault/README.md."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 from benchmarks.machine import describe
 from tests.fault.matrix import Case, Outcome
 from tests.fault.strikes import POINTS, ROLES, SIGNALS, Strike
+from tests.report import replace_rows
 
 _README = Path(__file__).with_name("README.md")
-_MARK = "<!-- made by `make fault` -->"
+_SECTION = "made by `make fault`"
+_HEAD = ("who", "where", "signal", "push in hand", "its caller knew after", "next served after")
+_ALL = list(itertools.product(ROLES, POINTS, SIGNALS))
 
 
 def main() -> int:
     """Run the cases whose text holds all given words; 0 only if all passed."""
     words = sys.argv[1:]
-    cases = [
-        c for c in itertools.product(ROLES, POINTS, SIGNALS) if all(w in " ".join(c) for w in words)
-    ]
+    cases = [c for c in _ALL if all(w in " ".join(c) for w in words)]
     outcomes: list[Outcome] = []
     failed: list[str] = []
     for role, point, signum in cases:
@@ -44,25 +45,15 @@ def main() -> int:
                 if case is not None:
                     case.close()
         sys.stdout.flush()
-    if not words:
-        _write(outcomes)
+    rows = {
+        (o.strike.role, o.strike.point, o.strike.signal): (
+            o.push, f"{o.push_seconds:.1f} s", f"{o.recovery_seconds:.1f} s"
+        )
+        for o in outcomes
+    }  # fmt: skip
+    replace_rows(_README, _SECTION, _HEAD, _ALL, rows, facts=describe())
     print(f"{len(outcomes)} passed, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def _write(outcomes: list[Outcome]) -> None:
-    lines = [
-        "| who | where | signal | push in hand | its caller knew after | next served after |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {o.strike.role} | {o.strike.point} | {o.strike.signal} | {o.push} | "
-        f"{o.push_seconds:.1f} s | {o.recovery_seconds:.1f} s |"
-        for o in outcomes
-    ]
-    text = _README.read_text().split(_MARK)[0].rstrip()
-    table = "\n".join(lines)
-    _README.write_text(f"{text}\n\n{_MARK}\n\n{describe()}\n\n{table}\n")
 
 
 if __name__ == "__main__":

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fault.strikes import Strike
+from tests.fault.strikes import VICTIM, Strike
 from tests.integration.test_reform import ELEMENTS, NUM_TENSORS
+from tests.processes import members
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.demo.processes import Process
 
 REPLICAS = ("replica-0", "replica-1", "replica-2")
-VICTIM = "replica-1"
 #: A push's deadline, and what an answer may take beyond it.
 PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
 #: How long a stopped process stays stopped: longer than every limit below.
 STOP_SECONDS = 6.0
+#: How soon a replica ends by itself that has lost its worker.
+END_SECONDS = 10.0
 COORDINATOR = (
-    "weft_cli", "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
+    "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
     "--lease-seconds", "4", "--log-level", "warning",
 )  # fmt: skip
 
@@ -53,13 +57,9 @@ class Case:
             self.start_replica(name, armed=name == VICTIM)
         self.start_trainer(armed=True)
 
-    def _start(self, name: str, role: str, args: tuple[str, ...], *, armed: bool) -> Process:
-        is_victim = armed and self.strike.role == role
-        entry = ("-m", "tests.fault.victims", role.split()[0]) if is_victim else ("-m",)
-        if role == "trainer sender":
-            entry = ("-m",)
-        else:
-            args = args[1:] if is_victim else args
+    def _start(self, name: str, module: str, *args: str, armed: bool) -> Process:
+        is_victim = armed and self.strike.process == name
+        entry = ("-m", "tests.fault.victims", module) if is_victim else ("-m", module)
         if old := self.processes.get(name):
             self.replaced.append(old)
         number = len(self.replaced)
@@ -71,25 +71,26 @@ class Case:
 
     def start_coordinator(self, *, armed: bool) -> None:
         args = (*COORDINATOR, "--listen", self.listen, "--catalog", str(self.work / "weft.db"))
-        process = self._start("coordinator", "coordinator", args, armed=armed)
+        process = self._start("coordinator", "weft_cli", *args, armed=armed)
         line = process.line(lambda text: text.startswith("listening on "), 30)
         self.listen = line.removeprefix("listening on ")
 
     def start_replica(self, name: str, *, armed: bool) -> None:
-        args = ("tests.replica_process", self.listen, name, str(NUM_TENSORS), str(ELEMENTS),
-                "--keep")  # fmt: skip
-        process = self._start(name, "replica", args, armed=armed)
+        args = [self.listen, name, str(NUM_TENSORS), str(ELEMENTS), "--keep"]
+        if self.strike.role == "replica worker":
+            args.append("--worker")
+        process = self._start(name, "tests.replica_process", *args, armed=armed)
         process.line(lambda text: text == "ready", 60)
 
     def start_trainer(self, *, armed: bool) -> None:
-        args = ("tests.fault.trainer", self.listen)
-        process = self._start("trainer", "trainer sender", args, armed=armed)
+        process = self._start("trainer", "tests.fault.trainer", self.listen, armed=armed)
         process.line(lambda text: text == "ready", 60)
 
     def close(self) -> None:
         for process in (*self.processes.values(), *self.replaced):
-            process.signal_quietly(signal.SIGCONT)
-            process.signal_quietly(signal.SIGKILL)
+            for pid in members(process.pid):  # its workers, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.stop()
 
     # -- one run ---------------------------------------------------------------
@@ -103,10 +104,10 @@ class Case:
         self.strike.armed.touch()
         trainer = self.processes["trainer"]
         trainer.tell(f"push 2.0 {PUSH_SECONDS}")
-        struck_at = self._await_strike()
-        self._undo(struck_at)
+        struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
+        self._undo(struck_at, pid)
         outcome, push_seconds = "its trainer died", 0.0
-        if not (self.strike.role == "trainer sender" and self.strike.signal == "SIGKILL"):
+        if not (self.strike.process == "trainer" and self.strike.signal == "SIGKILL"):
             answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
             push_seconds = max(0.0, answer["ended"] - struck_at)
             outcome = answer.get("error") or f"base@{answer['version']}"
@@ -127,20 +128,18 @@ class Case:
         assert "version" in answer, f"the push of {value} failed: {answer}"
         return answer
 
-    def _await_strike(self) -> float:
-        deadline = time.monotonic() + PUSH_SECONDS
-        while not self.strike.struck.exists() or not self.strike.struck.read_text():
-            assert time.monotonic() < deadline, "the point was never reached"
-            time.sleep(0.01)
-        return float(self.strike.struck.read_text())
-
-    def _undo(self, struck_at: float) -> None:
+    def _undo(self, struck_at: float, pid: int) -> None:
         """Start what was killed again, or let what was stopped go on."""
-        name = {"trainer sender": "trainer", "replica": VICTIM}.get(self.strike.role, "coordinator")
+        name = self.strike.process
         if self.strike.signal == "SIGSTOP":
             time.sleep(max(0.0, struck_at + STOP_SECONDS - time.time()))
-            self.processes[name].signal_quietly(signal.SIGCONT)
-        elif name == "coordinator":
+            with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
+                os.kill(pid, signal.SIGCONT)
+            return
+        if name != "trainer":  # its caller died with it: ``run`` starts another
+            # A replica whose worker was killed ends by itself, as vLLM's does.
+            self.processes[name].wait(END_SECONDS)
+        if name == "coordinator":
             self.start_coordinator(armed=False)
         elif name == VICTIM:
             self.start_replica(name, armed=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ POINTS = (
     "inside commit",
     "after commit",
 )
-ROLES = ("trainer sender", "replica", "coordinator")
 SIGNALS = ("SIGKILL", "SIGSTOP")
+#: The replica that is struck.
+VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
 BUCKET = 4
 _ENV = "WEFT_TEST_STRIKE"
@@ -42,6 +44,11 @@ class Strike:
     directory: str
 
     @property
+    def process(self) -> str:
+        """Which of a case's processes is the victim, or the parent of the victim."""
+        return ROLES[self.role].process
+
+    @property
     def env(self) -> dict[str, str]:
         """For the victim's process."""
         return {_ENV: "|".join((self.role, self.point, self.signal, self.directory))}
@@ -53,14 +60,30 @@ class Strike:
 
     @property
     def struck(self) -> Path:
-        """Holds ``time.time()`` of the strike."""
+        """Holds ``time.time()`` of the strike and the victim's pid."""
         return Path(self.directory) / "struck"
+
+    @property
+    def target(self) -> Path:
+        """Holds pid and signal, if the victim is not the one that comes to the point."""
+        return Path(self.directory) / "target"
 
     def maybe(self) -> None:
         """Strike, if armed and not yet done."""
         if self.armed.exists() and not self.struck.exists():
-            self.struck.write_text(repr(time.time()))
-            os.kill(os.getpid(), getattr(signal, self.signal))
+            words = self.target.read_text().split() if self.target.exists() else []
+            pid, name = (int(words[0]), words[1]) if words else (os.getpid(), self.signal)
+            self.struck.write_text(f"{time.time()} {pid}")
+            os.kill(pid, getattr(signal, name))
+
+    def await_struck(self, timeout_seconds: float) -> tuple[float, int]:
+        """When it struck (``time.time()``), and whom."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.struck.exists() or not self.struck.read_text():
+            assert time.monotonic() < deadline, "the point was never reached"
+            time.sleep(0.01)
+        at, pid = self.struck.read_text().split()
+        return float(at), int(pid)
 
 
 def install(role: str) -> None:
@@ -69,7 +92,7 @@ def install(role: str) -> None:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
     if strike.role == role:
-        {"trainer sender": _trainer, "replica": _replica, "coordinator": _coordinator}[role](strike)
+        (ROLES | REAL_ROLES)[role].arm(strike)
 
 
 def _before(owner: Any, name: str, strike: Strike, when: Callable[..., bool] | None = None) -> None:
@@ -102,7 +125,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
     def when(*args: Any, **kwargs: Any) -> bool:
         nonlocal seen
-        seen += strike.armed.exists()
+        seen = seen + 1 if strike.armed.exists() else 0
         return seen >= wanted
 
     return when
@@ -131,9 +154,7 @@ def _trainer(strike: Strike) -> None:
 
 
 def _replica(strike: Strike) -> None:
-    import rollout_side.receiver
     from rollout_side.agent import Agent
-    from rollout_side.staged import WorkerStore
     from tests.pool import EngineDouble
 
     match strike.point:
@@ -141,6 +162,35 @@ def _replica(strike: Strike) -> None:
             _before(Agent, "check_generation", strike)
         case "in rendezvous":
             _before(EngineDouble, "join_group", strike)
+        case _:
+            _receiving(strike)
+
+
+def _worker(strike: Strike) -> None:
+    import rollout_side.receiver
+
+    match strike.point:
+        case "before begin":
+            threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
+        case "in rendezvous":
+            _before(rollout_side.receiver, "Membership", strike)
+        case _:
+            _receiving(strike)
+
+
+def _at_once(strike: Strike) -> None:
+    while not strike.struck.exists():
+        strike.maybe()
+        time.sleep(0.005)
+
+
+def _receiving(strike: Strike) -> None:
+    """Points of the process that receives: the agent's own, or the worker's."""
+    import rollout_side.receiver
+    from rollout_side.staged import WorkerStore
+    from tests.pool import EngineDouble
+
+    match strike.point:
         case "at a bucket":
             _before(rollout_side.receiver, "payload_digest", strike, _count(BUCKET, strike))
         case "before commit":
@@ -149,6 +199,14 @@ def _replica(strike: Strike) -> None:
             _before(EngineDouble, "apply_base", strike)
         case "after commit":
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
+
+
+def _vllm_replica(strike: Strike) -> None:
+    from rollout_side.vllm_engine.replica import VllmReplica
+
+    match strike.point:
+        case "inside commit":  # the workers have loaded, the KV cache is still the old one
+            _before(VllmReplica, "_forget_old_base", strike)
 
 
 def _coordinator(strike: Strike) -> None:
@@ -171,3 +229,23 @@ def _coordinator(strike: Strike) -> None:
         "after commit": events.CommitAnswered,
     }[strike.point]
     _before(driver, "step", strike, lambda state, event, now: isinstance(event, kind))
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of victim."""
+
+    process: str
+    """Which of a case's processes it is, or is a child of."""
+    arm: Callable[[Strike], None]
+    """Wraps functions of the victim's process."""
+
+
+ROLES = {
+    "trainer sender": Role("trainer", _trainer),
+    "replica": Role(VICTIM, _replica),
+    "replica worker": Role(VICTIM, _worker),
+    "coordinator": Role("coordinator", _coordinator),
+}
+#: Those of ``tests.fault.real``, with vLLM.
+REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}

@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-from tests.fault import strikes
 from tests.integration.test_reform import BUCKET_BYTES, model
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
@@ -30,7 +29,6 @@ def push(publisher: Publisher, value: float, timeout_seconds: float) -> dict[str
 
 def main() -> None:
     """Serve until standard input closes."""
-    strikes.install("trainer sender")
     with Publisher(
         sys.argv[1], trainer_id="trainer-a", require=2, bucket_bytes=BUCKET_BYTES, progress=None
     ) as publisher:

@@ -1,4 +1,7 @@
-"""``python -m tests.fault.victims replica|coordinator ARGS``: as the real ones, armed."""
+"""``python -m tests.fault.victims MODULE ARGS``: runs a module's main, armed.
+
+What strikes is named in the environment; see ``strikes``.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import sys
 
 from tests.fault import strikes
 
+_ROLES = {
+    "weft_cli": "coordinator",
+    "tests.replica_process": "replica",
+    "tests.fault.trainer": "trainer sender",
+}
+
 if __name__ == "__main__":
-    role = sys.argv.pop(1)
-    if role == "replica":
-        module = "tests.replica_process"
-        import tests.pool  # noqa: F401 (what is wrapped must be the module that runs)
-    else:
-        module = "weft_cli"
-    strikes.install(role)
+    module = sys.argv.pop(1)
+    strikes.install("vllm replica" if "rollout" in sys.argv else _ROLES[module])
     sys.argv[0] = module
     runpy.run_module(module, run_name="__main__")

@@ -1,7 +1,11 @@
 """A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
 
+import contextlib
+import gc
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +111,28 @@ def test_group_is_kept_across_pushes_and_rebuilt_when_membership_changes(pool, e
     assert same(late.base, weights(Model(4)))
     assert same(engines[1].base, weights(Model(4)))
     assert same(engines[0].base, weights(Model(3)))
+
+
+def backend_threads():
+    """Of gloo, in this process: the trainer's and both replicas'."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return sum("gloo" in name for name in names)
+
+
+def test_a_publisher_that_leaves_takes_its_group_with_it(pool, engines):
+    gc.collect()
+    before = backend_threads()
+    gc.disable()  # groups must not wait for the collector: it may come late
+    try:
+        with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+            publisher.push_base(Model(seed=1))
+            assert backend_threads() > before
+        until(lambda: backend_threads() <= before)
+    finally:
+        gc.enable()
 
 
 def test_versions_go_on_counting_after_the_coordinator_restarts(pool, engines, publisher):

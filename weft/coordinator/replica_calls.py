@@ -33,7 +33,8 @@ _JOIN_SECONDS: Final = 10.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
 _BEGUN_AT_ONCE: Final = 16
-
+# Before the second batch: the time that an answer takes to leave a quiet loop.
+_HEAD_START_SECONDS: Final = 0.005
 _DESCRIBE_SECONDS: Final = 60.0
 
 ReplicaCall = (
@@ -70,19 +71,22 @@ class ReplicaCaller:
         """Begin a call soon, in the order of these calls; returns at once.
 
         A few begin in each turn of the loop: a thousand at once would hold up the
-        answer that their push's trainer waits for, and everybody's heartbeats.
+        answer that their push's trainer waits for, and everybody's heartbeats. After
+        the first few there is a pause, in which that answer leaves.
         """
         if not self._waiting:
             self._spawn(self._begin_waiting())
         self._waiting.append(call)
 
     async def _begin_waiting(self) -> None:
+        pause = _HEAD_START_SECONDS
         while True:
             for _ in range(min(_BEGUN_AT_ONCE, len(self._waiting))):
                 self._spawn(self._carry_out(self._waiting.popleft()))
             if not self._waiting:
                 return
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause)
+            pause = 0.0
 
     async def _carry_out(self, call: ReplicaCall) -> None:
         match call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -172,6 +173,10 @@ async def serve(config: CoordinatorConfig, *, ready: Callable[[int], None] | Non
     coordinator = Coordinator(config)
     try:
         port = await coordinator.start()
+        # What was imported stays: the collector's full passes, in which nobody is
+        # answered, need not look at it.
+        gc.collect()
+        gc.freeze()
         if ready is not None:
             ready(port)
         told = loop.create_task(stopping.wait())

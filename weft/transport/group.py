@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.errors import (
     PeerUnavailableError,
+    TransferAbortedError,
     TransferTimeoutError,
     UnsupportedError,
     WeftError,
@@ -96,7 +97,7 @@ class SideGroup:
                 f"side-group backend {backend!r} is not available here; have {', '.join(BACKENDS)}"
             )
         self.rank, self.size = rank, size
-        self._store = store
+        self._store: GroupStore | None = store
         self._error: WeftError | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Operation] = []
@@ -112,12 +113,12 @@ class SideGroup:
         The buffer must not be touched until the operation has ended; if it is
         abandoned, the backend may still use it for up to ``timeout_seconds``.
         """
-        self.check()
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.timeout = timedelta(seconds=timeout_seconds)
-        operation = Operation(self, self._group.broadcast([buffer], options), buffer)
         with self._lock:
+            self.check()
+            operation = Operation(self, self._group.broadcast([buffer], options), buffer)
             self._in_flight.append(operation)
         return operation
 
@@ -129,7 +130,8 @@ class SideGroup:
     def finished(self, operation: Operation) -> None:
         """Forget an operation that has ended."""
         with self._lock:
-            self._in_flight.remove(operation)
+            if operation in self._in_flight:  # not so if ``close`` came between
+                self._in_flight.remove(operation)
 
     def abort(self, error: WeftError) -> None:
         """Make every wait, now and later, raise ``error``; never blocks.
@@ -142,15 +144,24 @@ class SideGroup:
             if self._error is None:
                 self._error = error
             operations = list(self._in_flight)
+            backend = (self._group, self._store)
         for operation in operations:
             operation.wake()
-        _PARKED.park(self, operations)
+        _PARKED.park(backend, operations)
 
     def close(self) -> None:
-        """Leave the group; operations still under way are parked, not waited for."""
+        """Leave the group; operations still under way are parked, not waited for.
+
+        With none under way the backend's threads and sockets end here. They must not
+        wait for this object: it lies in a circle of references, and the collector
+        may come late.
+        """
         with self._lock:
-            operations = list(self._in_flight)
-        _PARKED.park(self, operations)
+            if self._error is None:
+                self._error = TransferAbortedError("this rank left the side group")
+            operations, self._in_flight = self._in_flight, []
+            backend, self._group, self._store = (self._group, self._store), None, None
+        _PARKED.park(backend, operations)
 
 
 class _Parked:
@@ -158,9 +169,9 @@ class _Parked:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: list[tuple[SideGroup, list[Operation]]] = []
+        self._held: list[tuple[object, list[Operation]]] = []
 
-    def park(self, group: SideGroup, operations: list[Operation]) -> None:
+    def park(self, backend: object, operations: list[Operation]) -> None:
         with self._lock:
             self._held = [
                 (held, left)
@@ -168,7 +179,7 @@ class _Parked:
                 if (left := [op for op in ops if not op.done])
             ]
             if pending := [op for op in operations if not op.done]:
-                self._held.append((group, pending))
+                self._held.append((backend, pending))
 
     def count(self) -> int:
         with self._lock:
