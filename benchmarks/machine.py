@@ -20,7 +20,11 @@ def describe() -> str:
             versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    command = " ".join(Path(arg).name if os.sep in arg else arg for arg in sys.argv)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+    command = " ".join(
+        [program, *(Path(arg).name if os.sep in arg else arg for arg in sys.argv[1:])]
+    )
     return "\n".join(
         [
             f"hardware: {_cpu()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB",

@@ -14,7 +14,11 @@ from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.source import Source, check_all_finite
 from trainer_side.together import LedSource, follow
 from weft.contract.bucket_plan import plan_buckets
-from weft.contract.errors import InvalidManifestError, TransferAbortedError
+from weft.contract.errors import (
+    InvalidManifestError,
+    PeerUnavailableError,
+    TransferAbortedError,
+)
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
@@ -183,10 +187,18 @@ class Pushing:
         """Send at the sender, help elsewhere; the outcome everywhere."""
         ranks = self._ranks
         led = LedSource(source, ranks) if source.is_collective else source
+        ended: list[pb.Transfer] = []
 
         def send() -> bytes:
-            return self._delivery.carry_out(begun, led, manifest, deadline).SerializeToString()
+            ended.append(self._delivery.carry_out(begun, led, manifest, deadline))
+            return ended[0].SerializeToString()
 
         if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):
             follow(source, ranks, manifest)
-        return pb.Transfer.FromString(ranks.share(send))
+        try:
+            return pb.Transfer.FromString(ranks.share(send))
+        except PeerUnavailableError as error:
+            if not ended:
+                raise
+            _log.warning("the push is served, but not all ranks could be told: %s", error)
+            return ended[0]

@@ -50,6 +50,9 @@ class Case:
     def __init__(self, strike: Strike, work: Path) -> None:
         self.strike, self.work = strike, work
         self.processes: dict[str, Process] = {}
+        #: Processes of the trainer, its sender first.
+        self.trainer = ["trainer", "rank-1"] if strike.role == "trainer rank" else ["trainer"]
+        self.num_trainers = 0
         self.listen = "127.0.0.1:0"
         self.replaced: list[Process] = []
         self.start_coordinator(armed=True)
@@ -83,8 +86,17 @@ class Case:
         process.line(lambda text: text == "ready", 60)
 
     def start_trainer(self, *, armed: bool) -> None:
-        process = self._start("trainer", "tests.fault.trainer", self.listen, armed=armed)
-        process.line(lambda text: text == "ready", 60)
+        """One process, or two ranks; all of the former ones end."""
+        for name in self.trainer:
+            if name in self.processes:
+                self.processes[name].signal_quietly(signal.SIGKILL)
+        self.num_trainers += 1
+        store = str(self.work / f"store-{self.num_trainers}")
+        for rank, name in enumerate(self.trainer):
+            args = (str(rank), store) if len(self.trainer) > 1 else ()
+            self._start(name, "tests.fault.trainer", self.listen, *args, armed=armed)
+        for name in self.trainer:
+            self.processes[name].line(lambda text: text == "ready", 60)
 
     def close(self) -> None:
         for process in (*self.processes.values(), *self.replaced):
@@ -102,18 +114,18 @@ class Case:
             first = self.push(1.0)
             pushed[first["version"]] = 1.0
         self.strike.armed.touch()
-        trainer = self.processes["trainer"]
-        trainer.tell(f"push 2.0 {PUSH_SECONDS}")
+        self._tell_push(2.0)
         struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
         self._undo(struck_at, pid)
+        died = self.strike.process if self.strike.signal == "SIGKILL" else ""
         outcome, push_seconds = "its trainer died", 0.0
-        if not (self.strike.process == "trainer" and self.strike.signal == "SIGKILL"):
-            answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
+        if died != "trainer":
+            answer = self._answer([name for name in self.trainer if name != died])
             push_seconds = max(0.0, answer["ended"] - struck_at)
             outcome = answer.get("error") or f"base@{answer['version']}"
             if "version" in answer:
                 pushed[answer["version"]] = 2.0
-        else:
+        if died in self.trainer:  # whoever runs a trainer starts all its ranks again
             self.start_trainer(armed=False)
         last = self.push(3.0)
         recovery_seconds = last["ended"] - struck_at
@@ -122,11 +134,20 @@ class Case:
         return Outcome(self.strike, outcome, push_seconds, recovery_seconds)
 
     def push(self, value: float) -> dict[str, Any]:
-        trainer = self.processes["trainer"]
-        trainer.tell(f"push {value} {PUSH_SECONDS}")
-        answer = trainer.answer(PUSH_SECONDS + SLACK_SECONDS)
+        self._tell_push(value)
+        answer = self._answer(self.trainer)
         assert "version" in answer, f"the push of {value} failed: {answer}"
         return answer
+
+    def _tell_push(self, value: float) -> None:
+        for name in self.trainer:
+            self.processes[name].tell(f"push {value} {PUSH_SECONDS}")
+
+    def _answer(self, names: list[str]) -> dict[str, Any]:
+        """The last of the ranks' answers, which say the same."""
+        answers = [self.processes[name].answer(PUSH_SECONDS + SLACK_SECONDS) for name in names]
+        assert len({(a.get("version"), a.get("error")) for a in answers}) == 1, answers
+        return max(answers, key=lambda answer: float(answer["ended"]))
 
     def _undo(self, struck_at: float, pid: int) -> None:
         """Start what was killed again, or let what was stopped go on."""
@@ -136,7 +157,7 @@ class Case:
             with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile
                 os.kill(pid, signal.SIGCONT)
             return
-        if name != "trainer":  # its caller died with it: ``run`` starts another
+        if name not in self.trainer:  # its caller died with it: ``run`` starts another
             # A replica whose worker was killed ends by itself, as vLLM's does.
             self.processes[name].wait(END_SECONDS)
         if name == "coordinator":

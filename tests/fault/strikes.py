@@ -153,6 +153,23 @@ def _trainer(strike: Strike) -> None:
             _after(Pushing, "_carry_out", strike)
 
 
+def _rank(strike: Strike) -> None:
+    from trainer_side import pushing
+    from trainer_side.params.sharded import ShardedParams
+
+    match strike.point:
+        case "before begin":
+            _before(pushing.Pushing, "_plan", strike)
+        case "in rendezvous":
+            _before(pushing, "follow", strike)
+        case "at a bucket":
+            _before(ShardedParams, "fetch", strike, _count(BUCKET, strike))
+        case "before commit":
+            _after(pushing, "follow", strike)
+        case "after commit":
+            _after(pushing.Pushing, "_carry_out", strike)
+
+
 def _replica(strike: Strike) -> None:
     from rollout_side.agent import Agent
     from tests.pool import EngineDouble
@@ -239,13 +256,24 @@ class Role:
     """Which of a case's processes it is, or is a child of."""
     arm: Callable[[Strike], None]
     """Wraps functions of the victim's process."""
+    points: tuple[str, ...] = POINTS
+    """Those that it comes by."""
 
 
 ROLES = {
     "trainer sender": Role("trainer", _trainer),
+    # To another rank than the sender, all from the last bucket to the outcome is one wait.
+    "trainer rank": Role("rank-1", _rank, tuple(p for p in POINTS if p != "inside commit")),
     "replica": Role(VICTIM, _replica),
     "replica worker": Role(VICTIM, _worker),
     "coordinator": Role("coordinator", _coordinator),
 }
 #: Those of ``tests.fault.real``, with vLLM.
 REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}
+#: Role, point and signal of every case.
+CASES = [
+    (name, point, signum)
+    for name, role in ROLES.items()
+    for point in role.points
+    for signum in SIGNALS
+]

@@ -4,15 +4,13 @@ Budget: 75 s. ``WEFT_FAULT_CASES`` sets how many.
 """
 
 import datetime
-import itertools
 import os
 
 import pytest
 
 from tests.fault.matrix import Case
-from tests.fault.strikes import POINTS, ROLES, SIGNALS, Strike
+from tests.fault.strikes import CASES, Strike
 
-ALL = list(itertools.product(ROLES, POINTS, SIGNALS))
 # Strides through the matrix, so that every few days all roles and points had their turn.
 _STRIDE = 7
 
@@ -20,7 +18,7 @@ _STRIDE = 7
 def todays_sample():
     count = int(os.environ.get("WEFT_FAULT_CASES", "4"))
     first = datetime.datetime.now(tz=datetime.UTC).date().toordinal() * count
-    return [ALL[(first + i) * _STRIDE % len(ALL)] for i in range(min(count, len(ALL)))]
+    return [CASES[(first + i) * _STRIDE % len(CASES)] for i in range(min(count, len(CASES)))]
 
 
 @pytest.mark.parametrize(("role", "point", "signum"), todays_sample())

@@ -1,7 +1,8 @@
 """A trainer process for the kill matrix: pushes the base as often as it is told.
 
-``python -m tests.fault.trainer COORDINATOR``: each line "push VALUE TIMEOUT" of its
-standard input is one push; it answers one line of JSON.
+``python -m tests.fault.trainer COORDINATOR [RANK STORE]``: each line "push VALUE
+TIMEOUT" of its standard input is one push; it answers one line of JSON. With RANK (0 or
+1) it is one of two, which meet in the file STORE and hold half of each tensor.
 """
 
 from __future__ import annotations
@@ -11,16 +12,33 @@ import sys
 import time
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
 from tests.integration.test_reform import BUCKET_BYTES, model
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
 
 
+def sharded(whole: nn.Module) -> nn.Module:
+    """The same with this rank's half of each parameter; no communication."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in whole.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            local = param.detach().chunk(mesh.size())[dist.get_rank()]
+            shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(shard, requires_grad=False))
+    return whole
+
+
 def push(publisher: Publisher, value: float, timeout_seconds: float) -> dict[str, Any]:
     """One push; how it ended."""
     began = time.time()
+    weights = sharded(model(value)) if dist.is_initialized() else model(value)
     try:
-        version = publisher.push_base(model(value), timeout_seconds=timeout_seconds)
+        version = publisher.push_base(weights, timeout_seconds=timeout_seconds)
         outcome: dict[str, Any] = {"version": version.version}
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}
@@ -29,6 +47,9 @@ def push(publisher: Publisher, value: float, timeout_seconds: float) -> dict[str
 
 def main() -> None:
     """Serve until standard input closes."""
+    if len(sys.argv) > 2:
+        store = f"file://{sys.argv[3]}"
+        dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[2]), world_size=2)
     with Publisher(
         sys.argv[1], trainer_id="trainer-a", require=2, bucket_bytes=BUCKET_BYTES, progress=None
     ) as publisher:
@@ -36,6 +57,7 @@ def main() -> None:
         for line in sys.stdin:
             _, value, timeout_seconds = line.split()
             print(json.dumps(push(publisher, float(value), float(timeout_seconds))), flush=True)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

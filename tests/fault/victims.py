@@ -16,8 +16,17 @@ _ROLES = {
     "tests.fault.trainer": "trainer sender",
 }
 
+
+def _role(module: str, arguments: list[str]) -> str:
+    if "rollout" in arguments:
+        return "vllm replica"
+    if module == "tests.fault.trainer" and arguments[1:2] == ["1"]:
+        return "trainer rank"
+    return _ROLES[module]
+
+
 if __name__ == "__main__":
     module = sys.argv.pop(1)
-    strikes.install("vllm replica" if "rollout" in sys.argv else _ROLES[module])
+    strikes.install(_role(module, sys.argv[1:]))
     sys.argv[0] = module
     runpy.run_module(module, run_name="__main__")
