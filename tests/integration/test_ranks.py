@@ -61,6 +61,31 @@ def test_every_kind_of_trainer_pushes_its_adapter_without_its_base(kind, engine,
     assert same(engine.adapter(f"math-{kind}@{version}".replace("_", "-")), expected)
 
 
+def test_a_forward_without_gradients_leaves_nothing_unsharded(engine, trainer, tmp_path):
+    """FSDP2's root stays whole after it: plain tensors beside DTensors."""
+    trainer.do("make", kind="fsdp2")
+    trainer.do("forward")
+    trainer.push("base")
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_one_adapter_of_several_in_unlike_dtypes(kind, engine, trainer, tmp_path):
+    trainer.do("make", kind=kind, peft={"seed": 1}, second=True)
+    trainer.do("train", steps=1)
+    name = f"second-{kind}"
+    version = trainer.push("adapter", policy=name, adapter_name="second")
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    expected = {
+        raw.replace(".second", ""): tensor.float()
+        for raw, tensor in torch.load(tmp_path / "whole.pt").items()
+        if ".second." in raw
+    }
+    assert expected
+    assert same(engine.adapter(f"{name}@{version}"), expected)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "zero3"])
 def test_training_goes_on_while_its_weights_are_pushed(kind, engine, trainer, tmp_path):
     trainer.do("make", kind=kind)
@@ -94,8 +119,9 @@ def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
         assert torch.allclose(engine.base[name], tensor, rtol=0, atol=1e-6), name
 
 
-def test_replicated_shards_and_uneven_rows(pool, engine, tmp_path):
+def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
     """HSDP of 2 x 2 ranks, and rows that do not divide by the ranks."""
+    trainer.do("close")  # gives its lease of the base back
     with running_ranks(tmp_path, pool.target, 4) as four:
         for kind in ("hsdp2", "fsdp2", "zero3"):
             four.do("make", kind=kind)

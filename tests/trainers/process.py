@@ -61,6 +61,17 @@ class Model(models.Model):
         return hidden
 
 
+def _add_second(module: Any) -> None:
+    from peft import LoraConfig
+
+    module.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            if ".second." in name:
+                param.normal_()
+                param.data = param.data.bfloat16()
+
+
 class Rank:
     """Commands are methods; their answers are JSON."""
 
@@ -70,8 +81,15 @@ class Rank:
         self._trainer: Trainer | None = None
         self._step = 0
 
-    def make(self, kind: str, model: str = "", peft: dict[str, Any] | None = None) -> None:
-        """Make a trainer around the double's model, or a saved one at path ``model``."""
+    def make(
+        self,
+        kind: str,
+        model: str = "",
+        peft: dict[str, Any] | None = None,
+        second: bool = False,
+    ) -> None:
+        """Make a trainer around the double's model, or a saved one at path ``model``; with
+        a ``second`` adapter, whose dtype is not that of the base."""
         if model:
             from tests.models import load_hf
 
@@ -84,6 +102,8 @@ class Rank:
             loss = _tiny_loss
         if peft is not None:
             module = models.peft_of(module, **peft)
+        if second:
+            _add_second(module)
         self._trainer = wrap(kind, module, layers, loss)
 
     def make_unlike(self) -> None:
@@ -118,6 +138,12 @@ class Rank:
             return original(packer, index, *rest)
 
         Packer.pack = pack  # type: ignore[method-assign]
+
+    def forward(self) -> None:
+        """Without gradients."""
+        assert self._trainer is not None
+        with torch.no_grad():
+            self._trainer.loss(self._trainer.model, 0)
 
     def train(self, steps: int) -> None:
         """Go on training."""
