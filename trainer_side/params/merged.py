@@ -11,13 +11,14 @@ DoRA peft.tuners.lora.dora: W' = m * (W + s B A) / |W + s B A|, the norm of each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.names import base_name_in_peft, unwrapped_name
+from trainer_side.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
@@ -156,24 +157,18 @@ def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, st
 def _merges(
     model: Any, adapter: str, raw_names: Mapping[str, str], metas: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, _Merge]]:
-    from peft.tuners.lora.layer import LoraLayer
-
     if adapter not in getattr(model, "peft_config", {}):
         known = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
         raise InvalidAdapterError(f"the model has no adapter {adapter!r}; it has {known}")
     tied = _tied_names(model)
-    for path, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or adapter not in (
-            *layer.lora_A, *layer.lora_embedding_A
-        ):  # fmt: skip
-            continue
+    for path in _lora_paths(metas, adapter):
+        layer = model.get_submodule(path)
         if layer.merged_adapters:
             raise InvalidAdapterError(
                 f"{path} has {', '.join(layer.merged_adapters)} merged into its base already: "
                 "unmerge it first (model.unmerge_adapter())"
             )
-        own = unwrapped_name(path)
-        for name, merge in _merges_of(layer, own, adapter, metas):
+        for name, merge in _merges_of(layer, path, adapter, metas):
             if name in tied:
                 raise UnsupportedError(
                     f"{name} is tied to another weight, which the merge would change as well: "
@@ -181,6 +176,17 @@ def _merges(
                 )
             assert name in raw_names, name
             yield name, merge
+
+
+def _lora_paths(metas: Iterable[str], adapter: str) -> list[str]:
+    """Where the adapter has LoRA layers, told by its parameters: walking all modules of a
+    model costs more than merging small ones. Wrappers hand attributes through."""
+    paths: dict[str, None] = {}
+    for name in metas:
+        if adapter_tensor_name(name, adapter) is not None:
+            parts = name.split(".")
+            paths[".".join(parts[: next(i for i, p in enumerate(parts) if p in LORA)])] = None
+    return list(paths)
 
 
 def _merges_of(
@@ -223,8 +229,17 @@ def _base(path: str, name: str) -> str:
     return found
 
 
-def _tied_names(model: Any) -> set[str]:
-    """Base names of parameters that several modules share."""
+_TIED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def _tied_names(model: torch.nn.Module) -> set[str]:
+    """Base names of parameters that several modules share; looked for once a model."""
+    if model not in _TIED:
+        _TIED[model] = _find_tied(model)
+    return _TIED[model]
+
+
+def _find_tied(model: torch.nn.Module) -> set[str]:
     by_id: dict[int, list[str]] = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
         name = base_name_in_peft(raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -50,9 +51,15 @@ def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
         torch._foreach_copy_(list(views), list(tensors))
 
 
+@lru_cache(maxsize=4096)
+def meta_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Shape and dtype alone; one tensor serves all parameters that share them."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape and dtype alone."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    """Shape and dtype of a tensor."""
+    return meta_tensor(tensor.shape, tensor.dtype)
 
 
 def whole_tensors(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_side.params.params import copy_into
+from trainer_side.params.params import copy_into, meta_tensor
 from trainer_side.ranks import SENDER, Ranks
 
 #: Of all messages of one chunk; less where the largest parameter is smaller.
@@ -72,9 +72,7 @@ class ShardedParams:
         self.kind = kind
         #: Where each is.
         self.placed, self.ranks = params, ranks
-        self.metas = {
-            name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in params.items()
-        }
+        self.metas = {name: meta_tensor(p.shape, p.dtype) for name, p in params.items()}
         largest = max((t.numel() * t.element_size() for t in self.metas.values()), default=0)
         self._chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, largest))
         self._buffers: dict[int, torch.Tensor] = {}
