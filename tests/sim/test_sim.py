@@ -56,7 +56,7 @@ _WORDS = [
     "rolled_back math@",
     "version_pinned",
     "NOT_RETAINED",
-    "VERSION_UNKNOWN",
+    "was never served",
     "version_retired",
     "replica_lost",
     "replica_quarantined",
