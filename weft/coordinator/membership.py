@@ -166,7 +166,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         )
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
-    ready = place(change.state, replica) is Standing.READY
+    # What it says of itself now counts at once against it, though not yet for it.
+    ready = place(change.state, replica) is Standing.READY and not event.dirty_reason
     change.reply(event.ticket, HeartbeatAnswer(ready))
 
 
