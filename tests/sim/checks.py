@@ -310,7 +310,7 @@ class Checks:
         key = receiver.group.group_id, receiver.replica.name
         self._staged.setdefault(key, {})[receiver.index] = digest
 
-    def loaded(self, replica: SimReplica, copy: Copy, stands_for: int) -> None:
+    def loaded(self, replica: SimReplica, copy: Copy, stands_for: int, *, is_late: bool) -> None:
         """A replica is about to serve a version; its bare name is to stand for one."""
         version = copy.version
         record = self._world.catalog.versions.get(version)
@@ -320,10 +320,10 @@ class Checks:
             fail(f"{replica.name} switches to {version}, the catalog has {found}")
         if copy.digest != self._digests.get(version):
             fail(f"{replica.name} serves other bytes as {version} than were committed")
-        self.standing_for(replica, PolicyVersion(version.policy, stands_for))
+        self.standing_for(replica, PolicyVersion(version.policy, stands_for), is_late=is_late)
         self._ever_served.add(version)
 
-    def standing_for(self, replica: SimReplica, version: PolicyVersion) -> None:
+    def standing_for(self, replica: SimReplica, version: PolicyVersion, *, is_late: bool) -> None:
         """The base, or an adapter's name, is about to stand for a version.
 
         Of replicas in contact: bases go where the pool decided later than on the one
@@ -342,8 +342,9 @@ class Checks:
             goes_back = entry is not None and version.version != entry.alias == decided[-1]
         known = self._world.coordinator.state.replicas.get(replica.name)
         in_service = known is not None and known.in_contact
-        # What was lost may still carry out an order; it is told so when it comes back.
-        if goes_back and in_service:
+        # An order that nobody waits for any more may still be carried out, and what was
+        # lost may have come back meanwhile; its next heartbeat tells.
+        if goes_back and in_service and not is_late:
             fail(f"{replica.name} goes back to {version} by itself; decided: {decided}")
 
     def retiring(self, replica: SimReplica, version: PolicyVersion) -> None:

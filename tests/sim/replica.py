@@ -133,7 +133,8 @@ class SimReplica(Process):
             held = self.store.held(args["version"]) is not None
             future.set(held, None if held else NotFoundError("no copy of it is held here"))
             return future, None
-        if args["generation"] < self._generation:
+        generation: int = args["generation"]
+        if generation < self._generation:
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
         order = args["order"]
@@ -150,9 +151,9 @@ class SimReplica(Process):
                 self._retire(order.versions)
                 future.set(self.vector)
             case effects.CallCommit():
-                future = self.spawn(self._in_turn(self._commit(order)))
+                future = self.spawn(self._in_turn(self._commit(order, generation)))
             case effects.CallSwitch():
-                future = self.spawn(self._in_turn(self._switch(order.version)))
+                future = self.spawn(self._in_turn(self._switch(order, generation)))
         return future, None
 
     def _join(self, group: Group, first_rank: int) -> None:
@@ -189,7 +190,7 @@ class SimReplica(Process):
                 self._switching[0].set()
         return self.vector, self._memory[0]
 
-    def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
+    def _commit(self, call: effects.CallCommit, generation: int) -> Generator[Any, Any, None]:
         version = call.version
         if self._serves(version):
             return
@@ -203,7 +204,8 @@ class SimReplica(Process):
         yield from self._load(call.transfer_id)
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version
-        self.world.checks.loaded(self, copies[0], alias)
+        is_late = self._is_late(call.transfer_id, generation)
+        self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
         if version.policy == BASE_POLICY:
             self._serve_base(copies[0])
         else:
@@ -212,21 +214,31 @@ class SimReplica(Process):
             self.served[version] = copies[0].digest
         self.world.trace(self.name, f"serves {version}")
 
-    def _switch(self, version: PolicyVersion) -> Generator[Any, Any, None]:
+    def _switch(self, call: effects.CallSwitch, generation: int) -> Generator[Any, Any, None]:
+        version = call.version
         held = self.store.held(version)
+        is_late = self._is_late(call.transfer_id, generation)
         if version.policy != BASE_POLICY:
             if not self.vector.holds(version):
                 raise NotReadyError(f"{version} is not served here", reason="NOT_RETAINED")
-            self.world.checks.standing_for(self, version)
+            self.world.checks.standing_for(self, version, is_late=is_late)
             self.vector = self.vector.with_adapter(version)
             self.world.trace(self.name, f"serves {version} by its name")
         elif not self._serves(version):
             if held is None:
                 raise NotReadyError(f"no copy of {version} is held here", reason="NOT_RETAINED")
             yield from self._load("")
-            self.world.checks.loaded(self, held, version.version)
+            is_late = self._is_late(call.transfer_id, generation)
+            self.world.checks.loaded(self, held, version.version, is_late=is_late)
             self._serve_base(held)
             self.world.trace(self.name, f"serves {version} again")
+
+    def _is_late(self, transfer_id: str, generation: int) -> bool:
+        """Whether the coordinator that gave an order has died, or gave this replica up."""
+        state = self.world.coordinator.state
+        ended = state.history.get(transfer_id)
+        given_up = ended is not None and self.name in ended.refusals
+        return generation < state.generation or given_up
 
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
         outcome = self.world.load_outcome()
