@@ -83,6 +83,8 @@ class Checks:
                 event.ticket, effects.HeartbeatAnswer(ready=True)
             ):
                 self._told_ready(state, event)
+            elif isinstance(effect, effects.Announce):
+                self._announced(state, effect)
         if state.transfers is not before.transfers:
             self._check_transfers(state)
             self._check_rollbacks(before, state)
@@ -119,6 +121,10 @@ class Checks:
         members = state.groups[transfer.group_id].members
         num_receivers = next(m.num_receivers for m in members if m.replica_id == replica_id)
         return len(staged) == num_receivers and set(staged.values()) == {digest}
+
+    def _announced(self, state: State, told: effects.Announce) -> None:
+        if told.kind == "replica_ready" and state.replicas[told.subject].dirty_reason:
+            fail(f"{told.subject} is said to be ready and is dirty")
 
     def _told_ready(self, state: State, beat: events.Heartbeat) -> None:
         """A replica hears that it may serve."""
@@ -175,6 +181,12 @@ class Checks:
             if transfer_id in before.history or ended.errand is not Errand.ROLLBACK:
                 continue
             version = ended.policy_version
+            if not ended.failure or any(
+                next_one.errand is Errand.ROLLBACK and next_one.policy == version.policy
+                for next_one in state.transfers.values()
+                if next_one.phase is Phase.COMMITTING
+            ):
+                continue
             stands = state.policies[version.policy].served_version == version.version
             followers = [
                 name
