@@ -177,16 +177,17 @@ class Checks:
 
     def _check_ended(self, before: State, state: State) -> None:
         """A rollback that failed: undone if nobody followed and nothing changed."""
-        for transfer_id, ended in state.history.items():
-            if transfer_id in before.history or ended.errand is not Errand.ROLLBACK:
-                continue
+        new = [ended for name, ended in state.history.items() if name not in before.history]
+        rollbacks = [
+            transfer
+            for transfer in (*new, *state.transfers.values())
+            if transfer.errand is Errand.ROLLBACK and transfer.phase >= Phase.COMMITTING
+        ]
+        for ended in new:
             version = ended.policy_version
-            if not ended.failure or any(
-                next_one.errand is Errand.ROLLBACK and next_one.policy == version.policy
-                for next_one in state.transfers.values()
-                if next_one.phase is Phase.COMMITTING
-            ):
-                continue
+            others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
+            if ended.errand is not Errand.ROLLBACK or not ended.failure or others:
+                continue  # or another one began in the same step
             stands = state.policies[version.policy].served_version == version.version
             followers = [
                 name
@@ -197,7 +198,7 @@ class Checks:
                 fail(f"{version} was undone and {followers} serve it")
             reasons = {failure.reason for failure in ended.refusals.values()}
             dirty = any(self._world.replicas[name].dirty_reason for name in ended.targets)
-            if stands and ended.failure and reasons == {"LOAD_FAILED"} and not dirty:
+            if stands and reasons == {"LOAD_FAILED"} and not dirty:
                 fail(f"the pool stands at {version}, to which nobody could go back")
 
     def _check_transfers(self, state: State) -> None:
