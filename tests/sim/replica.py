@@ -133,8 +133,7 @@ class SimReplica(Process):
             held = self.store.held(args["version"]) is not None
             future.set(held, None if held else NotFoundError("no copy of it is held here"))
             return future, None
-        generation: int = args["generation"]
-        if generation < self._generation:
+        if args["generation"] < self._generation:
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
         order = args["order"]
@@ -151,9 +150,9 @@ class SimReplica(Process):
                 self._retire(order.versions)
                 future.set(self.vector)
             case effects.CallCommit():
-                future = self.spawn(self._in_turn(self._commit(order, generation)))
+                future = self.spawn(self._in_turn(self._commit(order)))
             case effects.CallSwitch():
-                future = self.spawn(self._in_turn(self._switch(order, generation)))
+                future = self.spawn(self._in_turn(self._switch(order)))
         return future, None
 
     def _join(self, group: Group, first_rank: int) -> None:
@@ -190,7 +189,7 @@ class SimReplica(Process):
                 self._switching[0].set()
         return self.vector, self._memory[0]
 
-    def _commit(self, call: effects.CallCommit, generation: int) -> Generator[Any, Any, None]:
+    def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
         if self._serves(version):
             return
@@ -204,7 +203,7 @@ class SimReplica(Process):
         yield from self._load(call.transfer_id)
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version
-        is_late = self._is_late(call.transfer_id, generation)
+        is_late = self._is_late(call.transfer_id)
         self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
         if version.policy == BASE_POLICY:
             self._serve_base(copies[0])
@@ -214,10 +213,10 @@ class SimReplica(Process):
             self.served[version] = copies[0].digest
         self.world.trace(self.name, f"serves {version}")
 
-    def _switch(self, call: effects.CallSwitch, generation: int) -> Generator[Any, Any, None]:
+    def _switch(self, call: effects.CallSwitch) -> Generator[Any, Any, None]:
         version = call.version
         held = self.store.held(version)
-        is_late = self._is_late(call.transfer_id, generation)
+        is_late = self._is_late(call.transfer_id)
         if version.policy != BASE_POLICY:
             if not self.vector.holds(version):
                 raise NotReadyError(f"{version} is not served here", reason="NOT_RETAINED")
@@ -228,17 +227,16 @@ class SimReplica(Process):
             if held is None:
                 raise NotReadyError(f"no copy of {version} is held here", reason="NOT_RETAINED")
             yield from self._load("")
-            is_late = self._is_late(call.transfer_id, generation)
+            is_late = self._is_late(call.transfer_id)
             self.world.checks.loaded(self, held, version.version, is_late=is_late)
             self._serve_base(held)
             self.world.trace(self.name, f"serves {version} again")
 
-    def _is_late(self, transfer_id: str, generation: int) -> bool:
-        """Whether the coordinator that gave an order has died, or gave this replica up."""
-        state = self.world.coordinator.state
-        ended = state.history.get(transfer_id)
-        given_up = ended is not None and self.name in ended.refusals
-        return generation < state.generation or given_up
+    def _is_late(self, transfer_id: str) -> bool:
+        """Whether nobody waits for an order any more: its coordinator has died, or gave
+        this replica up; or it was about what a former coordinator left behind."""
+        transfer = self.world.coordinator.state.transfers.get(transfer_id)
+        return transfer is None or self.name not in transfer.switching
 
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
         outcome = self.world.load_outcome()
