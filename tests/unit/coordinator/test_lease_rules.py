@@ -116,10 +116,21 @@ class LeasesAndVersions(RuleBasedStateMachine):
         if not age:
             known.holder = None
 
-    @rule(seconds=st.sampled_from([0.5, LEASE_SECONDS / 2, LEASE_SECONDS]))
+    @rule(seconds=st.sampled_from([0.5, LEASE_SECONDS - 0.25, LEASE_SECONDS]))
     def wait(self, seconds: float) -> None:
         self.m.pass_time(seconds, renews=False)
         self.write(ticked=True)
+
+    @rule(policy=_POLICIES)
+    def renew_just_too_late(self, policy: str) -> None:
+        """A lease has run out before a tick has noticed."""
+        known = self.model[policy]
+        if known.held_at(self.m.now):
+            self.m.pass_time(known.expires_at - self.m.now - 0.25, renews=False)
+            self.m.now += 0.5
+            self.renew(policy, 0)
+            self.m.do(events.Tick())
+            self.write(ticked=True)
 
     # -- versions ----------------------------------------------------------------
 
@@ -165,6 +176,11 @@ class LeasesAndVersions(RuleBasedStateMachine):
             else:
                 self._commit(policy, known)
         self.write()
+
+    @rule(policy=_POLICIES, holder=_HOLDERS, end=st.sampled_from(["committed", "restarted late"]))
+    def push_well(self, policy: str, holder: tuple[str, str], end: str) -> None:
+        """What has many consequences should happen often."""
+        self.push(policy, holder, 0, end)
 
     def _commit(self, policy: str, known: Known) -> None:
         known.versions[known.last_version] = VersionState.COMMITTED
