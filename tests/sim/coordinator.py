@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
+from tests.sim.data import LAYOUTS
 from tests.sim.rooms import Rooms
 from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.state import Failure, FreshIds, State, Transfer, VersionState
+from weft.coordinator.state import Failure, FreshIds, State, VersionRecord, VersionState
 from weft.coordinator.step import already_committed, step
 
 if TYPE_CHECKING:
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.25
 _CALL_SECONDS = {"join": 10.0, "discard": 5.0, "retire": 10.0}
-_ReplicaCall = effects.CallJoin | effects.CallCommit | effects.CallDiscard | effects.CallRetire
+_DESCRIBE_SECONDS = 10.0
+_Switch = effects.CallCommit | effects.CallSwitch
+_ReplicaCall = (
+    effects.CallJoin | effects.CallSend | effects.CallDiscard | effects.CallRetire | _Switch
+)
 
 
 class SimCoordinator(Process):
@@ -34,6 +40,7 @@ class SimCoordinator(Process):
         self.state = state
         self.rooms = Rooms(self.post)
         self.calls: dict[int, Future] = {}
+        self.calls_since: dict[int, float] = {}
         self.manifests: set[bytes] = set()
         self.num_calls_out = 0
         self._queue: list[events.Event] = []
@@ -92,6 +99,7 @@ class SimCoordinator(Process):
     def _apply(self, saves: list[effects.Save]) -> None:
         self.world.checks.saving(saves)
         self.world.catalog.apply(saves)
+        self.world.checks.saved()
 
     def _carry_out_all(self, state: State, todo: list[effects.Effect]) -> None:
         self.state = state
@@ -110,14 +118,14 @@ class SimCoordinator(Process):
                 self._answer(ticket, None, error)
             case effects.CheckFit(key=key):
                 self.post(events.FitChecked(key, None))
-            case effects.CallJoin():
+            case effects.CallJoin() | effects.CallSend():
                 self._call(
                     "join",
                     effect,
                     lambda v, f: events.JoinAnswered(effect.transfer_id, effect.replica_id, f),
                 )
-            case effects.CallCommit():
-                self._call("commit", effect, lambda v, f: self._commit_answered(effect, v, f))
+            case effects.CallCommit() | effects.CallSwitch():
+                self._call("switch", effect, lambda v, f: self._has_switched(effect, v, f))
             case effects.CallDiscard():
                 self._call(
                     "discard",
@@ -128,16 +136,21 @@ class SimCoordinator(Process):
                 )
             case effects.CallRetire():
                 self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))
+            case effects.LookUp():
+                self.spawn(self._look_up(effect))
             case effects.Announce(kind=kind, subject=subject, message=message):
                 self.world.trace("coordinator", f"{kind} {subject}: {message}")
             case _:
+                if isinstance(effect, effects.OpenGroup):
+                    self.world.checks.group_opened(effect.group)
                 self.rooms.carry_out(effect)
 
     def _answer(self, ticket: int, answer: Any, error: WeftError | None) -> None:
         future = self.calls.pop(ticket, None)
+        self.calls_since.pop(ticket, None)
         if future is not None:
             if isinstance(answer, effects.LeaseAnswer):
-                self.world.checks.lease_told(answer)
+                self.world.checks.leases.told(answer)
             future.set(answer, error)
 
     # -- calls to replicas -----------------------------------------------------
@@ -169,12 +182,44 @@ class SimCoordinator(Process):
 
         future.then(settled)
 
-    def _commit_answered(
-        self, call: effects.CallCommit, vector: Any, failure: Failure | None
-    ) -> events.Event:
+    def _has_switched(self, call: _Switch, answer: Any, failure: Failure | None) -> events.Event:
+        vector, retained = answer or (None, ())
         return events.CommitAnswered(
-            call.transfer_id, call.replica_id, call.incarnation, vector, 0.1, failure
+            call.transfer_id, call.replica_id, call.incarnation, vector, 0.1, failure, retained
         )
+
+    def _look_up(self, effect: effects.LookUp) -> Any:
+        record = self.world.catalog.find_version(effect.version)
+        layout = LAYOUTS[record.layout_digest] if record else None
+        failure = None
+        if layout is not None and layout.digest not in self.manifests:
+            try:
+                yield self.world.network.call(
+                    self,
+                    effect.source_address,
+                    "describe",
+                    _DESCRIBE_SECONDS,
+                    version=effect.version,
+                )
+                self.manifests.add(layout.digest)
+            except WeftError as error:
+                layout, failure = None, Failure.of(error)
+        self.post(
+            events.LookedUp(
+                replica_id=effect.replica_id,
+                incarnation=effect.incarnation,
+                source_id=effect.source_id,
+                version=effect.version,
+                ids=self._fresh_ids(),
+                record=record,
+                layout=layout,
+                failure=failure,
+            )
+        )
+
+    def _fresh_ids(self) -> FreshIds:
+        number = next(self.world.numbers)
+        return FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}")
 
     def _retire_answered(
         self, call: effects.CallRetire, vector: Any, failure: Failure | None
@@ -198,10 +243,12 @@ class SimCoordinator(Process):
             future.set(effects.Done())
             return future, None
         self.calls[ticket] = future
+        self.calls_since[ticket] = self.clock.now
         self.post(event)
 
         def gone() -> None:
             if self.alive and self.calls.pop(ticket, None) is not None:
+                self.calls_since.pop(ticket, None)
                 self.post(events.CallerGone(ticket))
 
         return future, gone
@@ -239,7 +286,7 @@ class SimCoordinator(Process):
     def _serve_begin(
         self, timeout: float, layout: Any, time_left: float, **args: Any
     ) -> events.Event:
-        now, number = self.clock.now, next(self.world.numbers)
+        now = self.clock.now
         deadline = now + time_left
         answer_by = min(deadline, self._answer_by(timeout))
         ticket = args["ticket"]
@@ -251,7 +298,7 @@ class SimCoordinator(Process):
             deadline=deadline,
             answer_by=answer_by,
             backend="gloo",
-            ids=FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}"),
+            ids=self._fresh_ids(),
             recorded=self._recorded(args["policy"], args["request_id"]),
         )
 
@@ -290,6 +337,22 @@ class SimCoordinator(Process):
             raise already_committed(str(record.version))
         return None
 
-    def transfers(self) -> list[Transfer]:
-        """Under way now."""
-        return list(self.state.transfers.values())
+    def _serve_rollback(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self.clock.after(answer_by - self.clock.now + 0.001, self._tick_for, ticket)
+        recorded = self._flushed(version)
+        ids = self._fresh_ids()
+        return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
+
+    def _serve_pin(
+        self, ticket: int, timeout: float, version: PolicyVersion, pinned: bool
+    ) -> events.Event:
+        recorded = self._flushed(version)
+        return events.Pin(ticket, version.policy, version.version, pinned, recorded)
+
+    def _flushed(self, version: PolicyVersion) -> VersionRecord | None:
+        """A record, once what may be written late is written."""
+        if self._lazy:
+            saves, self._lazy = self._lazy, []
+            self._apply(saves)
+        return self.world.catalog.find_version(version)

@@ -64,10 +64,8 @@ class Faults:
             self._restart_trainer(name)
 
     def repair_replicas(self) -> None:
-        """Restart what is down or, as its operator would, dirty."""
-        for name, replica in list(self.world.replicas.items()):
-            if replica.dirty_reason:
-                self.world.crash(replica)
+        """Restart what is down; what is dirty is for the pool to repair."""
+        for name in list(self.world.replicas):
             self._restart_replica(name)
 
     def _later(self, restart: Callable[[str], None], name: str) -> None:
@@ -84,7 +82,7 @@ class Faults:
         old = self.world.replicas[name]
         if not old.alive:
             self.world.trace(name, "restarts")
-            self.world.start_replica(name, old.num_receivers)
+            self.world.start_replica(name, old.kind)
 
     def _crash_trainer(self) -> None:
         trainer = self.world.random.choice(list(self.world.trainers.values()))

@@ -1,6 +1,6 @@
-"""A replica: registration, receivers in side groups, and an engine that may fail.
+"""A replica: registration, orders, and an engine that may fail.
 
-A model of ``rollout_side``: agent, registration, receiver, staged store.
+A model of ``rollout_side``: agent, registration, cloner.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
-from tests.sim.network import Stream
+from tests.sim.data import layout_of
+from tests.sim.receiver import Receiver
+from tests.sim.sender import Epoch, Sending
+from tests.sim.store import Copy, Store
 from tests.unit.coordinator.machine import CAPABILITIES
 from weft.contract.errors import (
-    CapacityError,
     DigestMismatchError,
     LoadFailedError,
     NotFoundError,
     NotReadyError,
-    PeerUnavailableError,
     StaleEpochError,
     TransferTimeoutError,
     WeftError,
@@ -27,34 +28,56 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects
-from weft.coordinator.state import ContentDigest, Group, Transfer
+from weft.coordinator.state import ContentDigest, Group
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-#: Transfers whose bytes a replica has room for.
-_STAGING_ROOM = 6
+_REAP_SECONDS = 1.0
+#: After its last bucket a clone's source waits so long for its group to end.
+_END_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What does not change when a replica restarts."""
+
+    num_receivers: int
+    retain_base: int
 
 
 class SimReplica(Process):
-    """One process of one replica."""
+    """One process of one replica; it starts with ``base@0`` and no adapters."""
 
-    def __init__(self, world: World, name: str, incarnation: str, num_receivers: int) -> None:
+    def __init__(self, world: World, name: str, incarnation: str, kind: Kind) -> None:
         super().__init__(world.clock, name)
         self.world = world
         self.incarnation = incarnation
-        self.num_receivers = num_receivers
+        self.kind = kind
         self.vector = VersionVector()
         self.served: dict[PolicyVersion, ContentDigest] = {}
-        self.staged: dict[tuple[str, int], tuple[PolicyVersion, ContentDigest]] = {}
+        self.store = Store(kind.num_receivers, kind.retain_base)
         self.receivers: dict[tuple[str, int], Receiver] = {}
-        self.discarded: deque[str] = deque(maxlen=256)
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
         self.ready = False
+        # Looked at now and then, since a heartbeat does not wait for the engine.
+        self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
         self._generation = 0
         self._switching: deque[Future] = deque()
+        self._clones: set[str] = set()
         self.spawn(self._stay_registered())
+        self.spawn(self._look_after_memory())
+
+    def _look_at_memory(self) -> None:
+        bases = tuple(base.version.version for base in self.store.bases)
+        self._memory = bases, self.store.transfer_ids()
+
+    def _look_after_memory(self) -> Generator[Any, Any, None]:
+        while True:
+            yield _REAP_SECONDS
+            if not self._switching:
+                self._look_at_memory()
 
     def _stay_registered(self) -> Generator[Any, Any, None]:
         registered, interval = False, 1.0
@@ -69,7 +92,9 @@ class SimReplica(Process):
                     incarnation=self.incarnation,
                     vector=self.vector,
                     adapter_used_bytes=0,
-                    staged=tuple(dict.fromkeys(transfer_id for transfer_id, _ in self.staged)),
+                    retained=self._memory[0],
+                    dirty_reason=self.dirty_reason,
+                    staged=self._memory[1],
                 )
                 self.ready = answer.ready
                 yield interval
@@ -79,13 +104,16 @@ class SimReplica(Process):
                 yield 1.0
 
     def _register(self) -> Generator[Any, Any, float]:
+        receivers = self.kind.num_receivers
         answer = yield self._call(
             "register",
             replica_id=self.name,
             incarnation=self.incarnation,
             address=self.name,
-            capabilities=dataclasses.replace(CAPABILITIES, num_receivers=self.num_receivers),
+            capabilities=dataclasses.replace(CAPABILITIES, num_receivers=receivers),
             vector=self.vector,
+            retained=self._memory[0],
+            dirty_reason=self.dirty_reason,
         )
         self._generation = answer.generation
         if answer.reference_wanted:
@@ -101,6 +129,10 @@ class SimReplica(Process):
     def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
         """See ``network.Server``."""
         future = Future()
+        if method == "describe":
+            held = self.store.held(args["version"]) is not None
+            future.set(held, None if held else NotFoundError("no copy of it is held here"))
+            return future, None
         if args["generation"] < self._generation:
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
@@ -109,197 +141,160 @@ class SimReplica(Process):
             case effects.CallJoin():
                 self._join(order.group, order.first_rank)
                 future.set(True)
+            case effects.CallSend():
+                self._send(order, future)
             case effects.CallDiscard():
-                self.discard(order.transfer_id)
+                self.store.discard(order.transfer_id)
                 future.set(True)
             case effects.CallRetire():
                 self._retire(order.versions)
                 future.set(self.vector)
             case effects.CallCommit():
-                future = self.spawn(self._commit(order))
+                future = self.spawn(self._in_turn(self._commit(order)))
+            case effects.CallSwitch():
+                future = self.spawn(self._in_turn(self._switch(order)))
         return future, None
 
     def _join(self, group: Group, first_rank: int) -> None:
-        for index in range(self.num_receivers):
+        for index in range(self.kind.num_receivers):
             old = self.receivers.get((group.trainer_id, index))
             if old is not None:
                 if old.group.group_id == group.group_id or old.group.epoch > group.epoch:
                     continue
                 old.leave()
-            receiver = Receiver(self, group, first_rank + index, index)
+            receiver = Receiver(self, group, first_rank + index, index, old)
             self.receivers[group.trainer_id, index] = receiver
-
-    def discard(self, transfer_id: str) -> None:
-        """Drop staged bytes, and those that are still to be staged."""
-        self.discarded.append(transfer_id)
-        for index in range(self.num_receivers):
-            self.staged.pop((transfer_id, index), None)
-
-    def discard_one(self, transfer_id: str, index: int) -> None:
-        """Drop the staged bytes of one receiver."""
-        self.staged.pop((transfer_id, index), None)
 
     def _retire(self, versions: tuple[PolicyVersion, ...]) -> None:
         for version in versions:
             entry = self.vector.adapters.get(version.policy, AdapterVersions())
             if entry.alias != version.version and version.policy != BASE_POLICY:
+                self.world.checks.retiring(self, version)
                 self.vector = self.vector.without_adapter(version)
                 self.served.pop(version, None)
+                self.store.adapters.pop(version, None)
 
-    def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, VersionVector]:
+    # -- switching: one at a time -------------------------------------------------
+
+    def _in_turn(self, work: Generator[Any, Any, None]) -> Generator[Any, Any, Any]:
         mine = Future()
         self._switching.append(mine)
         if self._switching[0] is not mine:
             yield mine
         try:
-            yield from self._switch(call)
+            yield from work
         finally:
             self._switching.popleft()
             if self._switching and self.alive:
                 self._switching[0].set()
-        return self.vector
+        return self.vector, self._memory[0]
 
-    def _switch(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
+    def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
         if self._serves(version):
             return
         if call.transfer_id in self.failed:
             raise NotReadyError(f"{call.transfer_id} failed to load here before")
-        self._check_staged(call)
-        outcome = self.world.load_outcome()
-        yield self.world.random.uniform(0.001, outcome.seconds)
-        if outcome.failure:
-            self.failed.append(call.transfer_id)
-        if outcome.failure == "clean":
-            raise LoadFailedError("the engine said no", metadata={"dirty": "false"})
-        if outcome.failure == "dirty":
-            self.dirty_reason = "the engine broke"
-            raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
-        self._check_staged(call)  # an order to discard may have come meanwhile
-        digest = self.staged[call.transfer_id, 0][1]
-        self.discard(call.transfer_id)
-        self.world.checks.switching(self, call.transfer_id, version, digest)
+        copies = self.store.all_staged(call.transfer_id)
+        if copies is None:
+            raise NotReadyError(f"nothing is staged for {call.transfer_id}")
+        if any(copy.digest != call.content_digest for copy in copies):
+            raise DigestMismatchError("other bytes are staged")
+        yield from self._load(call.transfer_id)
+        held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
+        alias = call.alias if call.alias in held else version.version
+        is_late = self._is_late(call.transfer_id)
+        self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
         if version.policy == BASE_POLICY:
-            self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
-            self.vector = self.vector.with_base(version.version)
-            self.dirty_reason = ""
+            self._serve_base(copies[0])
         else:
-            self.vector = self.vector.with_adapter(version)
-        self.served[version] = digest
+            self.store.keep(copies[0])
+            self.vector = self.vector.with_adapter(version, alias)
+            self.served[version] = copies[0].digest
         self.world.trace(self.name, f"serves {version}")
 
-    def _check_staged(self, call: effects.CallCommit) -> None:
-        for index in range(self.num_receivers):
-            staged = self.staged.get((call.transfer_id, index))
-            if staged is None:
-                raise NotReadyError(f"nothing is staged for {call.transfer_id}")
-            if staged[1] != call.content_digest:
-                raise DigestMismatchError("other bytes are staged")
+    def _switch(self, call: effects.CallSwitch) -> Generator[Any, Any, None]:
+        version = call.version
+        held = self.store.held(version)
+        is_late = self._is_late(call.transfer_id)
+        if version.policy != BASE_POLICY:
+            if not self.vector.holds(version):
+                raise NotReadyError(f"{version} is not served here", reason="NOT_RETAINED")
+            self.world.checks.standing_for(self, version, is_late=is_late)
+            self.vector = self.vector.with_adapter(version)
+            self.world.trace(self.name, f"serves {version} by its name")
+        elif not self._serves(version):
+            if held is None:
+                raise NotReadyError(f"no copy of {version} is held here", reason="NOT_RETAINED")
+            yield from self._load("")
+            is_late = self._is_late(call.transfer_id)
+            self.world.checks.loaded(self, held, version.version, is_late=is_late)
+            self._serve_base(held)
+            self.world.trace(self.name, f"serves {version} again")
+
+    def _is_late(self, transfer_id: str) -> bool:
+        """Whether nobody waits for an order any more: its coordinator has died, or gave
+        this replica up; or it was about what a former coordinator left behind."""
+        transfer = self.world.coordinator.state.transfers.get(transfer_id)
+        return transfer is None or self.name not in transfer.switching
+
+    def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
+        outcome = self.world.load_outcome()
+        yield self.world.random.uniform(0.001, outcome.seconds)
+        if not outcome.failure:
+            return
+        if transfer_id:
+            self.failed.append(transfer_id)
+        if outcome.failure == "clean":
+            raise LoadFailedError("the engine said no", metadata={"dirty": "false"})
+        self.dirty_reason = "the engine broke"
+        raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
+
+    def _serve_base(self, copy: Copy) -> None:
+        self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
+        self.vector = self.vector.with_base(copy.version.version)
+        self.dirty_reason = ""
+        self.store.keep(copy)
+        self.served[copy.version] = copy.digest
+        self._look_at_memory()
 
     def _serves(self, version: PolicyVersion) -> bool:
         if version.policy == BASE_POLICY:
             return self.vector.base == version.version and not self.dirty_reason
-        entry = self.vector.adapters.get(version.policy, AdapterVersions())
-        return version.version in entry.versions and entry.alias >= version.version
+        return self.vector.holds(version)
 
-    def is_member(self, group_id: str) -> bool:
-        """Whether a receiver still is in that group."""
-        return any(r.group.group_id == group_id and r.open for r in self.receivers.values())
+    def stands_for(self, version: PolicyVersion) -> bool:
+        """Whether the base, or an adapter's bare name, is that version here."""
+        if version.policy == BASE_POLICY:
+            return self._serves(version)
+        return self.vector.adapters.get(version.policy, AdapterVersions()).alias == version.version
 
+    # -- the source of a clone ------------------------------------------------------
 
-class Receiver:
-    """One rank of a side group, as the Weft thread of a worker."""
-
-    def __init__(self, replica: SimReplica, group: Group, rank: int, index: int) -> None:
-        self.replica, self.group, self.rank, self.index = replica, group, rank, index
-        self.world = replica.world
-        self.open = True
-        self._directions: deque[tuple[Any, ...]] = deque()
-        self._wake = Future()
-        self._aborted = Future()
-        self._prepared: Transfer | None = None
-        self._deadline = 0.0
-        self.stream: Stream | None = None
-        replica.spawn(self._run())
-
-    def leave(self) -> None:
-        """End soon."""
-        self.open = False
-        if self.stream is not None:
-            self.stream.leave()
-        self._aborted.set(error=StaleEpochError("the replica left the side group"))
-        self._put(("end", ""))
-
-    def _put(self, message: tuple[Any, ...]) -> None:
-        if message[0] == "abort":
-            self._aborted.set(error=message[2])
-        self._directions.append(message)
-        self._wake.set()
-
-    def _closed(self, error: WeftError) -> None:
-        self.open = False
-        self._put(("end", ""))
-
-    def _run(self) -> Generator[Any, Any, None]:
-        yield self.world.network.delay()
-        if not self.open:
+    def _send(self, order: effects.CallSend, answer: Future) -> None:
+        copy = self.store.held(order.version)
+        if copy is None:
+            answer.set(error=NotFoundError(f"no copy of {order.version} is held here"))
             return
-        self.stream = self.world.attend(
-            self.replica, self.group, self.rank, self._put, self._closed
-        )
-        while True:
-            while not self._directions:
-                self._wake = Future()
-                yield self._wake
-            kind, transfer_id, *rest = self._directions.popleft()
-            try:
-                if kind == "end":
-                    self._prepared = None
-                    return
-                if kind == "prepare":
-                    yield from self._prepare(*rest)
-                elif kind == "start":
-                    yield from self._receive(transfer_id)
-                elif kind == "abort":
-                    self._prepared = None
-                    self.replica.discard_one(transfer_id, self.index)
-            except WeftError as error:
-                self._prepared = None
-                self.stream.up(("failed", transfer_id, error.reason, error.message))
+        answer.set(True)
+        if order.group.group_id not in self._clones:
+            self._clones.add(order.group.group_id)
+            self.spawn(self._clone(order, copy))
 
-    def _prepare(self, transfer: Transfer, time_left: float) -> Generator[Any, Any, None]:
-        assert self.stream is not None
-        self._deadline = self.world.clock.now + time_left
-        self._aborted = Future()
-        yield self.world.random.uniform(0.001, 0.05)
-        held = sum(index == self.index for _, index in self.replica.staged)
-        if held >= _STAGING_ROOM:
-            raise CapacityError("staging is full")
-        self._prepared = transfer
-        self.stream.up(("prepared", transfer.transfer_id))
-
-    def _receive(self, transfer_id: str) -> Generator[Any, Any, None]:
-        assert self.stream is not None
-        transfer = self._prepared
-        if transfer is None or transfer.transfer_id != transfer_id:
-            raise WeftError(f"{transfer_id} was started but never prepared")
-        world, broadcast = self.world, self.world.broadcast(transfer_id, transfer.trainer_id)
-        late = TransferTimeoutError("the bytes did not come")
-        left = self._deadline - world.clock.now
-        digest = yield any_of(world.clock, left, broadcast.content, self._aborted, late=late)
-        sender = broadcast.sender
-        yield world.random.uniform(0.001, 0.1)
-        if not world.network.connected(self.replica.name, sender):
-            if world.random.random() < 0.5:
-                raise PeerUnavailableError("the connection broke")
-            yield any_of(world.clock, self._deadline - world.clock.now, self._aborted, late=late)
-        if world.random.random() < world.corruption:
-            if world.random.random() < 0.5:
-                raise DigestMismatchError("a bucket's digest is not that of its trailer")
-            digest = dataclasses.replace(digest, value=b"corrupt!")
-        self._prepared = None
-        if transfer_id in self.replica.discarded:
-            raise StaleEpochError(f"{transfer_id} was discarded meanwhile")
-        self.replica.staged[transfer_id, self.index] = (transfer.policy_version, digest)
-        self.stream.up(("verified", transfer_id))
-        self.stream.up(("staged", transfer_id, digest))
+    def _clone(self, order: effects.CallSend, copy: Copy) -> Generator[Any, Any, None]:
+        world, deadline = self.world, self.clock.now + order.timeout_seconds
+        yield world.network.delay()
+        digest = copy.digest
+        if world.random.random() < world.corruption / 3:  # digested anew as it is sent
+            digest = dataclasses.replace(digest, value=b"rotten!!")
+        sending = Sending(order.transfer_id, layout_of(copy.version.policy), digest, deadline)
+        epoch = Epoch(world, self, order.group)
+        try:
+            yield from epoch.send_buckets(sending)
+            end = self.clock.now + _END_SECONDS
+            late = TransferTimeoutError("the group does not end")
+            while epoch.broken is None:
+                yield any_of(self.clock, end - self.clock.now, epoch.changed(), late=late)
+        except WeftError as error:
+            epoch.give_up(order.transfer_id, error)
+        epoch.close(WeftError("the clone has ended"))

@@ -8,6 +8,7 @@ from typing import Any
 from tests.sim.network import Stream
 from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
 from weft.coordinator import effects, events
+from weft.coordinator.hub import Watermark
 from weft.coordinator.state import Group
 
 
@@ -15,8 +16,7 @@ class _Room:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.links: dict[int, Stream] = {}
-        self.transfer_id = ""
-        self.verified: set[int] = set()
+        self.watermark: Watermark | None = None
 
 
 class Rooms:
@@ -36,6 +36,7 @@ class Rooms:
         elif rank in room.links:
             stream.end(RequestConflictError(f"rank {rank} attends already"))
         else:
+            assert rank < room.group.size
             room.links[rank] = stream
             stream.server_message = lambda message: self._receive(group_id, rank, message)
             stream.server_closed = lambda why: self._leave(stream, group_id, rank, why)
@@ -50,17 +51,17 @@ class Rooms:
     def _receive(self, group_id: str, rank: int, message: tuple[Any, ...]) -> None:
         kind, transfer_id, *rest = message
         room = self.rooms.get(group_id)
+        mark = room.watermark if room else None
         if kind == "prepared":
-            self._post(events.RankPrepared(group_id, transfer_id, rank))
+            self._post(events.RankPrepared(group_id, transfer_id, rank, *rest))
         elif kind == "failed":
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
-        elif room is not None and room.transfer_id == transfer_id:
+        elif room is not None and mark is not None and mark.transfer_id == transfer_id:
             if kind == "verified":
-                room.verified.add(rank)
-                if len(room.verified) == room.group.size - 1 and 0 in room.links:
-                    room.links[0].down(("released", transfer_id))
+                if mark.report(rank, *rest) and 0 in room.links:
+                    room.links[0].down(("released", transfer_id, mark.num_verified))
             elif kind == "staged":
-                assert rank == 0 or rank in room.verified
+                assert rank == 0 or mark.is_through(rank)
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
 
     def carry_out(self, effect: effects.Effect) -> None:
@@ -75,10 +76,19 @@ class Rooms:
             case effects.SendPrepare(group_id=group_id, transfer=transfer, time_left=left):
                 self._send(group_id, ("prepare", transfer.transfer_id, transfer, left), first=1)
             case effects.SendStart(group_id=group_id, transfer_id=transfer_id):
+                first = effect.first_bucket
                 if group_id in self.rooms:
-                    self.rooms[group_id].transfer_id = transfer_id
-                    self.rooms[group_id].verified = set()
-                self._send(group_id, ("start", transfer_id))
+                    self.rooms[group_id].watermark = Watermark(
+                        transfer_id, effect.num_receivers, effect.num_buckets, first
+                    )
+                self._send(group_id, ("start", transfer_id, first))
+                room = self.rooms.get(group_id)
+                if first and room is not None and 0 in room.links:
+                    room.links[0].down(("released", transfer_id, first))
+            case effects.SendReform(group_id=group_id, transfer_id=transfer_id):
+                room = self.rooms.get(group_id)
+                if room is not None and 0 in room.links:
+                    room.links[0].down(("reform", transfer_id, effect.renewed))
             case effects.SendAbort(group_id=group_id, transfer_id=transfer_id, failure=failure):
                 error: WeftError = failure.error()
                 self._send(group_id, ("abort", transfer_id, error))

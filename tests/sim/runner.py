@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Sequence
 
-from tests.sim.checks import Violation
+from tests.sim.lease_checks import Violation
 from tests.sim.world import World
 
 

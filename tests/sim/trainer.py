@@ -1,7 +1,4 @@
-"""A trainer's process: leases, pushes, and the sender's rank in the side group.
-
-A model of ``trainer_side``: publisher, leases, sender.
-"""
+"""A trainer's process, a model of ``trainer_side``: leases and pushes."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.clock import Future, Process, any_of
-from tests.sim.network import Stream
-from tests.unit.coordinator.machine import LAYOUT, OTHER_LAYOUT, SPEC
+from tests.sim.clock import Future, Process
+from tests.sim.data import layout_of
+from tests.sim.sender import Sender, Sending
+from tests.unit.coordinator.machine import SPEC
 from weft.contract.errors import (
     LeaseFencedError,
     NotReadyError,
@@ -36,6 +34,7 @@ class Push:
     policy: str
     request_id: str
     deadline: float
+    min_replicas: int
     version: PolicyVersion | None = None
     transfer_id: str = ""
     error: WeftError | None = None
@@ -54,7 +53,7 @@ class SimTrainer(Process):
         self.sender: Sender | None = None
         self.pushes: list[Push] = []
         self._put: set[bytes] = set()
-        self._pushing = False
+        self.pushing = False
         self.spawn(self._renew())
         self.spawn(self._train())
 
@@ -65,7 +64,8 @@ class SimTrainer(Process):
             if self.world.quiet:
                 return
             policy = random.choice(self.policies)
-            yield from self.push(policy, random.choice([3.0, 6.0, 10.0]))
+            quorum = min(random.choice([0, 0, 1, 1, 2]), len(self.world.replicas))
+            yield from self.push(policy, random.choice([3.0, 6.0, 10.0]), quorum)
 
     def _renew(self) -> Generator[Any, Any, None]:
         while True:
@@ -83,37 +83,38 @@ class SimTrainer(Process):
     def _call(self, method: str, timeout: float, **args: Any) -> Future:
         return self.world.network.call(self, "coordinator", method, timeout, **args)
 
-    def push(self, policy: str, timeout: float) -> Generator[Any, Any, Push]:
-        """Push a version; its outcome, never raised."""
+    def push(self, policy: str, timeout: float, min_replicas: int = 0) -> Generator[Any, Any, Push]:
+        """Push a version; its outcome, never raised. ``min_replicas`` 0 requires all."""
         number = next(self.world.numbers)
-        push = Push(policy, f"q{number}", self.clock.now + timeout)
+        push = Push(policy, f"q{number}", self.clock.now + timeout, min_replicas)
         self.pushes.append(push)
         try:
-            assert not self._pushing
-            self._pushing = True
+            assert not self.pushing
+            self.pushing = True
             yield from self._push(push, f"{number:08d}".encode())
         except WeftError as error:
             push.error = error
-        self._pushing = False
+        self.pushing = False
         push.done = True
         self.world.checks.push_ended(self, push)
         return push
 
     def _push(self, push: Push, content: bytes) -> Generator[Any, Any, None]:
-        layout = OTHER_LAYOUT if push.policy == BASE_POLICY else LAYOUT
+        layout = layout_of(push.policy)
         yield self._call("describe", self._left(push))
         begun = yield from self._begin(push, layout)
         push.version, push.transfer_id = begun.version, begun.transfer_id
         digest = ContentDigest(1, content, layout.total_bytes)
         if begun.group is None:
-            yield from self._outcome(push)
+            yield from self._outcome(push, None, None)
             return
         self.world.checks.sending(begun, digest)
+        sending = Sending(begun.transfer_id, layout, digest, push.deadline)
         sender = self._sender_for(begun.group)
         try:
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
-                yield from sender.send(push, digest)
-            yield from self._outcome(push)
+                yield from sender.carry(sending)
+            yield from self._outcome(push, sender, sending)
         except WeftError as error:
             yield from self._give_up(push, error)
             raise
@@ -125,8 +126,9 @@ class SimTrainer(Process):
             if layout.digest not in self._put:
                 yield self._call("put_manifest", self._left(push), digest=layout.digest)
                 self._put.add(layout.digest)
-            group_id = self.sender.group.group_id if self.sender and self.sender.usable else ""
-            self.world.checks.asking(self, push, token)
+            is_kept = self.sender is not None and self.sender.usable
+            group_id = self.sender.epoch.group.group_id if self.sender and is_kept else ""
+            self.world.checks.leases.asking(self, push, token)
             try:
                 begun: BeginAnswer = yield self._call(
                     "begin",
@@ -136,7 +138,7 @@ class SimTrainer(Process):
                     fencing_token=token,
                     layout=layout,
                     adapter=None if push.policy == BASE_POLICY else SPEC,
-                    min_replicas=0,
+                    min_replicas=push.min_replicas,
                     group_id=group_id,
                     time_left=self._left(push),
                 )
@@ -178,16 +180,22 @@ class SimTrainer(Process):
 
     def _sender_for(self, group: Group) -> Sender:
         if self.sender is not None:
-            if self.sender.usable and self.sender.group.group_id == group.group_id:
+            if self.sender.usable and self.sender.epoch.group.group_id == group.group_id:
                 return self.sender
             self.sender.close()
-        self.sender = Sender(self, group)
+        self.sender = Sender(self.world, self, group)
         return self.sender
 
-    def _outcome(self, push: Push) -> Generator[Any, Any, None]:
+    def _outcome(
+        self, push: Push, sender: Sender | None, sending: Sending | None
+    ) -> Generator[Any, Any, None]:
         while True:
+            left = self._left(push)
+            outcome = self._call("await_transfer", left, transfer_id=push.transfer_id)
+            if sender is not None and sending is not None:
+                yield from sender.stand_by(sending, outcome)
             try:
-                yield self._call("await_transfer", self._left(push), transfer_id=push.transfer_id)
+                yield outcome
                 return
             except PeerUnavailableError as error:
                 if error.reason != "COORDINATOR_AWAY" or self.clock.now > push.deadline:
@@ -202,60 +210,3 @@ class SimTrainer(Process):
         if self.sender is not None:
             self.sender.close()
             self.sender = None
-
-
-class Sender:
-    """Rank 0 of one side group, kept across pushes."""
-
-    def __init__(self, trainer: SimTrainer, group: Group) -> None:
-        self.trainer, self.group, self.world = trainer, group, trainer.world
-        self.usable = True
-        self._broken = Future()
-        self._directions: dict[tuple[str, str], Future] = {}
-        self._stream: Stream = self.world.attend(
-            trainer, group, 0, self._message, lambda error: self._break(error)
-        )
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._stream.leave()
-        self._break(StaleEpochError("the sender was closed"))
-
-    def _break(self, error: WeftError) -> None:
-        self.usable = False
-        self._broken.set(error=error)
-
-    def fail(self, error: WeftError) -> None:
-        """A data connection of it broke."""
-        if self._directions:
-            self._break(error)
-
-    def _message(self, message: tuple[Any, ...]) -> None:
-        kind, transfer_id, *rest = message
-        if kind == "abort":
-            self._break(rest[0])
-        else:
-            self._direction(kind, transfer_id).set()
-
-    def _direction(self, kind: str, transfer_id: str) -> Future:
-        return self._directions.setdefault((kind, transfer_id), Future())
-
-    def send(self, push: Push, digest: ContentDigest) -> Generator[Any, Any, None]:
-        """Send the bytes and say so."""
-        try:
-            yield from self._await("start", push)
-            yield self.world.random.uniform(0.001, 0.3)
-            self.world.broadcast(push.transfer_id, self.trainer.name).content.set(digest)
-            yield from self._await("released", push)
-        except WeftError as error:
-            self._stream.up(("failed", push.transfer_id, error.reason, error.message))
-            self._break(error)
-            raise
-        self._stream.up(("staged", push.transfer_id, digest))
-        self._directions.clear()
-
-    def _await(self, kind: str, push: Push) -> Generator[Any, Any, None]:
-        left = push.deadline - self.world.clock.now
-        late = TransferTimeoutError(f"the deadline passed before {kind}")
-        told = self._direction(kind, push.transfer_id)
-        yield any_of(self.world.clock, left, self._broken, told, late=late)

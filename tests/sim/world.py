@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from tests.sim import peace
 from tests.sim.catalog import CatalogModel
-from tests.sim.checks import Checks, Violation
-from tests.sim.clock import Clock, Future, Process
+from tests.sim.checks import Checks
+from tests.sim.clock import Clock, Process
 from tests.sim.coordinator import SimCoordinator
+from tests.sim.data import Data
 from tests.sim.faults import Faults
+from tests.sim.lease_checks import Violation
 from tests.sim.network import Network, Stream
-from tests.sim.replica import SimReplica
+from tests.sim.operator import SimOperator
+from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
 from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, WeftError
 from weft.coordinator.state import Group, Settings
@@ -30,12 +34,8 @@ class Outcome:
     seconds: float
 
 
-class Broadcast:
-    """The bytes of one transfer on their way."""
-
-    def __init__(self, sender: str) -> None:
-        self.sender = sender
-        self.content = Future()
+#: Transfers whose data is remembered.
+_MAX_DATA = 32
 
 
 class World:
@@ -58,24 +58,30 @@ class World:
             lost_after_seconds=3.0,
             retain=self.random.choice([1, 2, 3]),
             retire_retry_seconds=1.0,
+            clone_seconds=6.0,
         )
         self.commit_seconds = 6.0
         self.numbers = itertools.count(1)
         self.network = Network(self.clock, self.random)
         self.catalog = CatalogModel()
         self.checks = Checks(self)
-        self.broadcasts: dict[str, Broadcast] = {}
+        self.data: dict[tuple[str, str], Data] = {}
         self.corruption = self.clean_failure = self.dirty_failure = self.slow_disk = 0.0
         self.quiet = False
         self.coordinator: SimCoordinator
         self.replicas: dict[str, SimReplica] = {}
         self.trainers: dict[str, SimTrainer] = {}
         self.start_coordinator()
+        retain_base = self.random.choice([0, 1, 1, 2, 2, 3])
         for i in range(self.random.choice([1, 2, 2, 3, 3, 4])):
-            self.start_replica(f"r{i}", self.random.choice([1, 1, 2]))
+            unlike = self.random.random() < 0.1
+            retain = self.random.choice([0, 1, 2]) if unlike else retain_base
+            self.start_replica(f"r{i}", Kind(self.random.choice([1, 1, 2]), retain))
         for i in range(self.random.choice([1, 2, 2, 3])):
             wanted = self.random.sample(POLICIES, self.random.choice([1, 2]))
             self.start_trainer(f"t{i}", sorted(wanted))
+        self.operator = SimOperator(self)
+        self.network.processes["operator"] = self.operator
         self.faults = Faults(self)
 
     def trace(self, who: str, what: str) -> None:
@@ -90,10 +96,10 @@ class World:
         self.coordinator = SimCoordinator(self, self.catalog.open(self.settings))
         self.network.processes["coordinator"] = self.coordinator
 
-    def start_replica(self, name: str, num_receivers: int) -> None:
+    def start_replica(self, name: str, kind: Kind) -> None:
         """Start or restart one at the same address."""
         incarnation = f"i{next(self.numbers)}"
-        self.replicas[name] = SimReplica(self, name, incarnation, num_receivers)
+        self.replicas[name] = SimReplica(self, name, incarnation, kind)
         self.network.processes[name] = self.replicas[name]
 
     def start_trainer(self, name: str, policies: list[str]) -> None:
@@ -107,21 +113,19 @@ class World:
         self.trace(process.name, "crashes")
         process.crash()
         gone = PeerUnavailableError("a connection of the side group broke")
-        for trainer in self.trainers.values():
-            sender = trainer.sender
-            if sender and sender.usable and isinstance(process, SimReplica):
-                members = {member.replica_id for member in sender.group.members}
-                if process.name in members and self.random.random() < 0.5:
-                    self.clock.after(self.network.delay(), sender.fail, gone)
-        for broadcast in self.broadcasts.values():
-            if broadcast.sender == process.name and self.random.random() < 0.7:
-                self.clock.after(self.network.delay(), broadcast.content.set, None, gone)
+        for data in self.data.values():
+            members = {data.sender, *(member.replica_id for member in data.group.members)}
+            if process.name in members and self.random.random() < 0.6:
+                self.clock.after(self.network.delay(), data.break_off, gone)
 
-    def broadcast(self, transfer_id: str, sender: str) -> Broadcast:
-        """The bytes of a transfer."""
-        while len(self.broadcasts) > 8:
-            del self.broadcasts[next(iter(self.broadcasts))]
-        return self.broadcasts.setdefault(transfer_id, Broadcast(sender))
+    def data_of(self, group: Group, transfer_id: str, sender: str) -> Data:
+        """The bytes of a transfer in a group."""
+        while len(self.data) > _MAX_DATA:
+            del self.data[next(iter(self.data))]
+        key = group.group_id, transfer_id
+        if key not in self.data:
+            self.data[key] = Data(group, sender)
+        return self.data[key]
 
     def attend(
         self,
@@ -181,15 +185,28 @@ class World:
         self.trace("world", "faults stop")
         self.faults.stop()
         # The longest push, a commit's answer, a lost replica, an expired lease.
-        self.clock.run_until(self.clock.now + 20.0)
-        self.faults.repair_replicas()
-        self.clock.run_until(self.clock.now + 5.0)
-        self.checks.settled()
+        self.clock.run_until(self.clock.now + 10.0)
+        # The longest pause between two attempts at a clone comes on top.
+        self._must_end(80.0, peace.left_over, peace.behind, peace.kept)
+        self.trace("world", "all is well")
         for policy in POLICIES:
             self._push_must_succeed(policy)
-        self.clock.run_until(self.clock.now + 4.0)
-        self.checks.settled()
-        self.checks.agreed()
+        self._must_end(20.0, peace.left_over, peace.behind, peace.kept, peace.disagreeing)
+
+    def _must_end(self, seconds: float, *questions: Callable[[World], Iterator[str]]) -> None:
+        """Wait until there is no complaint any more."""
+        end = self.clock.now + seconds
+        while True:
+            self.faults.repair_replicas()
+            self.clock.run_until(self.clock.now + 1.0)
+            complaints = (text for ask in questions for text in ask(self))
+            if self.clock.now >= end:
+                found = list(complaints)
+                if found:
+                    raise Violation(f"after {seconds:.0f} s of peace: {'; '.join(found[:4])}")
+                return
+            if next(complaints, None) is None:
+                return
 
     def _push_must_succeed(self, policy: str) -> None:
         if not any(policy in trainer.policies for trainer in self.trainers.values()):

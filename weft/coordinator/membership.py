@@ -174,7 +174,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         )
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
-    change.reply(event.ticket, _heartbeat_answer(change, replica))
+    answer = _heartbeat_answer(change, replica)
+    # What it says of itself now counts at once against it, though not yet for it.
+    change.reply(event.ticket, replace(answer, ready=answer.ready and not event.dirty_reason))
 
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:

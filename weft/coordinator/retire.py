@@ -8,7 +8,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallRetire, SaveRetired
-from weft.coordinator.state import Policy, PolicyKind, Replica, Settings, State
+from weft.coordinator.state import Phase, Policy, PolicyKind, Replica, Settings, State
 
 EVERY_SECONDS = 1.0
 
@@ -30,8 +30,16 @@ def retire(change: Change) -> None:
     O(replicas x adapters): at the end of a transfer, and once a second.
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
+    # A commit that no replica can follow is withdrawn: until then nothing leaves for it.
+    undecided = {
+        t.policy
+        for t in state.transfers.values()
+        if t.phase is Phase.COMMITTING and not t.replica_id
+    }
     kept = {
-        policy.name: kept_versions(policy, state.settings)
+        policy.name: frozenset(policy.versions)
+        if policy.name in undecided
+        else kept_versions(policy, state.settings)
         for policy in state.policies.values()
         if policy.kind is PolicyKind.ADAPTER
     }

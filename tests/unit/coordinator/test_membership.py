@@ -132,6 +132,15 @@ def _with_dirty() -> Machine:
     return m
 
 
+def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    vector = m.state.replicas["r0"].vector
+    m.do(events.Heartbeat(95, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
+    assert m.answer(95) == effects.HeartbeatAnswer(ready=False)
+
+
 def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
     m = _with_dirty()
     m.register("r1")  # the same process

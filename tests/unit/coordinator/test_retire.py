@@ -71,6 +71,31 @@ def test_a_lost_replica_holds_nothing_back() -> None:
     assert m.state.policies["math"].versions == (2,)
 
 
+def test_nothing_is_retired_for_a_version_that_may_be_withdrawn() -> None:
+    m = _after(2, retain=2)
+    ticket = m.run_to(Phase.COMMITTING)
+    m.pass_time(2)
+    assert not m.found(effects.CallRetire)
+    m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
+    m.pass_time(2)
+    assert not m.ever(effects.CallRetire)
+    assert m.state.policies["math"].versions == (1, 2)
+
+
+def test_what_a_withdrawn_version_replaced_is_not_retired_though_nobody_holds_it() -> None:
+    m = Machine(retain=1).pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.Leave(5, "r0", "i1"))
+    m.register("r1")
+    ticket = m.run_to(Phase.COMMITTING)
+    m.pass_time(2)
+    m.answer_commits(ticket, r1=LOAD_FAILED)
+    policy = m.state.policies["math"]
+    assert (policy.served_version, policy.versions) == (1, (1,))
+    assert not m.ever(effects.SaveRetired)
+
+
 def test_what_an_alias_stands_for_is_never_retired() -> None:
     m = Machine(retain=1).pool("r0", "r1")
     m.acquire("math")

@@ -1,0 +1,77 @@
+"""Buckets on their way: collectives that all members of a group join in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tests.sim.clock import Future
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import WeftError
+from weft.contract.names import BASE_POLICY
+from weft.contract.tensors import DataType, TensorMeta
+from weft.coordinator.state import ContentDigest, Group, Layout
+
+if TYPE_CHECKING:
+    from tests.sim.sender import Epoch
+
+
+def _layout(num_buckets: int, columns: int) -> Layout:
+    names = [f"w{i}" for i in range(num_buckets)]
+    metas = [TensorMeta(name, DataType.BFLOAT16, (16, columns)) for name in names]
+    layout = Layout.of(plan_buckets(metas, 32 * columns))
+    assert layout.num_buckets == num_buckets
+    return layout
+
+
+ADAPTER_LAYOUT = _layout(3, 8)
+BASE_LAYOUT = _layout(4, 16)
+LAYOUTS = {layout.digest: layout for layout in (ADAPTER_LAYOUT, BASE_LAYOUT)}
+
+#: Buckets that a sender keeps.
+NUM_BUFFERS = 2
+
+
+def layout_of(policy: str) -> Layout:
+    """What a policy's versions look like."""
+    return BASE_LAYOUT if policy == BASE_POLICY else ADAPTER_LAYOUT
+
+
+def digest_over(contents: Sequence[bytes], layout: Layout) -> ContentDigest:
+    """Over all buckets; of buckets that belong together it is what they are of."""
+    value = contents[0] if len(set(contents)) == 1 else b"mixed"
+    return ContentDigest(1, value, layout.total_bytes)
+
+
+class Data:
+    """The operations of one transfer in one group, numbered from 0.
+
+    Args:
+        group: Whose members take part.
+        sender: Who sends.
+    """
+
+    def __init__(self, group: Group, sender: str) -> None:
+        self.group = group
+        self.sender = sender
+        self.epoch: Epoch | None = None
+        self.broken = Future()
+        self._operations: list[Future] = []
+        self._num_sent = 0
+
+    def operation(self, number: int) -> Future:
+        """What comes with it: a bucket's index and content."""
+        while len(self._operations) <= number:
+            self._operations.append(Future())
+        return self._operations[number]
+
+    def send(self, bucket: int, content: bytes) -> None:
+        """The sender's next operation."""
+        self.operation(self._num_sent).set((bucket, content))
+        self._num_sent += 1
+
+    def break_off(self, error: WeftError) -> None:
+        """The members' connections break; each learns it where it waits."""
+        self.broken.set(error=error)
+        if self.epoch is not None:
+            self.epoch.cut_off()

@@ -1,0 +1,77 @@
+"""What must be true of leases and of the versions that are assigned under them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from weft.coordinator import effects
+from weft.coordinator.state import State
+
+if TYPE_CHECKING:
+    from tests.sim.trainer import Push, SimTrainer
+    from tests.sim.world import World
+
+
+class Violation(AssertionError):
+    """Something that must be true is not."""
+
+
+def fail(what: str) -> NoReturn:
+    """End the run.
+
+    Raises:
+        Violation: Always.
+    """
+    raise Violation(what)
+
+
+class LeaseChecks:
+    """Knows who was told of which fencing token."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._holders: dict[tuple[str, int], tuple[str, str]] = {}
+        self._newest_token: dict[str, int] = {}
+        self._asked: dict[str, set[tuple[str, int]]] = {}
+
+    def asking(self, trainer: SimTrainer, push: Push, token: int) -> None:
+        """A trainer calls BeginTransfer."""
+        self._asked.setdefault(push.request_id, set()).add((trainer.name, token))
+
+    def told(self, answer: effects.LeaseAnswer) -> None:
+        """A lease was granted or renewed."""
+        lease = answer.lease
+        holder = (lease.trainer_id, lease.session_id)
+        known = self._holders.setdefault((answer.policy, lease.fencing_token), holder)
+        if known != holder:
+            fail(f"token {lease.fencing_token} of {answer.policy}: {known} and {holder}")
+        newest = self._newest_token.get(answer.policy, 0)
+        if lease.fencing_token < newest:
+            fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
+        self._newest_token[answer.policy] = lease.fencing_token
+
+    def saving(self, save: effects.SavePolicy) -> None:
+        """A policy is about to be saved."""
+        policy = save.policy
+        if policy.fencing_token < self._newest_token.get(policy.name, 0):
+            fail(f"the fencing token of {policy.name} shrank to {policy.fencing_token}")
+
+    def assigned(self, state: State, save: effects.SaveVersion) -> None:
+        """A push gets its version."""
+        record = save.record
+        policy, transfer = (
+            state.policies[record.version.policy],
+            state.transfers.get(record.transfer_id),
+        )
+        lease = policy.lease
+        if transfer is None:
+            return  # it ended in the same step
+        now = self._world.clock.now
+        if lease is None or lease.expires_at <= now:
+            fail(f"{record.version} was assigned without a lease")
+        elif transfer.fencing_token != lease.fencing_token or (
+            lease.fencing_token < self._newest_token.get(policy.name, 0)
+        ):
+            fail(f"{record.version} was assigned under an old lease")
+        elif (lease.trainer_id, lease.fencing_token) not in self._asked[record.request_id]:
+            fail(f"{record.version} was assigned to a fenced trainer")

@@ -1,0 +1,170 @@
+"""A receiver's rank of a side group, as the Weft thread of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Future, any_of
+from tests.sim.data import digest_over
+from tests.sim.network import Stream
+from tests.sim.store import Copy, Partial
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    PeerUnavailableError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.coordinator.state import Group, Transfer
+
+if TYPE_CHECKING:
+    from tests.sim.replica import SimReplica
+
+#: Transfers whose bytes a receiver has room for.
+_STAGING_ROOM = 8
+_HAND_OVER_SECONDS = 10.0
+
+
+class Receiver:
+    """One membership; ``former`` is that in the trainer's group before."""
+
+    def __init__(
+        self, replica: SimReplica, group: Group, rank: int, index: int, former: Receiver | None
+    ) -> None:
+        self.replica, self.group, self.rank, self.index = replica, group, rank, index
+        self.world = replica.world
+        self.open = True
+        self.stream: Stream | None = None
+        self._former = former
+        self._directions: deque[tuple[Any, ...]] = deque()
+        self._wake = Future()
+        self._aborted = Future()
+        self._prepared: tuple[Transfer, Partial] | None = None
+        self._deadline = 0.0
+        self.ended = Future()
+        replica.spawn(self._run()).then(lambda _: self.ended.set())
+
+    def leave(self) -> None:
+        """End soon."""
+        self.open = False
+        if self.stream is not None:
+            self.stream.leave()
+        self._aborted.set(error=TransferAbortedError("the replica left the side group"))
+        self._put(("end", ""))
+
+    def _put(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "abort":
+            self._aborted.set(error=message[2])
+        self._directions.append(message)
+        self._wake.set()
+
+    def _closed(self, error: WeftError) -> None:
+        self.open = False
+        self._put(("end", ""))
+
+    def _run(self) -> Generator[Any, Any, None]:
+        yield self.world.network.delay()
+        if self._former is not None:
+            # It hands over what it has verified of a transfer that goes on here.
+            with contextlib.suppress(TransferTimeoutError):
+                late = TransferTimeoutError("it hangs")
+                yield any_of(self.world.clock, _HAND_OVER_SECONDS, self._former.ended, late=late)
+            self._former = None
+        if not self.open:
+            return
+        self.stream = self.world.attend(
+            self.replica, self.group, self.rank, self._put, self._closed
+        )
+        try:
+            while True:
+                while not self._directions:
+                    self._wake = Future()
+                    yield self._wake
+                kind, transfer_id, *rest = self._directions.popleft()
+                if kind == "end":
+                    return
+                yield from self._follow(kind, transfer_id, rest)
+        finally:
+            self._keep_prepared()
+
+    def _follow(self, kind: str, transfer_id: str, rest: list[Any]) -> Generator[Any, Any, None]:
+        assert self.stream is not None
+        try:
+            if kind == "prepare":
+                yield from self._prepare(*rest)
+            elif kind == "start":
+                yield from self._receive(transfer_id, *rest)
+            elif kind == "abort":
+                self._prepared = None
+                self.replica.store.drop_one(transfer_id, self.index)
+        except WeftError as error:
+            self._keep_prepared()
+            self.stream.up(("failed", transfer_id, error.reason, error.message))
+
+    def _keep_prepared(self) -> None:
+        """What was verified: the transfer may go on in another group."""
+        if self._prepared is not None:
+            self.replica.store.put_partial(self._prepared[1], self.index)
+            self._prepared = None
+
+    def _prepare(self, transfer: Transfer, time_left: float) -> Generator[Any, Any, None]:
+        assert self.stream is not None
+        self._deadline = self.world.clock.now + time_left
+        self._aborted = Future() if self.open else self._aborted
+        self._prepared = None
+        yield self.world.random.uniform(0.001, 0.05)
+        store = self.replica.store
+        partial = store.take_partial(transfer.transfer_id, transfer.trainer_id, self.index)
+        if store.num_held(self.index) >= _STAGING_ROOM:
+            raise CapacityError("staging is full")
+        self._prepared = transfer, partial
+        self.stream.up(("prepared", transfer.transfer_id, len(partial.contents)))
+
+    def _receive(self, transfer_id: str, first_bucket: int) -> Generator[Any, Any, None]:
+        assert self.stream is not None
+        if self._prepared is None or self._prepared[1].transfer_id != transfer_id:
+            raise WeftError(f"{transfer_id} was started but never prepared")
+        transfer, partial = self._prepared
+        contents = partial.contents
+        del contents[first_bucket:]  # a slower member lacks those: they come again
+        yield from self._receive_buckets(transfer, contents)
+        self._prepared = None
+        digest = digest_over(contents, transfer.layout)
+        copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents))
+        self.replica.store.put_staged(copy, self.index)
+        self.world.checks.staging(self, transfer_id, digest)
+        self.stream.up(("staged", transfer_id, digest))
+
+    def _receive_buckets(
+        self, transfer: Transfer, contents: list[bytes]
+    ) -> Generator[Any, Any, None]:
+        assert self.stream is not None
+        world, sender = self.world, self._sender
+        data = world.data_of(self.group, transfer.transfer_id, sender)
+        late = TransferTimeoutError("the bytes did not come")
+        for number in range(transfer.layout.num_buckets - len(contents)):
+            arrives, left = data.operation(number), self._deadline - world.clock.now
+            bucket, content = yield any_of(
+                world.clock, left, arrives, data.broken, self._aborted, late=late
+            )
+            yield world.random.uniform(0.001, 0.05)
+            if not world.network.connected(self.replica.name, sender):
+                if world.random.random() < 0.5:
+                    raise PeerUnavailableError("the connection broke")
+                left = self._deadline - world.clock.now
+                yield any_of(world.clock, left, data.broken, self._aborted, late=late)
+            if world.random.random() < world.corruption / 3:
+                if world.random.random() < 0.5:
+                    raise DigestMismatchError("a bucket's digest is not that of its trailer")
+                content = b"corrupt!"
+            world.checks.receiving(self, transfer.transfer_id, bucket, len(contents))
+            contents.append(content)
+            self.stream.up(("verified", transfer.transfer_id, bucket))
+
+    @property
+    def _sender(self) -> str:
+        return self.group.trainer_id.removeprefix("replica:")
