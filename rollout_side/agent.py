@@ -127,19 +127,30 @@ class Agent:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        async with self._switching:
-            if self._serves(version):
-                return SwitchTimes()
-            if transfer_id in self._failed:
-                raise NotReadyError(f"{version} failed to load here before; push it again")
-            if version.policy == BASE_POLICY:
-                load = self.engine.apply_base(transfer_id, version, content_digest)
-                times = await self._load_base(version, load, transfer_id)
-                await self._look_at_memory()
-            else:
-                times = await self._load_adapter(
-                    version, transfer_id, config_json, content_digest, alias
-                )
+        return await self._in_turn(
+            self._commit(transfer_id, version, config_json, content_digest, alias)
+        )
+
+    async def _commit(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int,
+    ) -> SwitchTimes:
+        if self._serves(version):
+            return SwitchTimes()
+        if transfer_id in self._failed:
+            raise NotReadyError(f"{version} failed to load here before; push it again")
+        if version.policy == BASE_POLICY:
+            load = self.engine.apply_base(transfer_id, version, content_digest)
+            times = await self._load_base(version, load, transfer_id)
+            await self._look_at_memory()
+        else:
+            times = await self._load_adapter(
+                version, transfer_id, config_json, content_digest, alias
+            )
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -147,6 +158,22 @@ class Agent:
             times.pause_seconds,
         )
         return times
+
+    async def _in_turn(self, order: Coroutine[Any, Any, SwitchTimes]) -> SwitchTimes:
+        """Carry out one order at a time, to its end: cut off in the middle it would leave
+        mixed weights. One whose caller went away while it waited is not begun."""
+        try:
+            await self._switching.acquire()
+        except asyncio.CancelledError:
+            order.close()
+            raise
+        work = asyncio.ensure_future(order)
+        work.add_done_callback(lambda _: self._switching.release())
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_log_unheard)
+            raise
 
     async def switch(
         self, version: PolicyVersion, spilled: SpilledCopy | None = None
@@ -159,22 +186,23 @@ class Agent:
             DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        async with self._switching:
-            times = SwitchTimes()
+        return await self._in_turn(self._switch(version, spilled))
+
+    async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
+        # An alias is flipped, but not by an order to read what is served since.
+        if self._serves(version) and (version.policy == BASE_POLICY or spilled):
+            return SwitchTimes()
+        try:
             try:
-                # An alias is flipped, but not by an order to read what is served since.
-                if self._serves(version) and (version.policy == BASE_POLICY or spilled):
-                    return times
-                try:
-                    times = await self._switch_held(version)
-                except NotFoundError:
-                    if spilled is None:
-                        raise
-                    times = await self._switch_spilled(version, spilled)
-            except (NotFoundError, NotReadyError) as error:
-                raise NotReadyError(error.message, reason="NOT_RETAINED") from error
-            if version.policy == BASE_POLICY:
-                await self._look_at_memory()
+                times = await self._switch_held(version)
+            except NotFoundError:
+                if spilled is None:
+                    raise
+                times = await self._switch_spilled(version, spilled)
+        except (NotFoundError, NotReadyError) as error:
+            raise NotReadyError(error.message, reason="NOT_RETAINED") from error
+        if version.policy == BASE_POLICY:
+            await self._look_at_memory()
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
 
@@ -435,3 +463,9 @@ class Agent:
         finally:
             await asyncio.to_thread(registration.stop)
         raise refused.result()
+
+
+def _log_unheard(work: asyncio.Future[SwitchTimes]) -> None:
+    """What became of an order that nobody waits for any more; the heartbeat tells it."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _log.warning("an order whose caller had gone away failed: %s", error)

@@ -223,7 +223,7 @@ class Delivery:
 
         def ask(left: float) -> pb.AwaitTransferResponse:
             call = self._stub.AwaitTransfer.future(request, timeout=left)
-            if sender is not None and sender.usable:
+            if sender is not None:
                 sender.stand_by(call)
             return call.result()
 

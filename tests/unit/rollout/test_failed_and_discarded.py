@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 import torch
 
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
+from rollout_side.engine import SwitchTimes
 from rollout_side.staged import StagedVersion, WorkerStore
 from tests.pool import EngineDouble
 from weft.contract.bucket_plan import plan_buckets
@@ -36,6 +40,37 @@ async def test_a_commit_that_failed_does_not_succeed_when_it_is_repeated() -> No
     _stage(engine.store, "t2")
     await agent.commit("t2", BASE, "", b"digest")
     assert agent.vector.base == 1
+
+
+async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
+    """The coordinator's deadline passes in the middle: half a load would mix weights."""
+    engine = EngineDouble({"w": torch.zeros(4)})
+    agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
+    _stage(engine.store, "t1")
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    apply = engine.apply_base
+
+    async def slow(*args: Any) -> SwitchTimes:
+        begun.set()
+        await go_on.wait()
+        return await apply(*args)
+
+    engine.apply_base = slow  # type: ignore[method-assign]
+    order = asyncio.create_task(agent.commit("t1", BASE, "", b"digest"))
+    await begun.wait()
+    waiting = asyncio.create_task(agent.commit("t2", PolicyVersion("base", 2), "", b"digest"))
+    await asyncio.sleep(0)
+    for task in (order, waiting):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert agent.vector.base == 0
+    go_on.set()
+    async with asyncio.timeout(5):
+        while agent.vector.base != 1:
+            await asyncio.sleep(0.001)
+    assert not agent.dirty_reason
+    await agent.commit("t1", BASE, "", b"digest")  # its turn has ended; repeated, it succeeds
 
 
 def test_an_order_to_discard_may_come_before_the_last_bucket() -> None:
