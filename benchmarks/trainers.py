@@ -104,22 +104,22 @@ def _weft(source: Any, manifest: Manifest, packer: Packer | None, ranks: Any) ->
 def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | None) -> None:
     """Each parameter whole on every rank in turn, kept at the sender, then packed."""
     module = trainer.model.module if trainer.kind in ("ddp", "zero3", "fsdp1") else trainer.model
-    if adapter:
-        module.merge_adapter()
     whole: dict[str, torch.Tensor] = {}
-    try:
-        with _whole_units(trainer):
+    with _whole_model(trainer, adapter):
+        if adapter:
+            module.merge_adapter()
+        try:
             for raw, param in module.named_parameters():
                 name = raw.replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
                 name = name.replace(".base_layer", "")
                 if "lora_" in name:
                     continue
-                with _gathered(trainer, param) as tensor:
+                with _gathered(trainer, adapter, param) as tensor:
                     if dist.get_rank() == SENDER:
                         whole[name] = tensor.detach().clone()
-    finally:
-        if adapter:
-            module.unmerge_adapter()
+        finally:
+            if adapter:
+                module.unmerge_adapter()
     if packer is not None:
         cast = CastRule(enabled=False)
         source = ParamsSource(WholeParams(whole, ""), {n: n for n in whole}, cast, "")
@@ -128,19 +128,25 @@ def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | Non
 
 
 @contextlib.contextmanager
-def _whole_units(trainer: Any) -> Iterator[None]:
-    if trainer.kind != "fsdp1":
-        yield
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+def _whole_model(trainer: Any, adapter: bool) -> Iterator[None]:
+    """Where the framework merges or reads only what every rank holds whole."""
+    if trainer.kind == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
-    with Fsdp.summon_full_params(trainer.model, writeback=False):
+        with Fsdp.summon_full_params(trainer.model, writeback=False):
+            yield
+    elif trainer.kind == "zero3" and adapter:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(trainer.model.module.parameters())):
+            yield
+    else:
         yield
 
 
 @contextlib.contextmanager
-def _gathered(trainer: Any, param: Any) -> Iterator[torch.Tensor]:
-    if trainer.kind == "zero3":
+def _gathered(trainer: Any, adapter: bool, param: Any) -> Iterator[torch.Tensor]:
+    if trainer.kind == "zero3" and not adapter:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([param]):

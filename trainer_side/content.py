@@ -14,11 +14,11 @@ from trainer_side.module_source import ModuleSource
 from trainer_side.names import adapter_tensor_name, unwrapped_name
 from trainer_side.params.choose import Opened, open_model
 from trainer_side.params.merged import MergedParams
-from trainer_side.params.quantised import DequantisedParams
+from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import Lease, snapshot
 from trainer_side.ranks import Ranks
 from trainer_side.source import CastRule, Source
-from weft.contract.errors import InvalidRequestError
+from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.rpc.codec import dtype_from_proto
 from weft.v1 import publish_pb2 as pb
 
@@ -77,6 +77,11 @@ class ModelBase:
         """See ``Content.source``."""
         module: Any = self.opened.module
         params = self.opened.params
+        if params.is_collective and has_quantised_layers(module):
+            raise UnsupportedError(
+                "a base that is both quantised and sharded cannot be dequantised on the way: push "
+                "the adapter (push_adapter), or shard an unquantised base"
+            )
         if self.merged is not None:
             params = MergedParams(module, params, self.merged)
             module = module.get_base_model()

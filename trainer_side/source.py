@@ -18,6 +18,7 @@ from weft.contract.errors import InvalidManifestError
 from weft.contract.tensors import DataType, TensorMeta
 
 _DTYPES = {getattr(torch, dtype.torch_name): dtype for dtype in DataType}
+_TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
 
 
 class Source(Protocol):
@@ -119,7 +120,7 @@ def tensor_source(
 
 def torch_dtypes(metas: Sequence[TensorMeta]) -> list[torch.dtype]:
     """The wire dtypes, as torch names them."""
-    return [getattr(torch, meta.dtype.torch_name) for meta in metas]
+    return [_TORCH_DTYPES[meta.dtype] for meta in metas]
 
 
 def check_all_finite(source: Source) -> None:

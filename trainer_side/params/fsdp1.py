@@ -73,8 +73,9 @@ def _own_rank() -> int:
 
 def _runs(begin: int, numel: int, size: int, ranks: list[int]) -> Iterator[Run]:
     """Where [begin, begin + numel) of a flat parameter lies, ``size`` elements a rank."""
-    for index, rank in enumerate(ranks):
-        first = max(begin, index * size)
-        last = min(begin + numel, (index + 1) * size)
-        if first < last:
-            yield Run(rank, first - begin, last - first)
+    position = begin
+    while position < begin + numel:
+        index = position // size
+        end = min(begin + numel, (index + 1) * size)
+        yield Run(ranks[index], position - begin, end - position)
+        position = end

@@ -89,8 +89,8 @@ class WholeParams:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
         self.kind = kind
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self.metas = {name: as_meta(tensor) for name, tensor in self._tensors.items()}
+        self._tensors = tensors
+        self.metas = {name: as_meta(tensor) for name, tensor in tensors.items()}
 
     def fetch(
         self,
@@ -104,8 +104,8 @@ class WholeParams:
 
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``."""
-        return self._tensors[name]
+        return self._tensors[name].detach()
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``."""
-        return iter(self._tensors.items())
+        return ((name, tensor.detach()) for name, tensor in self._tensors.items())

@@ -15,6 +15,11 @@ def is_quantised(param: torch.nn.Parameter) -> bool:
     return type(param).__name__ in ("Params4bit", "Int8Params")
 
 
+def has_quantised_layers(module: torch.nn.Module) -> bool:
+    """Whether bitsandbytes' linears are in a model, however their weights lie."""
+    return any(type(part).__name__ in ("Linear4bit", "Linear8bitLt") for part in module.modules())
+
+
 class DequantisedParams:
     """Whole parameters, some of them packed; see ``Params``.
 

@@ -13,6 +13,7 @@ from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.ranks import OneRank
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError, UnsupportedError
+from weft.v1 import publish_pb2 as pb
 
 
 class Tiny(nn.Module):
@@ -220,3 +221,10 @@ def test_a_quantised_bases_adapter_has_its_fingerprint(saved):
     }
     assert len(found) == 1
     assert "" not in found
+
+
+def test_a_base_that_is_quantised_and_sharded_is_refused(saved, monkeypatch):
+    content = base_content(quantised(saved, 4), OneRank(), True, "default")
+    monkeypatch.setattr(type(content.opened.params), "is_collective", True)
+    with pytest.raises(UnsupportedError, match="both quantised and sharded"):
+        content.source(pb.DescribeTargetResponse())
