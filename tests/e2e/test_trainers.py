@@ -19,6 +19,7 @@ from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, runni
 from tests.integration.models import peft_of
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
+from trainer_side.names import base_name_in_peft
 from weft_cli.demo.openai_client import complete
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
@@ -27,6 +28,8 @@ SAMPLE = ("ddp", "fsdp1", "fsdp2", "zero3")
 PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14])
 #: vLLM against Hugging Face in float32 (tests/e2e/test_models.py).
 MAX_ERROR, MEAN_ERROR = 5e-5, 5e-6
+#: Of LoRA's values: far larger ones would make the model magnify float32's own error.
+SCALE = 0.08
 TARGETS = ["q_proj", "v_proj", "o_proj"]
 
 
@@ -65,8 +68,9 @@ class Rig:
         self.trainer.do("make", kind=kind, model=str(self.model), peft=peft)
         self.trainer.do("train", steps=1)
 
-    def expect(self, served: str, peft: dict | None = None) -> None:
-        """The replica's answers are those of the trainer's whole weights."""
+    def expect(self, served: str, peft: dict | None = None, *, merged: bool = False) -> None:
+        """The replica's answers are those of the trainer's whole weights, ``merged`` by
+        PEFT if it was pushed so."""
         path = self.work / "whole.pt"
         self.trainer.do("save", path=str(path))
         whole = torch.load(path)
@@ -77,7 +81,7 @@ class Rig:
         assert not unknown
         assert all("lm_head" in name for name in missing), missing  # tied
         reference.tie_weights()
-        check(self.url, served, reference)
+        check(self.url, served, reference.merge_and_unload() if merged else reference)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +105,7 @@ def test_full_push(dense, kind):
 
 @pytest.mark.parametrize("kind", _params([kind for kind in KINDS if kind != "fsdp1_flat"]))
 def test_adapter_push_then_merged_push(dense, kind):
-    peft = {"seed": 2, "use_rslora": True, "target_modules": TARGETS}
+    peft = {"seed": 2, "scale": SCALE, "use_rslora": True, "target_modules": TARGETS}
     # The adapter's base is the saved model: the replica goes back to it.
     dense.trainer.do("make", kind="ddp", model=str(dense.model))
     dense.trainer.push("base")
@@ -110,21 +114,21 @@ def test_adapter_push_then_merged_push(dense, kind):
     version = dense.trainer.push("adapter", policy=name)
     dense.expect(f"{name}@{version}", peft)
     dense.trainer.push("merged")
-    dense.expect(MODEL_NAME, peft)
+    dense.expect(MODEL_NAME, peft, merged=True)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_trainer(dense, bits):
-    """Its adapter, on the pool's own base; and its dequantised base with it merged in."""
+    """Its adapter, on the pool's own base; its dequantised base with it merged in, and without."""
     from peft.utils.integrations import dequantize_module_weight
 
     dense.trainer.do("close")  # gives its leases back
-    model = peft_of(models.load_quantised(dense.model, bits), 5, target_modules=TARGETS)
+    model = peft_of(models.load_quantised(dense.model, bits), 5, SCALE, target_modules=TARGETS)
     with Publisher(dense.target, trainer_id="trainer-q", timeout_seconds=60) as publisher:
         publisher.push_base(dense.model)
         version = publisher.push_adapter(model, "quantised")
         assert "quantised to" in publisher.last_report.remarks[0]
-        reference = peft_of(models.load_hf(dense.model), 5, target_modules=TARGETS)
+        reference = peft_of(models.load_hf(dense.model), 5, SCALE, target_modules=TARGETS)
         check(dense.url, str(version), reference)
 
         publisher.push_merged(model)
@@ -135,8 +139,14 @@ def test_a_quantised_trainer(dense, bits):
         }
         rest = {name: p for name, p in model.named_parameters() if name not in whole}
         reference.load_state_dict({**rest, **whole})
-        # 8-bit weights are dequantised by one formula here and by another there
-        check(dense.url, MODEL_NAME, reference)
+        check(dense.url, MODEL_NAME, reference.merge_and_unload())
+
+        publisher.push_base(models.load_quantised(dense.model, bits))
+        plain = models.load_hf(dense.model)
+        plain.load_state_dict(
+            {base_name_in_peft(n): p for n, p in {**rest, **whole}.items() if "lora_" not in n}
+        )
+        check(dense.url, MODEL_NAME, plain)
 
 
 @pytest.mark.matrix
@@ -145,11 +155,11 @@ def test_other_kinds_of_model(model, tmp_path):
     kind = {"tied": "qwen2", "moe": "qwen3_moe"}[model]
     with ExitStack() as stack:
         rig = Rig(stack, tmp_path, kind, tied=model == "tied", lora=model == "tied")
-        peft = {"seed": 2, "target_modules": TARGETS}
+        peft = {"seed": 2, "scale": SCALE, "target_modules": TARGETS}
         for trainer in ("ddp", "fsdp1", "fsdp2", "zero3"):
             rig.make(trainer)
             rig.trainer.push("base")
             rig.expect(MODEL_NAME)
             rig.make(trainer, peft)
             rig.trainer.push("merged")
-            rig.expect(MODEL_NAME, peft)
+            rig.expect(MODEL_NAME, peft, merged=True)

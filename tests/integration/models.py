@@ -30,8 +30,8 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def peft_of(model: nn.Module, seed: int = 0, **settings: Any) -> Any:
-    """A LoRA adapter around ``model``, with values."""
+def peft_of(model: nn.Module, seed: int = 0, scale: float = 1.0, **settings: Any) -> Any:
+    """A LoRA adapter around ``model``, with values of that standard deviation."""
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(
@@ -41,7 +41,7 @@ def peft_of(model: nn.Module, seed: int = 0, **settings: Any) -> Any:
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
-                parameter.normal_()
+                parameter.normal_(0.0, scale)
     return wrapped
 
 
