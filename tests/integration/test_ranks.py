@@ -94,8 +94,9 @@ def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
         assert torch.allclose(engine.base[name], tensor, rtol=0, atol=1e-6), name
 
 
-def test_replicated_shards_and_uneven_rows(pool, engine, tmp_path):
+def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
     """HSDP of 2 x 2 ranks, and rows that do not divide by the ranks."""
+    trainer.do("close")  # gives its leases back
     with running_ranks(tmp_path, pool.target, 4) as four:
         for kind in ("hsdp2", "fsdp2", "zero3"):
             four.do("make", kind=kind)
