@@ -11,6 +11,7 @@ every wait ends with the push's deadline, and a push may run beside a training s
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 SENDER = 0
 #: What another rank may take beyond the push's deadline to say how it ended.
 GRACE_SECONDS = 10.0
+# What the end of the process waits for a link to be closed, at most.
+_END_SECONDS = 5.0
 _ERROR_BYTES = 8192
 # Publishers of one process, in the order of making, which is that of every rank.
 _NUMBERS = itertools.count()
@@ -229,7 +232,10 @@ class TorchRanks:
             # Dropping it closes its connections, and waits for what is in flight.
             doomed = [link]
             del link
-            threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True).start()
+            ending = threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True)
+            ending.start()
+            # A thread that the end of Python overtakes in there aborts the process.
+            atexit.register(ending.join, _END_SECONDS)
 
     def _raise_claimed(self, rank: int, own: BaseException | None) -> None:
         text = b""

@@ -49,18 +49,18 @@ def load_model(path: Path) -> Any:
 
 
 def _make_tokenizer() -> Any:
-    """One word a token, so that any text has a tokenisation and back."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
+    """One byte a token, so that any text has a tokenisation and back.
 
-    words = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, VOCAB_SIZE)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
-    )
+    Of the class that AutoTokenizer takes for a Qwen2, whatever was saved.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    # "À" stands for byte 0xC0, which no UTF-8 text holds: its place is that of <eos>.
+    tokens = ["<eos>", *sorted({*ByteLevel.alphabet()} - {"À"})]
+    assert len(tokens) == VOCAB_SIZE
+    vocab = {token: number for number, token in enumerate(tokens)}
+    return Qwen2Tokenizer(vocab, merges=[], unk_token="<eos>", eos_token="<eos>", pad_token="<eos>")
 
 
 @torch.no_grad()

@@ -1,0 +1,70 @@
+"""Hugging Face's Trainer: a callback of ten lines pushes the adapter as steps end.
+
+    weft coordinator
+    weft rollout -- tiny --enable-lora --max-lora-rank 8
+    python examples/callback.py --model tiny
+
+On a GPU: the same with a real model's name in both places. examples/README.md has vLLM's
+settings for a CPU.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from trainer_side import Publisher
+
+
+class PushAdapter(TrainerCallback):
+    """Pushes the model's adapter after every so many steps, on every rank alike."""
+
+    def __init__(self, publisher: Publisher, policy: str, every: int = 1) -> None:
+        self.publisher, self.policy, self.every = publisher, policy, every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step % self.every == 0:
+            version = self.publisher.push_adapter(model, self.policy)
+            if state.is_world_process_zero:
+                print(f"step {state.global_step}, pushed {version}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train by Hugging Face's Trainer and push.")
+    parser.add_argument("--model", default="tiny", help="what the replicas serve")
+    parser.add_argument("--policy", default="math", help="the adapter's name in the pool")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--every", type=int, default=2, help="steps from push to push")
+    parser.add_argument("--coordinator", default="127.0.0.1:50051", help="HOST:PORT")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    model = get_peft_model(
+        model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    # Made up; your dataset goes here.
+    rows = torch.randint(model.config.vocab_size, (64, 32))
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            max_steps=args.steps,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )
+    # Made after the Trainer, which has joined the ranks if there are several.
+    with Publisher(args.coordinator, trainer_id="callback-example") as publisher:
+        trainer.add_callback(PushAdapter(publisher, args.policy, args.every))
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

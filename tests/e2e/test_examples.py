@@ -1,0 +1,133 @@
+"""The examples, run by their own commands against a coordinator and a real vLLM replica."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.demo.openai_client import complete
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPT = [5, 17, 99, 200, 33]
+_PYTHON = (sys.executable,)
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+_SECONDS = 120.0
+_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+
+
+def run(work: Path, *command: str | Path) -> list[str]:
+    """What a command that must succeed prints."""
+    log = work / "example.log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, cwd=work, env={**os.environ, **_ENV}, text=True,
+            stdout=subprocess.PIPE, stderr=errors,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+    assert process.returncode == 0, said + log.read_text()
+    return said.splitlines()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What the examples are told, and how they are run."""
+
+    work: Path
+    target: str
+    url: str
+
+    def run(self, launcher: tuple[str, ...], name: str, *args: str) -> list[str]:
+        """An example in the folder of the model that it names by default."""
+        return run(self.work, *launcher, EXAMPLES / name, "--coordinator", self.target, *args)
+
+    def check_served(self, said: list[str], policy: str, pushes: int) -> str:
+        """The pushes that an example tells of follow each other, and the last is served."""
+        numbers = [int(n) for line in said for n in re.findall(rf"pushed {policy}@(\d+)$", line)]
+        assert len(numbers) == pushes, said
+        assert numbers == list(range(numbers[0], numbers[0] + pushes))
+        with open_channel(self.target) as channel:
+            pool = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
+        served = {each.policy: each.served_version for each in pool.policies}
+        assert served[policy] == numbers[-1]
+        return f"{policy}@{numbers[-1]}"
+
+    def check_adapter(self, said: list[str], pushes: int) -> str:
+        """Moreover, an answer to its bare name names it."""
+        newest = self.check_served(said, "math", pushes)
+        assert complete(self.url, "math", PROMPT).model == newest
+        return newest
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    work = tmp_path_factory.mktemp("examples")
+    assert "made tiny" in run(work, *_PYTHON, EXAMPLES / "tiny_model.py", "tiny")
+    with (
+        running_coordinator(work) as coordinator,
+        running_replicas(work, coordinator.target, [work / "tiny"], *LORA_ARGS) as urls,
+    ):
+        yield Pool(work, coordinator.target, urls[0])
+
+
+def test_lora(pool):
+    said = pool.run(_PYTHON, "lora.py", "--url", pool.url)
+    newest = pool.check_adapter(said, 3)
+    asked = [re.match(r"asked for (\S+): (\S+) says (.+)", line) for line in said]
+    *exact, bare = [match.groups() for match in asked if match]
+    assert len(exact) == 3
+    assert all(wanted == named for wanted, named, _ in exact)
+    assert bare == ("math", newest, exact[-1][2])
+
+
+def test_fsdp2(pool):
+    said = pool.run(_TORCHRUN, "fsdp2.py")
+    pool.check_served(said, "base", 3)
+    # A step was trained between each push's begin and its end.
+    told = [line.split()[0] for line in said if line.startswith(("step", "pushed"))]
+    assert told == ["step", *["pushed", "step"] * 2, "pushed"]
+
+
+def test_zero3(pool):
+    pool.check_adapter(pool.run(_TORCHRUN, "zero3.py", "--steps", "2"), 2)
+
+
+@pytest.mark.matrix
+def test_zero3_merged(pool):
+    pool.check_served(pool.run(_TORCHRUN, "zero3.py", "--merged", "--steps", "2"), "base", 2)
+
+
+def test_qlora(pool):
+    said = pool.run(_PYTHON, "qlora.py", "--url", pool.url, "--steps", "2")
+    newest = pool.check_adapter(said, 2)
+    assert any(line.startswith("remark: ") and "quantised to 4 bits" in line for line in said)
+    assert said[-1].startswith(f"asked for {newest}: {newest} says ")
+
+
+@pytest.mark.matrix
+def test_qlora_merged(pool):
+    said = pool.run(_PYTHON, "qlora.py", "--url", pool.url, "--merged", "--steps", "2")
+    pool.check_served(said, "base", 2)
+    assert said[-1].startswith(f"asked for {MODEL_NAME}: {MODEL_NAME} says ")
+
+
+def test_callback(pool):
+    said = pool.run(_PYTHON, "callback.py")
+    pool.check_adapter(said, 2)
+    assert [line.split(",")[0] for line in said if "pushed" in line] == ["step 2", "step 4"]

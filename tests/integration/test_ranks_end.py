@@ -1,0 +1,38 @@
+"""A trainer of several ranks that has closed its publisher ends by itself, with status 0."""
+
+import subprocess
+import sys
+
+_SECONDS = 60.0
+_RANK = """
+import sys, time
+import torch.distributed as dist
+from trainer_side.ranks import TorchRanks
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2
+)
+links = [TorchRanks(None) for _ in range(4)]
+for link in links:
+    link.open(time.monotonic() + 30)
+for link in links:
+    link.abandon()
+dist.destroy_process_group()
+"""
+
+
+def test_the_end_of_python_does_not_abort_a_rank_that_leaves(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=_SECONDS)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
