@@ -12,7 +12,7 @@ from trainer_side.adapter_source import Adapter, adapter_of_model, adapter_param
 from trainer_side.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.module_source import ModuleSource
 from trainer_side.names import adapter_tensor_name, unwrapped_name
-from trainer_side.params.choose import Opened, open_model
+from trainer_side.params.choose import Kind, Opened, open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import Lease, snapshot
@@ -56,13 +56,20 @@ class ModelBase:
     """The adapter to merge into them."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, ranks: Ranks, cast: bool, merged: str | None) -> ModelBase:
+    def of(
+        cls,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        cast: bool,
+        merged: str | None,
+        kind: Kind = "auto",
+    ) -> ModelBase:
         """Look at a model; see ``open_model``.
 
         Raises:
             InvalidRequestError: A PEFT model without saying what to merge, or none.
         """
-        opened = open_model(model, ranks)
+        opened = open_model(model, ranks, kind)
         is_peft = hasattr(opened.module, "peft_config")
         if is_peft and merged is None:
             raise InvalidRequestError(
@@ -177,20 +184,27 @@ class FileAdapter:
         return self
 
 
-def base_content(model: Model, ranks: Ranks, cast: bool, merged: str | None = None) -> Content:
+def base_content(
+    model: Model, ranks: Ranks, cast: bool, merged: str | None = None, kind: Kind = "auto"
+) -> Content:
     """What ``push_base`` and ``push_merged`` were handed."""
     if isinstance(model, str | Path):
         return FileBase(Path(model), cast)
-    return ModelBase.of(model, ranks, cast, merged)
+    return ModelBase.of(model, ranks, cast, merged, kind)
 
 
 def adapter_content(
-    model: Model, ranks: Ranks, cast: bool, adapter_name: str, check_base: bool
+    model: Model,
+    ranks: Ranks,
+    cast: bool,
+    adapter_name: str,
+    check_base: bool,
+    kind: Kind = "auto",
 ) -> Content:
     """What ``push_adapter`` was handed."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
-    return ModelAdapter(open_model(model, ranks), adapter_name, cast, check_base)
+    return ModelAdapter(open_model(model, ranks, kind), adapter_name, cast, check_base)
 
 
 def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:

@@ -20,6 +20,7 @@ from trainer_side.background import Background, Waiting
 from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
 from trainer_side.notices import Notices
+from trainer_side.params.choose import Kind
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
@@ -60,6 +61,8 @@ class Publisher:
             calls every push, in the same order; rank 0 of them is the sender, and the
             only one that reaches the coordinator. "this" process only: for a trainer
             whose weights are whole here, pushed by one of its ranks.
+        kind: How models are held: found out by looking ("auto"), or refused unless it is
+            so: "whole" (plain, DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3".
         on_publish_again: Called with a policy's name when no replica holds the
             version that the pool should serve any more (all were restarted, say), and
             this publisher owns the policy: once each time that is asked, at the sender,
@@ -80,12 +83,13 @@ class Publisher:
         data_host: str | None = None,
         progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
         ranks: Together = "all",
+        kind: Kind = "auto",
         on_publish_again: Callable[[str], None] | None = None,
     ) -> None:
         check_name(trainer_id, "trainer")
         self._require = _min_replicas(require)
         self._timeout_seconds = timeout_seconds
-        self._ranks = ranks_of(ranks)
+        self._ranks, self._kind = ranks_of(ranks), kind
         self._notices = Notices(on_publish_again) if on_publish_again else None
         self._delivery: Delivery | None = None
         if self._ranks.rank == SENDER:
@@ -139,7 +143,7 @@ class Publisher:
         options = self._options(check_finite, require, timeout_seconds)
         return self._push(
             policy,
-            lambda: adapter_content(model, self._ranks, cast, adapter_name, check_base),
+            self._adapter(model, cast, adapter_name, check_base),
             options,
         )
 
@@ -167,7 +171,7 @@ class Publisher:
             WeftError: As for ``push_adapter``.
         """
         options = self._options(check_finite, require, timeout_seconds)
-        return self._push(BASE_POLICY, lambda: base_content(model, self._ranks, cast), options)
+        return self._push(BASE_POLICY, self._base(model, cast), options)
 
     def push_merged(
         self,
@@ -199,7 +203,9 @@ class Publisher:
         """
         options = self._options(check_finite, require, timeout_seconds)
         return self._push(
-            BASE_POLICY, lambda: base_content(model, self._ranks, cast, adapter_name), options
+            BASE_POLICY,
+            self._base(model, cast, adapter_name),
+            options,
         )
 
     # -- beside the training -----------------------------------------------------
@@ -235,7 +241,7 @@ class Publisher:
         options = self._options(check_finite, require, timeout_seconds)
         return self._push_later(
             policy,
-            lambda: adapter_content(model, self._ranks, cast, adapter_name, check_base),
+            self._adapter(model, cast, adapter_name, check_base),
             options,
             when_busy,
         )
@@ -253,7 +259,10 @@ class Publisher:
         """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
         options = self._options(check_finite, require, timeout_seconds)
         return self._push_later(
-            BASE_POLICY, lambda: base_content(model, self._ranks, cast), options, when_busy
+            BASE_POLICY,
+            self._base(model, cast),
+            options,
+            when_busy,
         )
 
     def push_merged_async(
@@ -271,7 +280,7 @@ class Publisher:
         options = self._options(check_finite, require, timeout_seconds)
         return self._push_later(
             BASE_POLICY,
-            lambda: base_content(model, self._ranks, cast, adapter_name),
+            self._base(model, cast, adapter_name),
             options,
             when_busy,
         )
@@ -311,6 +320,16 @@ class Publisher:
         self.close()
 
     # -- how ---------------------------------------------------------------------
+
+    def _base(self, model: Model, cast: bool, merged: str | None = None) -> Callable[[], Content]:
+        return lambda: base_content(model, self._ranks, cast, merged, self._kind)
+
+    def _adapter(
+        self, model: Model, cast: bool, adapter_name: str, check_base: bool
+    ) -> Callable[[], Content]:
+        return lambda: adapter_content(
+            model, self._ranks, cast, adapter_name, check_base, self._kind
+        )
 
     def _options(
         self, check_finite: bool, require: Require | None, timeout_seconds: float | None

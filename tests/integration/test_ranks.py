@@ -12,6 +12,12 @@ from tests.trainers.launch import running_ranks
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
 
+#: What ``last_report`` says was found.
+FOUND = {
+    "ddp": "DDP", "fsdp1": "FSDP1", "fsdp1_flat": "FSDP1", "fsdp2": "FSDP2", "zero1": "DeepSpeed",
+    "zero2": "DeepSpeed", "zero3": "DeepSpeed ZeRO-3",
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
@@ -38,7 +44,8 @@ def test_every_kind_of_trainer_pushes_its_own_weights_bit_by_bit(kind, engine, t
     trainer.do("make", kind=kind)
     for _ in range(2):
         trainer.do("train", steps=1)
-        trainer.push("base")
+        answers = trainer.do("push", what="base")
+        assert all(answer["source"].startswith(f"{FOUND[kind]} ") for answer in answers), answers
         trainer.do("save", path=str(tmp_path / "whole.pt"))
         whole = torch.load(tmp_path / "whole.pt")
         assert same(engine.base, {name: tensor.float() for name, tensor in whole.items()})

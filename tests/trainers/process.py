@@ -169,7 +169,9 @@ class Rank:
         method = getattr(self._publisher, f"push_{what}")
         try:
             version = method(self._trainer.model, timeout_seconds=timeout, **arguments)
-            outcome: dict[str, Any] = {"version": version.version}
+            assert self._publisher.last_report is not None
+            source = self._publisher.last_report.source
+            outcome: dict[str, Any] = {"version": version.version, "source": source}
         except WeftError as error:
             outcome = {
                 "error": error.reason, "type": type(error).__name__, "message": error.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,11 @@ from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.quantised import DequantisedParams, is_quantised
 from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
+from weft.contract.errors import InvalidRequestError
+
+#: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
+Kind = Literal["auto", "whole", "fsdp1", "fsdp2", "zero3"]
+_SHARDED = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
 
 
 @dataclass(frozen=True)
@@ -29,18 +34,30 @@ class Opened:
     """By ``unwrapped_name``, tied ones once."""
 
 
-def open_model(model: torch.nn.Module, ranks: Ranks) -> Opened:
+def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Opened:
     """Look at a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Not collective; parameters are by reference.
 
     Raises:
+        InvalidRequestError: It is not of the ``kind`` that it should be.
         UnsupportedError: It is sharded over ranks that do not push together.
     """
+    opened = _open(model, ranks)
+    found = opened.params.kind
+    if kind not in ("auto", _kind_of(opened.params)):
+        raise InvalidRequestError(
+            f"the model is held as {found!r}, not as {kind!r}: wrap it before it is pushed, or "
+            "leave the kind to be found out"
+        )
+    return opened
+
+
+def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     module, wrapper = _unwrap(model)
     rank_of = _rank_of(ranks)
     if wrapper == "FSDP1" or _has_fsdp1(module):
-        return Opened(module, ShardedParams(_fsdp1(model, rank_of), "FSDP1", ranks))
+        return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     if _is_loaded("torch.distributed.fsdp"):
         from trainer_side.params.dtensor import reshard
 
@@ -54,6 +71,12 @@ def open_model(model: torch.nn.Module, ranks: Ranks) -> Opened:
         return Opened(module, WholeParams(named, wrapper or "plain"))
     placed = {name: places.of(param) for name, param in named.items()}
     return Opened(module, ShardedParams(placed, " and ".join(sorted(kinds)), ranks))
+
+
+def _kind_of(params: Params) -> str:
+    if not params.is_collective:
+        return "whole"
+    return next((kind for kind, name in _SHARDED.items() if name in params.kind), "auto")
 
 
 def _is_loaded(name: str) -> bool:
@@ -77,8 +100,8 @@ class _Places:
     def kind(self, param: torch.nn.Parameter) -> str:
         """Who shards it; empty if it is whole here."""
         if zero3.is_zero3(param):
-            return "DeepSpeed ZeRO-3"
-        return "FSDP2" if self._is_dtensor(param) else ""
+            return _SHARDED["zero3"]
+        return _SHARDED["fsdp2"] if self._is_dtensor(param) else ""
 
     def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
         """Where it is."""

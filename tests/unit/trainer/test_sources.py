@@ -194,3 +194,13 @@ def test_adapter_requests_that_make_no_sense(tmp_path):
         adapter_of_dir(tmp_path, KEEP)
     with pytest.raises(InvalidRequestError, match=r"no \.safetensors file"):
         CheckpointSource(tmp_path, KEEP)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
+def test_the_kind_of_trainer_is_told_by_looking_and_may_be_named():
+    model = nn.Linear(2, 2)
+    assert open_model(model, OneRank(), "whole").params.kind == "plain"
+    assert open_model(torch.compile(model), OneRank()).params.kind == "compiled"
+    assert list(open_model(torch.compile(model), OneRank()).params.metas) == ["weight", "bias"]
+    with pytest.raises(InvalidRequestError, match="held as 'plain', not as 'fsdp2'"):
+        open_model(model, OneRank(), "fsdp2")
