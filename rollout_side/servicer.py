@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 
-from rollout_side.agent import Agent, SpilledCopy
+from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.serving import SpilledCopy
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -46,7 +47,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.CommitTransferResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        times = await agent.commit(
+        times = await agent.serving.commit(
             request.transfer_id,
             version_from_proto(request.version),
             request.adapter.config_json,
@@ -54,10 +55,10 @@ class ReplicaServicer(ReplicaServiceServicer):
             request.alias,
         )
         return pb.CommitTransferResponse(
-            version_vector=vector_to_proto(agent.vector),
+            version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
             load=duration_to_proto(times.load_seconds),
-            retained_base_versions=agent.memory.retained_bases,
+            retained_base_versions=agent.serving.memory.retained_bases,
         )
 
     async def SwitchVersion(  # noqa: N802
@@ -74,12 +75,12 @@ class ReplicaServicer(ReplicaServiceServicer):
                 layout_digest=request.spilled.layout_digest,
                 alias=request.spilled.alias,
             )
-        times = await agent.switch(version_from_proto(request.version), spilled)
+        times = await agent.serving.switch(version_from_proto(request.version), spilled)
         return pb.SwitchVersionResponse(
-            version_vector=vector_to_proto(agent.vector),
+            version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
             load=duration_to_proto(times.load_seconds),
-            retained_base_versions=agent.memory.retained_bases,
+            retained_base_versions=agent.serving.memory.retained_bases,
         )
 
     async def DescribeVersion(  # noqa: N802
@@ -130,24 +131,25 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        await agent.retire(versions_from_proto(request.versions))
+        await agent.serving.retire(versions_from_proto(request.versions))
         return pb.RetireVersionsResponse(
-            version_vector=vector_to_proto(agent.vector),
-            draining=[version_to_proto(version) for version in sorted(agent.draining)],
+            version_vector=vector_to_proto(agent.serving.vector),
+            draining=[version_to_proto(version) for version in sorted(agent.serving.draining)],
         )
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:
         agent = self._agent
+        serving = agent.serving
         return pb.GetStatusResponse(
             replica_id=agent.config.replica_id,
             incarnation=agent.config.incarnation,
             capabilities=capabilities_to_proto(agent.engine.capabilities),
-            version_vector=vector_to_proto(agent.vector),
-            dirty_reason=agent.dirty_reason,
-            adapter_used_bytes=agent.memory.adapter_bytes,
-            staging_used_bytes=agent.memory.staging_bytes,
-            retained_base_versions=agent.memory.retained_bases,
-            spilled_versions=map(version_to_proto, agent.memory.spilled),
+            version_vector=vector_to_proto(serving.vector),
+            dirty_reason=serving.dirty_reason,
+            adapter_used_bytes=serving.memory.adapter_bytes,
+            staging_used_bytes=serving.memory.staging_bytes,
+            retained_base_versions=serving.memory.retained_bases,
+            spilled_versions=map(version_to_proto, serving.memory.spilled),
         )

@@ -36,8 +36,8 @@ def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
 async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
     """What is served, and what the engine holds."""
     return {
-        "base": agent.vector.base,
-        "adapters": {name: list(e.versions) for name, e in agent.vector.adapters.items()},
+        "base": agent.serving.vector.base,
+        "adapters": {name: list(e.versions) for name, e in agent.serving.vector.adapters.items()},
         **await engine.holds(),
     }
 

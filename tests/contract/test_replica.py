@@ -121,7 +121,7 @@ async def test_switching_to_what_is_not_held(served: Served) -> None:
     for policy in ("base", "math"):
         refused = await _refused(served.stub.SwitchVersion(_switch(policy, 7)))
         assert refused == "FAILED_PRECONDITION/NOT_RETAINED"
-    assert served.agent.vector.base == 0
+    assert served.agent.serving.vector.base == 0
 
 
 async def test_the_manifest_of_what_is_held(served: Served) -> None:

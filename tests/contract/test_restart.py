@@ -133,8 +133,8 @@ async def spilling(tmp_path: Path) -> AsyncIterator[Served]:
     await server.start()
 
     async def is_listed() -> bool:
-        agent.memory = await engine.memory()
-        return set(agent.memory.spilled) == set(keep)
+        agent.serving.memory = await engine.memory()
+        return set(agent.serving.memory.spilled) == set(keep)
 
     await _eventually(is_listed)
     async with open_aio_channel(agent.address) as channel:
@@ -197,11 +197,11 @@ async def test_what_a_spill_directory_cannot_give(spilling: Served) -> None:
     assert refused == "DATA_LOSS/DIGEST_MISMATCH"
     assert spilling.engine.spiller is not None
     assert spilling.engine.spiller.listed == (), "neither is told of again"
-    assert spilling.agent.vector == VersionVector()
+    assert spilling.agent.serving.vector == VersionVector()
 
 
 async def test_no_memory_to_read_it_to(spilling: Served) -> None:
     spilling.engine.store.staging_capacity_bytes = 10
     refused = await _refused(spilling.stub.SwitchVersion(_order("base")))
     assert refused == "RESOURCE_EXHAUSTED/STAGING_FULL"
-    assert spilling.agent.vector == VersionVector()
+    assert spilling.agent.serving.vector == VersionVector()

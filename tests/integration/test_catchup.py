@@ -68,7 +68,7 @@ def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(
     for name, adapter in zip(("math@1", "math@2", "code@1"), adapters, strict=True):
         assert same(late.adapter(name), lora(adapter))
     assert late.aliases == {"math": 2, "code": 1}
-    assert agent.vector == pool.agents["replica-0"].vector
+    assert agent.serving.vector == pool.agents["replica-0"].serving.vector
     assert list(replica(pool, "replica-9").retained_base_versions) == [1]
     assert same(first.base, weights(base)), "the source was only read"
     assert same(first.adapter("math@1"), lora(adapters[0]))
@@ -169,12 +169,12 @@ def test_a_dirty_replica_is_repaired_by_the_next_push(pool: Pool, publisher: Pub
     assert replica(pool, "replica-0").state == pb.REPLICA_STATE_QUARANTINED
     assert "which no replica in contact holds" in replica(pool, "replica-0").state_reason
     publisher.push_adapter(peft_of(Model()), "math")
-    assert "math" not in pool.agents["replica-0"].vector.adapters
+    assert "math" not in pool.agents["replica-0"].serving.vector.adapters
     publisher.push_base(Model(2))
-    assert pool.agents["replica-0"].dirty_reason == ""
+    assert pool.agents["replica-0"].serving.dirty_reason == ""
     assert same(engines[0].base, weights(Model(2)))
     until(lambda: is_ready(pool, "replica-0"))  # the adapter came as a clone
-    assert pool.agents["replica-0"].vector.adapters == {"math": AdapterVersions((1,), 1)}
+    assert pool.agents["replica-0"].serving.vector.adapters == {"math": AdapterVersions((1,), 1)}
 
 
 def test_a_dirty_replica_is_repaired_by_a_clone(pool: Pool, publisher: Publisher) -> None:
@@ -193,8 +193,8 @@ def test_a_replica_alone_is_repaired_from_its_own_copy(pool: Pool, publisher: Pu
     agent = pool.add_replica("replica-0", engine)
     publisher.push_base(Model(1))
     engine.base = weights(Model(9))
-    agent.dirty_reason = "a layer burned"
-    until(lambda: not agent.dirty_reason and is_ready(pool, "replica-0"))
+    agent.serving.dirty_reason = "a layer burned"
+    until(lambda: not agent.serving.dirty_reason and is_ready(pool, "replica-0"))
     assert same(engine.base, weights(Model(1)))
 
 
@@ -221,7 +221,7 @@ def test_pushes_and_clones_take_turns(pool: Pool, publisher: Publisher) -> None:
         until(lambda replica_id=replica_id: is_ready(pool, replica_id))  # type: ignore[misc]
         assert same(engine.base, weights(Model(2)))
         agents = (pool.agents[replica_id], pool.agents["replica-0"])
-        until(lambda agents=agents: agents[0].vector == agents[1].vector)  # type: ignore[misc]
+        until(lambda agents=agents: agents[0].serving.vector == agents[1].serving.vector)  # type: ignore[misc]
 
 
 def test_copies_leave_with_what_the_bound_allows(pool: Pool, publisher: Publisher) -> None:

@@ -180,7 +180,7 @@ def test_retire(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -
     for _ in range(2):
         publisher.push_adapter(peft_of(Model()), "math")
     assert weft(pool, "retire", "math@1") == "math@1 can no longer be requested"
-    until(lambda: pool.agents["replica-0"].vector.adapters["math"].versions == (2,))
+    until(lambda: pool.agents["replica-0"].serving.vector.adapters["math"].versions == (2,))
     with pytest.raises(WeftError, match="push a newer version"):
         weft(pool, "retire", "math", "2")
     with pytest.raises(WeftError, match="name one version"):

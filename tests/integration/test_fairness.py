@@ -96,7 +96,7 @@ def test_ten_trainers_that_push_at_once_all_get_their_turns(tmp_path, log, monke
         ]
         for trainer in pushing:
             trainer.result(60)
-        vectors = [agent.vector for agent in pool.agents.values()]
+        vectors = [agent.serving.vector for agent in pool.agents.values()]
     for vector in vectors:
         assert vector.base == PUSHES
         assert {name: v.alias for name, v in vector.adapters.items()} == dict.fromkeys(

@@ -45,7 +45,7 @@ def test_kill_9_of_the_coordinator_between_pushes(tmp_path):
                 assert str(publisher.push_base(Model(number))) == f"base@{number}"
                 assert same(engine.base, weights(Model(number)))
             assert str(publisher.push_adapter(peft_of(Model()), "math")) == "math@2"
-            assert agent.vector.adapters["math"].versions == (1, 2)
+            assert agent.serving.vector.adapters["math"].versions == (1, 2)
     finally:
         process.stop()
 

@@ -68,8 +68,8 @@ def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publi
         assert same(engine.adapter("math@2"), lora(model))
         assert same(engine.base, weights(base))
     for agent in pool.agents.values():
-        assert agent.vector.base == 1
-        assert agent.vector.adapters == {"math": AdapterVersions((1, 2), 2)}
+        assert agent.serving.vector.base == 1
+        assert agent.serving.vector.adapters == {"math": AdapterVersions((1, 2), 2)}
     assert publisher.last_report.num_replicas == 2
     assert publisher.last_report.total_bytes > 0
     assert not dist.is_initialized()
@@ -258,14 +258,14 @@ def test_adapters_that_vllm_cannot_serve_are_refused_at_begin(
 ):
     with pytest.raises(InvalidAdapterError, match=words):
         publisher.push_adapter(peft_of(Model(), **settings), "math")
-    assert pool.agents["replica-0"].vector.adapters == {}
+    assert pool.agents["replica-0"].serving.vector.adapters == {}
     assert str(publisher.push_adapter(peft_of(Model()), "math")) == "math@1"
 
 
 def test_adapter_for_another_base(pool, engines, publisher):
     with pytest.raises(BaseMismatchError, match="base"):
         publisher.push_adapter(peft_of(_extra(Model())), "math")
-    assert pool.agents["replica-0"].vector.adapters == {}
+    assert pool.agents["replica-0"].serving.vector.adapters == {}
 
 
 @pytest.mark.parametrize("name", ["a@b", "a/b", "..", "a b", "x" * 300, "", "base"])
@@ -332,9 +332,9 @@ def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_p
     engines[0].fail_next_load = LoadFailedError("mixed", metadata={"dirty": "true"})
     publisher.push_base(Model(1))
     assert same(engines[1].base, weights(Model(1)))
-    assert pool.agents["replica-0"].dirty_reason == "mixed"
+    assert pool.agents["replica-0"].serving.dirty_reason == "mixed"
     publisher.push_base(Model(2))
-    assert pool.agents["replica-0"].dirty_reason == ""
+    assert pool.agents["replica-0"].serving.dirty_reason == ""
     assert same(engines[0].base, weights(Model(2)))
 
 
@@ -347,7 +347,7 @@ def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
         with Publisher(pool.target, trainer_id="trainer-a") as publisher:
             for _ in range(4):
                 publisher.push_adapter(model, "math")
-        until(lambda: agent.vector.adapters["math"] == AdapterVersions((3, 4), 4))
+        until(lambda: agent.serving.vector.adapters["math"] == AdapterVersions((3, 4), 4))
         assert engine.store.adapter(PolicyVersion("math", 1)) is not None
         assert engine.store.adapter(PolicyVersion("math", 2)) is None
         engine.in_use.clear()

@@ -107,7 +107,9 @@ def test_a_whole_pool_comes_back_by_itself(
         assert spilled(pool, name) == ALL, "said as it registers"
     for name in names:
         until(lambda name=name: is_ready(pool, name), 20)  # type: ignore[misc]
-        until(lambda name=name: pool.agents[name].vector.adapters.keys() == {"math", "code"})  # type: ignore[misc]
+        until(
+            lambda name=name: pool.agents[name].serving.vector.adapters.keys() == {"math", "code"}
+        )  # type: ignore[misc]
         engine = engines[name]
         assert same(engine.base, weights(Model(5)))
         for version, adapter in adapters.items():

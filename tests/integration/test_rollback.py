@@ -52,7 +52,8 @@ def weft(pool: Pool, *args: str) -> str:
 
 def _all_serve(pool: Pool, base: int, **adapters: AdapterVersions) -> bool:
     return all(
-        agent.is_ready and (agent.vector.base, agent.vector.adapters) == (base, adapters)
+        agent.is_ready
+        and (agent.serving.vector.base, agent.serving.vector.adapters) == (base, adapters)
         for agent in pool.agents.values()
     )
 
@@ -123,13 +124,13 @@ def test_a_replica_that_was_away_goes_back_when_it_returns(
     publisher.push_base(Model(1))
     publisher.push_base(Model(2))
     away = engines[1]
-    vector = pool.agents["replica-1"].vector
+    vector = pool.agents["replica-1"].serving.vector
     pool.remove_replica("replica-1")
     weft(pool, "rollback", "base", "--to", "1")
 
     async def returns() -> None:
         agent = await pool._add_replica("replica-1", away)
-        agent.vector = vector  # it had only lost contact
+        agent.serving.vector = vector  # it had only lost contact
 
     pool.run(returns())
     until(lambda: _all_serve(pool, 1))
@@ -159,7 +160,9 @@ def test_a_pinned_base_stays_until_it_is_let_go(
 ) -> None:
     new = Model(1)
     publisher.push_base(new)
-    until(lambda: all(agent.memory.retained_bases == (1,) for agent in pool.agents.values()))
+    until(
+        lambda: all(agent.serving.memory.retained_bases == (1,) for agent in pool.agents.values())
+    )
     assert weft(pool, "pin", "base@1") == "base@1 is kept until it is unpinned"
     for seed in (2, 3, 4):  # each retains two
         publisher.push_base(Model(seed))

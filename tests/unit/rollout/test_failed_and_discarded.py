@@ -33,13 +33,13 @@ async def test_a_commit_that_failed_does_not_succeed_when_it_is_repeated() -> No
     _stage(engine.store, "t1")
     engine.fail_next_load = LoadFailedError("out of slots")
     with pytest.raises(LoadFailedError):
-        await agent.commit("t1", BASE, "", b"digest")
+        await agent.serving.commit("t1", BASE, "", b"digest")
     with pytest.raises(NotReadyError, match="failed to load here before"):
-        await agent.commit("t1", BASE, "", b"digest")
-    assert agent.vector.base == 0
+        await agent.serving.commit("t1", BASE, "", b"digest")
+    assert agent.serving.vector.base == 0
     _stage(engine.store, "t2")
-    await agent.commit("t2", BASE, "", b"digest")
-    assert agent.vector.base == 1
+    await agent.serving.commit("t2", BASE, "", b"digest")
+    assert agent.serving.vector.base == 1
 
 
 async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
@@ -56,21 +56,24 @@ async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
         return await apply(*args)
 
     engine.apply_base = slow  # type: ignore[method-assign]
-    order = asyncio.create_task(agent.commit("t1", BASE, "", b"digest"))
+    order = asyncio.create_task(agent.serving.commit("t1", BASE, "", b"digest"))
     await begun.wait()
-    waiting = asyncio.create_task(agent.commit("t2", PolicyVersion("base", 2), "", b"digest"))
+    waiting = asyncio.create_task(
+        agent.serving.commit("t2", PolicyVersion("base", 2), "", b"digest")
+    )
     await asyncio.sleep(0)
     for task in (order, waiting):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert agent.vector.base == 0
+    assert agent.serving.vector.base == 0
     go_on.set()
     async with asyncio.timeout(5):
-        while agent.vector.base != 1:
+        while agent.serving.vector.base != 1:
             await asyncio.sleep(0.001)
-    assert not agent.dirty_reason
-    await agent.commit("t1", BASE, "", b"digest")  # its turn has ended; repeated, it succeeds
+    assert not agent.serving.dirty_reason
+    # Its turn has ended; repeated, it succeeds.
+    await agent.serving.commit("t1", BASE, "", b"digest")
 
 
 def test_an_order_to_discard_may_come_before_the_last_bucket() -> None:

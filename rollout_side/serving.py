@@ -1,0 +1,293 @@
+"""What a replica serves: the versions it switched to, those it holds, those it drops.
+
+Carries out the orders that change it, one switch at a time. Knows the engine and
+nothing of the pool; the agent tells the pool what is found here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_side.engine import Engine, MemoryUse, SpillOrder, SwitchTimes
+from weft.contract.errors import LoadFailedError, NotFoundError, NotReadyError, WeftError
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.versions import AdapterVersions, VersionVector
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAILED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpilledCopy:
+    """What a version in the spill directory must be, and how it is served; see
+    ``weft.v1.SpilledCopy``."""
+
+    transfer_id: str
+    config_json: str
+    content_digest: bytes
+    layout_digest: bytes
+    alias: int
+
+
+class Serving:
+    """What one engine serves, and the orders that change it.
+
+    All methods run on the event loop that ``engine`` belongs to.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.vector = VersionVector()
+        self.dirty_reason = ""
+        #: Versions that can no longer be requested but still answer old requests.
+        self.draining: set[PolicyVersion] = set()
+        # Asked after each switch, not at each heartbeat: the engine answers between
+        # its steps, and a heartbeat must not wait for a long one.
+        self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
+        #: Versions of the base whose copies the engine was told to keep.
+        self.pins: tuple[int, ...] = ()
+        self._engine = engine
+        self._switching = asyncio.Lock()
+        # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
+        # does when a connection breaks) must not switch to it after all.
+        self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
+        # Ordered retired, and not yet told to the spill directory.
+        self._retired: set[PolicyVersion] = set()
+        self._spill_order = SpillOrder()
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether an order to switch is being carried out."""
+        return self._switching.locked()
+
+    # -- orders to switch -----------------------------------------------------
+
+    async def commit(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
+    ) -> SwitchTimes:
+        """Switch to a staged version; one switch at a time. An adapter's alias stands
+        for it afterwards, or for ``alias`` if that version is served.
+
+        Raises:
+            NotReadyError, DigestMismatchError: Nothing changed.
+            LoadFailedError: As ``Engine``.
+        """
+        return await self._in_turn(
+            self._commit(transfer_id, version, config_json, content_digest, alias)
+        )
+
+    async def _commit(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int,
+    ) -> SwitchTimes:
+        if self._serves(version):
+            return SwitchTimes()
+        if transfer_id in self._failed:
+            raise NotReadyError(f"{version} failed to load here before; push it again")
+        if version.policy == BASE_POLICY:
+            load = self._engine.apply_base(transfer_id, version, content_digest)
+            times = await self._load_base(version, load, transfer_id)
+            await self._look_at_memory()
+        else:
+            times = await self._load_adapter(
+                version, transfer_id, config_json, content_digest, alias
+            )
+        _log.info(
+            "serving %s: loaded in %.3f s, paused for %.3f s",
+            version,
+            times.load_seconds,
+            times.pause_seconds,
+        )
+        return times
+
+    async def _in_turn(self, order: Coroutine[Any, Any, SwitchTimes]) -> SwitchTimes:
+        """Carry out one order at a time, to its end: cut off in the middle it would leave
+        mixed weights. One whose caller went away while it waited is not begun."""
+        try:
+            await self._switching.acquire()
+        except asyncio.CancelledError:
+            order.close()
+            raise
+        work = asyncio.ensure_future(order)
+        work.add_done_callback(lambda _: self._switching.release())
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_log_unheard)
+            raise
+
+    async def switch(
+        self, version: PolicyVersion, spilled: SpilledCopy | None = None
+    ) -> SwitchTimes:
+        """Switch to a version that is held: flip an alias, load a retained base, or
+        read it from the spill directory as ``spilled`` says.
+
+        Raises:
+            NotReadyError: ``NOT_RETAINED``; nothing changed.
+            DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
+            LoadFailedError: As ``Engine``.
+        """
+        return await self._in_turn(self._switch(version, spilled))
+
+    async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
+        # An alias is flipped, but not by an order to read what is served since.
+        if self._serves(version) and (version.policy == BASE_POLICY or spilled):
+            return SwitchTimes()
+        try:
+            try:
+                times = await self._switch_held(version)
+            except NotFoundError:
+                if spilled is None:
+                    raise
+                times = await self._switch_spilled(version, spilled)
+        except (NotFoundError, NotReadyError) as error:
+            raise NotReadyError(error.message, reason="NOT_RETAINED") from error
+        if version.policy == BASE_POLICY:
+            await self._look_at_memory()
+        _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
+        return times
+
+    async def _switch_held(self, version: PolicyVersion) -> SwitchTimes:
+        if version.policy == BASE_POLICY:
+            return await self._load_base(version, self._engine.apply_retained(version))
+        await self._engine.set_alias(version)
+        self.vector = self.vector.with_adapter(version)
+        return SwitchTimes()
+
+    async def _switch_spilled(self, version: PolicyVersion, copy: SpilledCopy) -> SwitchTimes:
+        transfer_id, digest = copy.transfer_id, copy.content_digest
+        if transfer_id in self._failed:
+            raise NotReadyError(f"{version} failed to load here before")
+        await self._engine.restore(transfer_id, version, digest, copy.layout_digest)
+        if version.policy == BASE_POLICY:
+            load = self._engine.apply_base(transfer_id, version, digest)
+            return await self._load_base(version, load, transfer_id)
+        return await self._load_adapter(version, transfer_id, copy.config_json, digest, copy.alias)
+
+    async def _load_adapter(
+        self,
+        version: PolicyVersion,
+        transfer_id: str,
+        config_json: str,
+        content_digest: bytes,
+        alias: int,
+    ) -> SwitchTimes:
+        held = self.vector.adapters.get(version.policy, AdapterVersions())
+        alias = alias if alias in held.versions else 0
+        with self._noting_failure(transfer_id):
+            times = await self._engine.load_adapter(
+                transfer_id, version, config_json, content_digest, alias
+            )
+        self.vector = self.vector.with_adapter(version, alias)
+        return times
+
+    async def _load_base(
+        self,
+        version: PolicyVersion,
+        load: Coroutine[Any, Any, SwitchTimes],
+        transfer_id: str = "",
+    ) -> SwitchTimes:
+        with self._noting_failure(transfer_id):
+            times = await load
+        self.vector = self.vector.with_base(version.version)
+        self.dirty_reason = ""
+        return times
+
+    @contextmanager
+    def _noting_failure(self, transfer_id: str = "") -> Iterator[None]:
+        try:
+            yield
+        except LoadFailedError as error:
+            if transfer_id:
+                self._failed.append(transfer_id)
+            if error.metadata.get("dirty") == "true":
+                self.dirty_reason = error.message
+            raise
+
+    async def _look_at_memory(self) -> None:
+        """After a switch, so that the answer tells what is retained. What is served
+        is served, whatever becomes of this look."""
+        try:
+            self.memory = await self._engine.memory()
+        except WeftError as error:
+            _log.warning("could not ask the engine what it holds: %s", error)
+
+    def _serves(self, version: PolicyVersion) -> bool:
+        if version.policy == BASE_POLICY:
+            return self.vector.base == version.version and not self.dirty_reason
+        entry = self.vector.adapters.get(version.policy, AdapterVersions())
+        return version.version in entry.versions
+
+    # -- what is dropped, kept and spilled ---------------------------------------
+
+    async def retire(self, versions: list[PolicyVersion]) -> None:
+        """Stop serving adapter versions; those in use stay in ``draining``."""
+        for version in versions:
+            entry = self.vector.adapters.get(version.policy, AdapterVersions())
+            if entry.alias == version.version or version.policy == BASE_POLICY:
+                continue
+            self.vector = self.vector.without_adapter(version)
+            self.draining.add(version)
+            if self._engine.spills:
+                self._retired.add(version)
+        await self.drop_unused()
+
+    async def drop_unused(self) -> None:
+        """Drop those of ``draining`` that nothing uses any more."""
+        for version in sorted(self.draining):
+            if await self._engine.retire(version):
+                self.draining.discard(version)
+                _log.info("retired %s", version)
+
+    async def spill(self, *, settled: bool) -> None:
+        """Have written to disk what is served now, beside all else; ``settled`` as in
+        ``SpillOrder``. Nothing without a spill directory."""
+        if not self._engine.spills:
+            return
+        adapters = [
+            PolicyVersion(name, version)
+            for name, entry in self.vector.adapters.items()
+            for version in entry.versions
+        ]
+        adapters.sort(key=lambda v: (-v.version, v.policy))
+        bases = [PolicyVersion(BASE_POLICY, number) for number in self.memory.retained_bases]
+        order = SpillOrder(
+            keep=(*adapters, *bases),
+            retired=tuple(sorted(self._retired)),
+            served_base=self.vector.base,
+            settled=settled,
+        )
+        if order != self._spill_order:
+            await self._engine.spill(order)
+            self._spill_order = order
+            self._retired.difference_update(order.retired)
+
+    async def look(self, pins: tuple[int, ...]) -> None:
+        """Have the engine keep what is pinned, then see what it holds; ``pins`` and
+        ``memory`` change at once."""
+        if pins != self.pins:
+            await self._engine.pin_bases(pins)
+            _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
+        self.memory = await self._engine.memory()
+        self.pins = pins
+
+
+def _log_unheard(work: asyncio.Future[SwitchTimes]) -> None:
+    """What became of an order that nobody waits for any more; the heartbeat tells it."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _log.warning("an order whose caller had gone away failed: %s", error)
