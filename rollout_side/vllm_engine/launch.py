@@ -14,8 +14,9 @@ from rollout_side.vllm_engine import bridges, reference
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.http_server import HttpServer, bind
-from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
+from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference

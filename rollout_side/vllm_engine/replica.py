@@ -6,31 +6,28 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import pickle
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.vllm_engine import adapter_hook, bridges
-from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.http_server import HttpServer
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.worker_calls import Deadlines, WorkerCalls
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
     NotReadyError,
     PeerUnavailableError,
-    TransferTimeoutError,
     WeftError,
 )
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 #: Between a request's last output and the engine's forgetting it there may be one
@@ -38,20 +35,7 @@ _log = logging.getLogger(__name__)
 GRACE_SECONDS = 0.1
 _WATCH_SECONDS = 1.0
 _STOP_SECONDS = 15.0
-_RESTORE_POLL_SECONDS = 0.05
 _NOTHING_DONE = (NotReadyError, DigestMismatchError)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """Bounds of the engine's own work; on overrun its state is unknown."""
-
-    load_seconds: float = 600.0
-    """Loading an adapter or a base in the workers, and each step of a switch."""
-    restore_seconds: float = 3600.0
-    """Reading a version from the spill directory."""
-    call_seconds: float = 120.0
-    """Any other call to the workers: it waits for the engine's step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +79,13 @@ class VllmReplica:
         self.models = ServedModels(parts.app_state.openai_serving_models)
         self._http = parts.http
         self._cleanup = parts.cleanup
-        self._deadlines = deadlines
+        self._workers = WorkerCalls(
+            parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
+        )
         self.spills = spills
         self._lock = asyncio.Lock()
         self._dirty = ""
         self._closed = ""
-        self._unfinished: set[asyncio.Future[Any]] = set()
 
     # -- the process ----------------------------------------------------------
 
@@ -148,7 +133,7 @@ class VllmReplica:
         await self._http.stop(timeout_seconds)
         if self.is_alive:
             with contextlib.suppress(WeftError):
-                await self._call("weft_close", timeout_seconds=_STOP_SECONDS)
+                await self._workers.close(_STOP_SECONDS)
         await bridges.end(self.engine, _STOP_SECONDS)
         await self._cleanup.aclose()
 
@@ -156,38 +141,23 @@ class VllmReplica:
 
     async def join_group(self, spec: GroupSpec) -> None:
         """See ``Engine``."""
-        await self._call("weft_join", dataclasses.asdict(spec))
+        await self._workers.join(spec)
 
     async def discard(self, transfer_id: str) -> None:
         """See ``Engine``."""
-        await self._call("weft_discard", transfer_id)
+        await self._workers.discard(transfer_id)
 
     async def memory(self) -> MemoryUse:
         """See ``Engine``."""
-        values = await self._call("weft_memory")
-        return MemoryUse(
-            adapter_bytes=sum(value["adapter_bytes"] for value in values),
-            staging_bytes=sum(value["staging_bytes"] for value in values),
-            staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
-            retained_bases=tuple(v for value in values for v in value["retained_bases"]),
-            spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
-            pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
-        )
+        return await self._workers.memory()
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """See ``Engine``."""
-        manifest: Manifest = pickle.loads((await self._held(version))["manifest"])
-        return manifest
+        return (await self._workers.held(version)).manifest()
 
     async def spill(self, order: SpillOrder) -> None:
         """See ``Engine``."""
-        await self._call(
-            "weft_spill",
-            [str(version) for version in order.keep],
-            [str(version) for version in order.retired],
-            order.served_base,
-            order.settled,
-        )
+        await self._workers.spill(order)
 
     async def restore(
         self,
@@ -199,22 +169,15 @@ class VllmReplica:
         """See ``Engine``."""
         if not self.spills:
             raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
-        await self._call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
-        deadline = time.monotonic() + self._deadlines.restore_seconds
-        while not all(v["restored"] for v in await self._call("weft_restored", transfer_id)):
-            if time.monotonic() > deadline:
-                await self._call("weft_discard", transfer_id)
-                raise TransferTimeoutError(f"{version} was not read from the disk in time")
-            await asyncio.sleep(_RESTORE_POLL_SECONDS)
+        await self._workers.restore(transfer_id, version, content_digest, layout_digest)
 
     async def send(self, order: SendOrder) -> None:
         """See ``Engine``."""
-        fields = dataclasses.asdict(order)
-        await self._call("weft_send", fields.pop("group"), fields)
+        await self._workers.send(order)
 
     async def pin_bases(self, versions: Sequence[int]) -> None:
         """See ``Engine``."""
-        await self._call("weft_pin_bases", list(versions))
+        await self._workers.pin_bases(versions)
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
@@ -243,22 +206,15 @@ class VllmReplica:
             if self.models.is_served(version, content_digest):
                 return SwitchTimes()
             begin = time.perf_counter()
-            await self._share(transfer_id, content_digest)
+            await self._workers.share(transfer_id, content_digest)
             number = self.models.next_id()
             try:
-                await self._call(
-                    "weft_load_adapter",
-                    transfer_id,
-                    config_json,
-                    content_digest,
-                    number,
-                    timeout_seconds=self._deadlines.load_seconds,
-                )
+                await self._workers.load_adapter(transfer_id, config_json, content_digest, number)
             except WeftError as error:
                 if not self._note_dirty(error) and not isinstance(error, _NOTHING_DONE):
                     # Ranks that took it must drop it again.
-                    await self._call("weft_drop_adapter", version.policy, version.version, number)
-                    await self._call("weft_discard", transfer_id)
+                    await self._workers.drop_adapter(version, number)
+                    await self._workers.discard(transfer_id)
                 raise
             request = adapter_hook.lora_request(version, number)
             self.models.add(version, request, content_digest, alias)
@@ -277,18 +233,12 @@ class VllmReplica:
                 HTTP requests are refused until a base loads.
         """
         async with self._lock:
-            await self._share(transfer_id, content_digest)
+            await self._workers.share(transfer_id, content_digest)
             begin = time.perf_counter()
             try:
-                await self._bounded(bridges.pause_keeping(self.engine), "pausing")
+                await self._workers.bounded(bridges.pause_keeping(self.engine), "pausing")
                 load_begin = time.perf_counter()
-                await self._call(
-                    "weft_apply_base",
-                    transfer_id,
-                    content_digest,
-                    timeout_seconds=self._deadlines.load_seconds,
-                    mixed_is_dirty=True,
-                )
+                await self._workers.apply_base(transfer_id, content_digest)
                 load_seconds = time.perf_counter() - load_begin
                 await self._forget_old_base(version)
             except BaseException as error:
@@ -297,13 +247,13 @@ class VllmReplica:
                 else:  # cancelled between two steps: the workers' state is unknown
                     self._mark_dirty(f"switching to {version} was interrupted: {error!r}")
                 if not self._dirty:
-                    await self._bounded(bridges.resume(self.engine), "resuming")
+                    await self._workers.bounded(bridges.resume(self.engine), "resuming")
                 raise
             self._dirty = ""
             self._tell_tracker()
-            await self._bounded(bridges.resume(self.engine), "resuming")
+            await self._workers.bounded(bridges.resume(self.engine), "resuming")
             pause_seconds = time.perf_counter() - begin
-            await self._call("weft_keep_base", transfer_id)
+            await self._workers.keep_base(transfer_id)
         _log.info(
             "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f",
             version,
@@ -314,8 +264,8 @@ class VllmReplica:
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
-        held = await self._held(version)
-        return await self.apply_base(held["transfer_id"], version, held["content_digest"])
+        held = await self._workers.held(version)
+        return await self.apply_base(held.transfer_id, version, held.content_digest)
 
     async def hide_aliases(self, hidden: bool) -> None:
         """See ``Engine``."""
@@ -342,7 +292,7 @@ class VllmReplica:
             return False
         async with self._lock:
             number = served.request.lora_int_id
-            await self._call("weft_drop_adapter", version.policy, version.version, number)
+            await self._workers.drop_adapter(version, number)
             self.models.forget(version)
         _log.info("retired policy_version=%s", version)
         return True
@@ -368,33 +318,10 @@ class VllmReplica:
 
     # -- steps ------------------------------------------------------------------
 
-    async def _held(self, version: PolicyVersion) -> dict[str, Any]:
-        """What the receiving rank tells of a held copy.
-
-        Raises:
-            NotFoundError: None is held.
-        """
-        values = await self._call("weft_held", version.policy, version.version)
-        return next(value for value in values if value["manifest"])
-
-    async def _share(self, transfer_id: str, content_digest: bytes) -> None:
-        """Let every rank map what the receiving rank staged.
-
-        With one rank there is nothing to share: the load itself checks the staging.
-
-        Raises:
-            NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
-        """
-        if self.capabilities.tensor_parallel_size == 1:
-            return
-        values = await self._call("weft_handle", transfer_id)
-        handle = next(value["handle"] for value in values if value["handle"])
-        await self._call("weft_adopt", handle, content_digest)
-
     async def _forget_old_base(self, version: PolicyVersion) -> None:
         """After a load: name the version, drop every KV block of the old weights."""
-        await self._bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
-        reset = await self._bounded(
+        await self._workers.bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
+        reset = await self._workers.bounded(
             self.engine.reset_prefix_cache(reset_running_requests=True), "resetting the KV cache"
         )
         if reset is not True:
@@ -414,56 +341,3 @@ class VllmReplica:
         self._dirty = reason
         self._tell_tracker()
         _log.error("the engine is dirty and refuses requests: %s", reason)
-
-    async def _call(
-        self,
-        method: str,
-        *args: Any,
-        timeout_seconds: float | None = None,
-        mixed_is_dirty: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks.
-
-        Raises:
-            WeftError: Of the first rank that failed; LoadFailedError, dirty, if the
-                engine is gone or too slow.
-        """
-        # Never pass vLLM's own timeout: its expiry would leave replies queued.
-        answers = await self._bounded(
-            self.engine.collective_rpc(method, args=args),
-            method,
-            timeout_seconds=timeout_seconds,
-        )
-        return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
-
-    async def _bounded(
-        self, work: Awaitable[T], what: str, *, timeout_seconds: float | None = None
-    ) -> T:
-        """Await without ever cancelling: the engine would go on with it anyhow.
-
-        Raises:
-            LoadFailedError: Metadata ``dirty`` "true"; the deadline passed (the work
-                goes on unattended), or the engine is gone.
-        """
-        timeout_seconds = timeout_seconds or self._deadlines.call_seconds
-        task = asyncio.ensure_future(work)
-        self._unfinished.add(task)
-        task.add_done_callback(self._finished)
-        done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
-        if not done:
-            raise LoadFailedError(
-                f"the engine did not finish {what} within {timeout_seconds:g} s",
-                metadata={"dirty": "true", "overrun": "true"},
-            )
-        try:
-            return task.result()
-        except Exception as error:
-            raise LoadFailedError(
-                f"the engine failed at {what}: {type(error).__name__}: {error}",
-                metadata={"dirty": "true"},
-            ) from error
-
-    def _finished(self, task: asyncio.Future[Any]) -> None:
-        self._unfinished.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen: an unattended one has been reported as an overrun

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.answers import Answer
-from rollout_side.vllm_engine.replica import Deadlines, EngineParts, VllmReplica
+from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
     DigestMismatchError,

@@ -1,0 +1,245 @@
+"""Calls to the workers of a vLLM engine: each bounded, its answers checked.
+
+The methods of ``worker.WeftWorker``, as the replica's process calls them on all ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pickle
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder
+from rollout_side.vllm_engine.answers import check_answers
+from weft.contract.errors import LoadFailedError, TransferTimeoutError
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+
+T = TypeVar("T")
+
+_RESTORE_POLL_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """Bounds of the engine's own work; on overrun its state is unknown."""
+
+    load_seconds: float = 600.0
+    """Loading an adapter or a base in the workers, and each step of a switch."""
+    restore_seconds: float = 3600.0
+    """Reading a version from the spill directory."""
+    call_seconds: float = 120.0
+    """Any other call to the workers: it waits for the engine's step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldCopy:
+    """What the receiving rank tells of a copy that it holds."""
+
+    transfer_id: str
+    content_digest: bytes
+    pickled_manifest: bytes
+
+    def manifest(self) -> Manifest:
+        """Not unpickled before it is asked for: a switch does without it."""
+        manifest: Manifest = pickle.loads(self.pickled_manifest)
+        return manifest
+
+
+class WorkerCalls:
+    """Calls worker methods on all ranks of one engine, on its event loop.
+
+    Every method raises the WeftError of the first rank that failed; LoadFailedError,
+    dirty, if the engine is gone or too slow.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        deadlines: How long the calls may take.
+        num_ranks: Of the engine.
+    """
+
+    def __init__(self, engine: Any, deadlines: Deadlines, *, num_ranks: int) -> None:
+        self._engine = engine
+        self._deadlines = deadlines
+        self._num_ranks = num_ranks
+        self._unfinished: set[asyncio.Future[Any]] = set()
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Let the workers end what they do for Weft."""
+        await self._call("weft_close", timeout_seconds=timeout_seconds)
+
+    # -- what is held ------------------------------------------------------------
+
+    async def join(self, spec: GroupSpec) -> None:
+        """Have the receivers join a side group; returns before they have."""
+        await self._call("weft_join", dataclasses.asdict(spec))
+
+    async def send(self, order: SendOrder) -> None:
+        """Have the receiving rank send a held copy; returns at once."""
+        fields = dataclasses.asdict(order)
+        await self._call("weft_send", fields.pop("group"), fields)
+
+    async def discard(self, transfer_id: str) -> None:
+        """Drop what was staged."""
+        await self._call("weft_discard", transfer_id)
+
+    async def memory(self) -> MemoryUse:
+        """What all ranks hold."""
+        values = await self._call("weft_memory")
+        return MemoryUse(
+            adapter_bytes=sum(value["adapter_bytes"] for value in values),
+            staging_bytes=sum(value["staging_bytes"] for value in values),
+            staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
+            retained_bases=tuple(v for value in values for v in value["retained_bases"]),
+            spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
+            pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
+        )
+
+    async def held(self, version: PolicyVersion) -> HeldCopy:
+        """What the receiving rank tells of a held copy.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        values = await self._call("weft_held", version.policy, version.version)
+        value = next(value for value in values if value["manifest"])
+        return HeldCopy(value["transfer_id"], value["content_digest"], value["manifest"])
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """Keep the copies of these versions of the base."""
+        await self._call("weft_pin_bases", list(versions))
+
+    async def spill(self, order: SpillOrder) -> None:
+        """Say what the spill directory is to hold; returns at once."""
+        await self._call(
+            "weft_spill",
+            [str(version) for version in order.keep],
+            [str(version) for version in order.retired],
+            order.served_base,
+            order.settled,
+        )
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """Stage a version from the spill directory; returns when it is.
+
+        Raises:
+            TransferTimeoutError: It took too long, and was dropped.
+        """
+        await self._call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
+        deadline = time.monotonic() + self._deadlines.restore_seconds
+        while not all(v["restored"] for v in await self._call("weft_restored", transfer_id)):
+            if time.monotonic() > deadline:
+                await self.discard(transfer_id)
+                raise TransferTimeoutError(f"{version} was not read from the disk in time")
+            await asyncio.sleep(_RESTORE_POLL_SECONDS)
+
+    # -- what is loaded ----------------------------------------------------------
+
+    async def share(self, transfer_id: str, content_digest: bytes) -> None:
+        """Let every rank map what the receiving rank staged.
+
+        With one rank there is nothing to share: the load itself checks the staging.
+
+        Raises:
+            NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
+        """
+        if self._num_ranks == 1:
+            return
+        values = await self._call("weft_handle", transfer_id)
+        handle = next(value["handle"] for value in values if value["handle"])
+        await self._call("weft_adopt", handle, content_digest)
+
+    async def load_adapter(
+        self, transfer_id: str, config_json: str, content_digest: bytes, number: int
+    ) -> None:
+        """Load a staged adapter as vLLM's LoRA ``number``."""
+        await self._call(
+            "weft_load_adapter",
+            transfer_id,
+            config_json,
+            content_digest,
+            number,
+            timeout_seconds=self._deadlines.load_seconds,
+        )
+
+    async def drop_adapter(self, version: PolicyVersion, number: int) -> None:
+        """Drop an adapter version and its memory."""
+        await self._call("weft_drop_adapter", version.policy, version.version, number)
+
+    async def apply_base(self, transfer_id: str, content_digest: bytes) -> None:
+        """Load a staged base; ranks that did beside ranks that did not are dirty."""
+        await self._call(
+            "weft_apply_base",
+            transfer_id,
+            content_digest,
+            timeout_seconds=self._deadlines.load_seconds,
+            mixed_is_dirty=True,
+        )
+
+    async def keep_base(self, transfer_id: str) -> None:
+        """Retain the copy of a base that was loaded."""
+        await self._call("weft_keep_base", transfer_id)
+
+    # -- how ----------------------------------------------------------------------
+
+    async def _call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_seconds: float | None = None,
+        mixed_is_dirty: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Call a worker method on all ranks.
+
+        Raises:
+            WeftError: Of the first rank that failed; LoadFailedError, dirty, if the
+                engine is gone or too slow.
+        """
+        # Never pass vLLM's own timeout: its expiry would leave replies queued.
+        answers = await self.bounded(
+            self._engine.collective_rpc(method, args=args),
+            method,
+            timeout_seconds=timeout_seconds,
+        )
+        return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
+
+    async def bounded(
+        self, work: Awaitable[T], what: str, *, timeout_seconds: float | None = None
+    ) -> T:
+        """Await without ever cancelling: the engine would go on with it anyhow.
+
+        Raises:
+            LoadFailedError: Metadata ``dirty`` "true"; the deadline passed (the work
+                goes on unattended), or the engine is gone.
+        """
+        timeout_seconds = timeout_seconds or self._deadlines.call_seconds
+        task = asyncio.ensure_future(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._finished)
+        done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
+        if not done:
+            raise LoadFailedError(
+                f"the engine did not finish {what} within {timeout_seconds:g} s",
+                metadata={"dirty": "true", "overrun": "true"},
+            )
+        try:
+            return task.result()
+        except Exception as error:
+            raise LoadFailedError(
+                f"the engine failed at {what}: {type(error).__name__}: {error}",
+                metadata={"dirty": "true"},
+            ) from error
+
+    def _finished(self, task: asyncio.Future[Any]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: an unattended one has been reported as an overrun
