@@ -14,6 +14,8 @@ from rich.console import Console
 
 from weft import __version__
 from weft.contract.errors import WeftError
+from weft_cli.options import Coordinator
+from weft_cli.orders import add_orders
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,26 +24,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Weft moves weights from RL trainers to a pool of vLLM rollout replicas.",
 )
-Coordinator = Annotated[
-    str,
-    typer.Option(
-        "--coordinator",
-        "-c",
-        envvar="WEFT_COORDINATOR",
-        metavar="HOST:PORT",
-        help="The coordinator's address.",
-    ),
-]
 LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
-
-VersionName = Annotated[
-    str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
-]
-VersionNumber = Annotated[int | None, typer.Argument(metavar="VERSION", hidden=True, min=1)]
-ReplicaId = Annotated[str, typer.Argument(metavar="REPLICA", help="Its name in weft status.")]
-Reason = Annotated[str, typer.Option(help="Why, for people.")]
 
 
 def run() -> None:
@@ -268,106 +253,7 @@ def push(
     )
 
 
-@app.command()
-def rollback(
-    policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
-    to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
-    coordinator: Coordinator = "127.0.0.1:50051",
-    timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
-) -> None:
-    """Serve a former version again: an adapter's alias, or a base that replicas retain."""
-    from weft_cli.operate import roll_back
-
-    roll_back(coordinator, policy, to, timeout_seconds=timeout)
-
-
-@app.command()
-def pin(
-    name: VersionName,
-    number: VersionNumber = None,
-    off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
-    coordinator: Coordinator = "127.0.0.1:50051",
-) -> None:
-    """Keep a version of an adapter from being retired, or the copies of a base."""
-    from weft_cli import operate
-
-    operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)
-
-
-@app.command()
-def retire(
-    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = "127.0.0.1:50051"
-) -> None:
-    """Retire a version of an adapter now; its alias must stand for another."""
-    from weft_cli import operate
-
-    operate.retire(coordinator, operate.parse_version(name, number))
-
-
-@app.command()
-def retain(
-    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
-    number: Annotated[
-        int,
-        typer.Argument(
-            metavar="VERSIONS",
-            help="How many of the newest are kept; 0: as the coordinator's --retain.",
-            min=0,
-            max=1000,
-        ),
-    ],
-    coordinator: Coordinator = "127.0.0.1:50051",
-) -> None:
-    """Keep so many versions of an adapter, from now on and over restarts."""
-    from weft_cli import operate
-
-    operate.retain(coordinator, policy, number)
-
-
-@app.command()
-def cordon(
-    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = "127.0.0.1:50051"
-) -> None:
-    """Take a replica out of service; it keeps up with pushes and can come back at once."""
-    from weft_cli import replicas
-
-    replicas.cordon(coordinator, replica, reason)
-
-
-@app.command()
-def quarantine(
-    replica: ReplicaId,
-    reason: Annotated[str, typer.Option(help="Why, for people.")],
-    coordinator: Coordinator = "127.0.0.1:50051",
-) -> None:
-    """Take a replica out of service and out of transfers; it refuses new requests."""
-    from weft_cli import replicas
-
-    replicas.quarantine(coordinator, replica, reason)
-
-
-@app.command()
-def uncordon(replica: ReplicaId, coordinator: Coordinator = "127.0.0.1:50051") -> None:
-    """Put a replica back into service, cordoned or quarantined."""
-    from weft_cli import replicas
-
-    replicas.uncordon(coordinator, replica)
-
-
-@app.command()
-def drain(
-    replica: ReplicaId,
-    timeout: Annotated[
-        float,
-        typer.Option(help="Seconds for its requests and transfers to end.", min=0, max=86_400),
-    ] = 300.0,
-    reason: Reason = "",
-    coordinator: Coordinator = "127.0.0.1:50051",
-) -> None:
-    """Let a replica finish what runs, leave the pool and end; returns when it has left."""
-    from weft_cli import replicas
-
-    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
+add_orders(app)
 
 
 @app.command()

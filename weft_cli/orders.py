@@ -1,0 +1,117 @@
+"""The operator's orders as commands: rollback, pin, retain, cordon, drain and the like."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft_cli.options import Coordinator
+
+VersionName = Annotated[
+    str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
+]
+VersionNumber = Annotated[int | None, typer.Argument(metavar="VERSION", hidden=True, min=1)]
+ReplicaId = Annotated[str, typer.Argument(metavar="REPLICA", help="Its name in weft status.")]
+Reason = Annotated[str, typer.Option(help="Why, for people.")]
+
+
+def add_orders(app: typer.Typer) -> None:
+    """Add the commands of this module, after those that ``app`` has."""
+    orders = (rollback, pin, retire, retain, cordon, quarantine, uncordon, drain)
+    for order in orders:
+        app.command()(order)
+
+
+def rollback(
+    policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
+    to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
+    coordinator: Coordinator = "127.0.0.1:50051",
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
+) -> None:
+    """Serve a former version again: an adapter's alias, or a base that replicas retain."""
+    from weft_cli.operate import roll_back
+
+    roll_back(coordinator, policy, to, timeout_seconds=timeout)
+
+
+def pin(
+    name: VersionName,
+    number: VersionNumber = None,
+    off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep a version of an adapter from being retired, or the copies of a base."""
+    from weft_cli import operate
+
+    operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)
+
+
+def retire(
+    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Retire a version of an adapter now; its alias must stand for another."""
+    from weft_cli import operate
+
+    operate.retire(coordinator, operate.parse_version(name, number))
+
+
+def retain(
+    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    number: Annotated[
+        int,
+        typer.Argument(
+            metavar="VERSIONS",
+            help="How many of the newest are kept; 0: as the coordinator's --retain.",
+            min=0,
+            max=1000,
+        ),
+    ],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Keep so many versions of an adapter, from now on and over restarts."""
+    from weft_cli import operate
+
+    operate.retain(coordinator, policy, number)
+
+
+def cordon(
+    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = "127.0.0.1:50051"
+) -> None:
+    """Take a replica out of service; it keeps up with pushes and can come back at once."""
+    from weft_cli import replicas
+
+    replicas.cordon(coordinator, replica, reason)
+
+
+def quarantine(
+    replica: ReplicaId,
+    reason: Annotated[str, typer.Option(help="Why, for people.")],
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Take a replica out of service and out of transfers; it refuses new requests."""
+    from weft_cli import replicas
+
+    replicas.quarantine(coordinator, replica, reason)
+
+
+def uncordon(replica: ReplicaId, coordinator: Coordinator = "127.0.0.1:50051") -> None:
+    """Put a replica back into service, cordoned or quarantined."""
+    from weft_cli import replicas
+
+    replicas.uncordon(coordinator, replica)
+
+
+def drain(
+    replica: ReplicaId,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for its requests and transfers to end.", min=0, max=86_400),
+    ] = 300.0,
+    reason: Reason = "",
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Let a replica finish what runs, leave the pool and end; returns when it has left."""
+    from weft_cli import replicas
+
+    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
