@@ -2,8 +2,9 @@
 
 A replica that was cut off when its transfer ended still holds the bytes, and
 would run out of staging memory; so orders are kept until they were answered, and
-given again when it registers and every ``REPEAT_SECONDS``. They stay with its name
-for a while: a late call of a dead process can replace the living one.
+given again when it registers and every ``REPEAT_SECONDS``, but never while the call
+that gave them last may still be answered. They stay with its name for a while: a late
+call of a dead process can replace the living one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def discard(change: Change, transfer_id: str, replica_ids: Iterable[str]) -> Non
 
 
 def repeat_discards(change: Change) -> None:
-    """Give orders again that were not answered; cheap when there are none."""
+    """Give orders again that were not answered in time; cheap when there are none."""
     if change.state.discards and change.now >= change.state.discard_at:
         change.state = replace(change.state, discard_at=change.now + REPEAT_SECONDS)
         for replica_id in list(change.state.discards):
@@ -40,7 +41,7 @@ def repeat_discards(change: Change) -> None:
             if replica is None:
                 _keep(change, replica_id, ())
             elif not replica.lost:
-                tell(change, replica)
+                _tell(change, replica, until=change.now - REPEAT_SECONDS)
 
 
 def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
@@ -49,10 +50,22 @@ def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
     _keep(change, event.replica_id, tuple(t for t in kept if t != event.transfer_id))
 
 
-def tell(change: Change, replica: Replica) -> None:
-    """Give a replica its orders again, as when it registers."""
+def tell_at_registration(change: Change, replica: Replica) -> None:
+    """Give a replica its orders again; these calls, too, have their time."""
+    if replica.replica_id in change.state.discards:
+        at = max(change.state.discard_at, change.now + REPEAT_SECONDS)
+        change.state = replace(change.state, discard_at=at)
+        _tell(change, replica, until=change.now)
+
+
+def _tell(change: Change, replica: Replica, until: float) -> None:
+    """Give a replica its orders that are as old as ``until``."""
+    history = change.state.history
     for transfer_id in change.state.discards.get(replica.replica_id, ()):
-        change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
+        # Ordered when the transfer ended; what history has forgotten is old enough.
+        ended = history.get(transfer_id)
+        if ended is None or ended.end_at <= until:
+            change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
 
 
 def _keep(change: Change, replica_id: str, transfer_ids: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from weft.contract.names import check_name
 from weft.coordinator import abort, drains, events, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
-from weft.coordinator.discard import tell
+from weft.coordinator.discard import tell_at_registration
 from weft.coordinator.effects import (
     CloseChannel,
     Done,
@@ -105,7 +105,7 @@ def register(change: Change, event: events.Register) -> None:
         change.state.generation,
     )
     change.reply(event.ticket, answer)
-    tell(change, replica)
+    tell_at_registration(change, replica)
 
 
 def _check_registration(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.coordinator.machine import GONE, LOAD_FAILED, Machine
 from weft.coordinator import effects, events
-from weft.coordinator.discard import MAX_DISCARDS
+from weft.coordinator.discard import MAX_DISCARDS, REPEAT_SECONDS
 from weft.coordinator.state import Phase
 
 
@@ -52,6 +52,41 @@ def test_an_order_is_repeated_until_it_is_answered() -> None:
     m.pass_time(20)
     assert not m.ever(effects.CallDiscard)
     assert not m.state.discards
+
+
+def test_an_order_is_not_repeated_before_its_call_has_had_its_time() -> None:
+    m, ticket = _begun(Phase.STAGING)
+    _abort(m, ticket)
+    m.all.clear()
+    m.pass_time(REPEAT_SECONDS - 0.25)
+    assert not m.ever(effects.CallDiscard)
+    m.pass_time(0.75)
+    assert len(m.ever(effects.CallDiscard)) == 2
+
+
+def test_nor_is_one_that_comes_while_older_ones_wait() -> None:
+    m, ticket = _begun(Phase.STAGING)
+    _abort(m, ticket)
+    m.pass_time(REPEAT_SECONDS - 2)
+    later = m.run_to(Phase.STAGING)
+    _abort(m, later)
+    m.all.clear()
+    m.pass_time(3)
+    assert {t for _, t in _discards(m.ever(effects.CallDiscard))} == {f"t{ticket}"}
+    m.pass_time(REPEAT_SECONDS)
+    assert {t for _, t in _discards(m.ever(effects.CallDiscard))} == {f"t{ticket}", f"t{later}"}
+
+
+def test_nor_is_one_that_was_given_at_a_registration() -> None:
+    m, ticket = _begun(Phase.STAGING)
+    m.pass_time(8 + 2 * REPEAT_SECONDS, beats=False)
+    m.register("r0")
+    assert _discards(m.found(effects.CallDiscard)) == {("r0", f"t{ticket}")}
+    m.all.clear()
+    m.pass_time(REPEAT_SECONDS - 0.25)
+    assert not m.ever(effects.CallDiscard)
+    m.pass_time(0.75)
+    assert ("r0", f"t{ticket}") in _discards(m.ever(effects.CallDiscard))
 
 
 def test_a_replica_that_was_lost_is_told_when_it_is_back() -> None:
