@@ -15,7 +15,8 @@ import time
 import torch
 
 from rollout_side.engine import SendOrder
-from rollout_side.staged import StagedVersion, WorkerStore, bucket_starts
+from rollout_side.staged import StagedVersion, bucket_starts
+from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion

@@ -16,13 +16,8 @@ from dataclasses import dataclass
 
 from rollout_side.engine import GroupSpec
 from rollout_side.segment import Segment
-from rollout_side.staged import (
-    PartialTransfer,
-    StagedVersion,
-    WorkerStore,
-    bucket_starts,
-    is_adapter,
-)
+from rollout_side.staged import PartialTransfer, StagedVersion, bucket_starts, is_adapter
+from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
 from weft.contract.names import PolicyVersion

@@ -17,7 +17,8 @@ from pathlib import Path
 from rollout_side.engine import SpillOrder
 from rollout_side.spill_files import read_into
 from rollout_side.spill_folder import SpillFolder, superseded
-from rollout_side.staged import StagedVersion, WorkerStore, is_adapter
+from rollout_side.staged import StagedVersion, is_adapter
+from rollout_side.store import WorkerStore
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,

@@ -23,7 +23,7 @@ from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
-from rollout_side.staged import WorkerStore
+from rollout_side.store import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LoadFailedError
@@ -201,7 +201,7 @@ class EngineDouble:
         return {
             "firsts": sorted({float(t.flatten()[0]) for t in self.base.values()}),
             "is_whole": all(bool((t == t.flatten()[0]).all()) for t in self.base.values()),
-            "staging_bytes": self.store.usage().staging_bytes - self.store._retained_bytes(),
+            "staging_bytes": self.store.usage().staging_bytes - self.store._bases.num_bytes,
             "parked_groups": num_parked_groups(),
         }
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rollout_side.staged import AdapterEntry, WorkerStore
+from rollout_side.staged import AdapterEntry
+from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import bridges
 from weft.contract.errors import InvalidNameError
 from weft.contract.names import PolicyVersion

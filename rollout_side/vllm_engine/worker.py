@@ -24,7 +24,8 @@ from rollout_side.cloner import Cloner
 from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
-from rollout_side.staged import StagedHandle, WorkerStore
+from rollout_side.staged import StagedHandle
+from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import adapter_hook, cpu_fixes, orphans
 from rollout_side.vllm_engine.answers import guarded
 from rollout_side.vllm_engine.base_loader import apply_base

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import GroupSpec
-from rollout_side.staged import StagedVersion, WorkerStore, bucket_starts
+from rollout_side.staged import StagedVersion, bucket_starts
+from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import bridges
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.names import PolicyVersion
@@ -70,7 +71,8 @@ class StagingReceiver:
         order = StageOrder(**json.loads(spec.group_id))
         if order.scribble:
             store = self._store
-            for segment in (*store._free, *(base.segment for base in store._bases)):
+            bases = (store.held(PolicyVersion("base", v)) for v in store.retained_bases())
+            for segment in (*store._free, *(base.segment for base in bases)):
                 segment.data.fill_(0x7F)
             return
         if order.break_load_after:

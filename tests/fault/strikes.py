@@ -204,7 +204,7 @@ def _at_once(strike: Strike) -> None:
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
     import rollout_side.receiver
-    from rollout_side.staged import WorkerStore
+    from rollout_side.store import WorkerStore
     from tests.pool import EngineDouble
 
     match strike.point:

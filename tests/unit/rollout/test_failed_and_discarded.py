@@ -11,7 +11,8 @@ import torch
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
 from rollout_side.engine import SwitchTimes
-from rollout_side.staged import StagedVersion, WorkerStore
+from rollout_side.staged import StagedVersion
+from rollout_side.store import WorkerStore
 from tests.pool import EngineDouble
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rollout_side.cloner import compose
-from rollout_side.staged import StagedVersion, WorkerStore
+from rollout_side.staged import StagedVersion
+from rollout_side.store import WorkerStore
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
 from weft.contract.manifest import TRAILER_BYTES, check_trailer

@@ -16,7 +16,8 @@ import rollout_side.spill_folder as spill_folder
 from rollout_side.engine import SpillOrder
 from rollout_side.spill_folder import SpillFolder, SpillSettings, superseded
 from rollout_side.spiller import Spiller
-from rollout_side.staged import StagedVersion, WorkerStore
+from rollout_side.staged import StagedVersion
+from rollout_side.store import WorkerStore
 from tests.unit.rollout.test_spill_files import BASE, CONFIG, FINGERPRINT, held
 from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
 from weft.contract.names import PolicyVersion

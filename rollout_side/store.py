@@ -1,0 +1,355 @@
+"""What a worker process holds: staged versions, and the adapters it can serve.
+
+One ``WorkerStore`` a process. The receiver's thread puts staged versions in; the
+worker's methods (on the engine's thread) take them out. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from rollout_side.retained import RetainedBases
+from rollout_side.segment import Segment
+from rollout_side.staged import AdapterEntry, PartialTransfer, StagedHandle, StagedVersion
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    NotFoundError,
+    NotReadyError,
+    TransferAbortedError,
+)
+from weft.contract.names import PolicyVersion
+
+#: Discarded transfers that are remembered: an order may overtake the last bucket.
+_MAX_DISCARDED = 256
+
+
+@dataclass
+class Usage:
+    """Bytes of host memory a worker holds for Weft."""
+
+    adapter_bytes: int = 0
+    staging_bytes: int = 0
+    """Staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    """Of the retained copies, what no push may take."""
+    transfer_ids: tuple[str, ...] = ()
+    """Transfers of which bytes are staged, whole or in part."""
+
+
+@dataclass
+class WorkerStore:
+    """Staged versions and adapters of one worker process; thread-safe.
+
+    Args:
+        staging_capacity_bytes: Bound of what is being staged or waits for its
+            commit, retained bases included; they are dropped, oldest first, where
+            a push needs the room.
+        adapter_capacity_bytes: Bound of the adapters that can be served.
+        retain_base: Versions of the base that a copy is kept of, the served one
+            included.
+    """
+
+    staging_capacity_bytes: int
+    adapter_capacity_bytes: int
+    retain_base: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _staged: dict[str, StagedVersion] = field(default_factory=dict)
+    _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
+    _partial: dict[str, PartialTransfer] = field(default_factory=dict)
+    _reserved: dict[str, int] = field(default_factory=dict)
+    _free: list[Segment] = field(default_factory=list)
+    _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
+    _bases: RetainedBases = field(init=False)
+    _lent: Counter[int] = field(default_factory=Counter)
+    """Segments that are being sent, by id: never handed out meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._bases = RetainedBases(self.retain_base)
+
+    # -- the receiver's side ------------------------------------------------
+
+    def reserve(self, transfer_id: str, num_bytes: int, *, adapter: bool) -> Segment:
+        """Memory for a transfer, reused from a dropped version when one fits.
+
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB).
+
+        Raises:
+            CapacityError: The bound would be exceeded; says what holds the memory.
+        """
+        with self._lock:
+            if not adapter:
+                self._make_room(num_bytes)
+            self._check_room(num_bytes, adapter=adapter)
+            for i, segment in enumerate(self._free):
+                if segment.num_bytes == num_bytes:
+                    self._reserved[transfer_id] = num_bytes
+                    return self._free.pop(i)
+            self._free.clear()  # of another layout: give it back before taking more
+            self._reserved[transfer_id] = num_bytes
+        try:
+            return Segment.allocate(num_bytes)
+        except BaseException:
+            self.release(transfer_id, None)
+            raise
+
+    def release(self, transfer_id: str, segment: Segment | None) -> None:
+        """End a reservation without result; ``segment`` may be reused unless None.
+
+        Pass None when an abandoned operation may still write to it.
+        """
+        with self._lock:
+            self._reserved.pop(transfer_id, None)
+            self._recycle(segment)
+
+    def put_staged(self, staged: StagedVersion) -> None:
+        """Turn a reservation into a staged version.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile; the memory
+                may be reused.
+        """
+        with self._lock:
+            self._reserved.pop(staged.transfer_id, None)
+            if staged.transfer_id in self._discarded:
+                self._recycle(staged.segment)
+                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
+            self._staged[staged.transfer_id] = staged
+
+    def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
+        adapters = sum(e.staged.segment.num_bytes for e in self._adapters.values())
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        if adapter and adapters + waiting + num_bytes > self.adapter_capacity_bytes:
+            held = ", ".join(map(str, sorted(self._adapters)))
+            raise CapacityError(
+                f"the adapter store holds {adapters:,} of {self.adapter_capacity_bytes:,} bytes "
+                f"({held or 'nothing'}) and {waiting:,} wait for their commit: no room for "
+                f"{num_bytes:,} more; retire versions or start the replica with a larger "
+                "--adapter-memory-gib"
+            )
+        waiting += self._bases.num_bytes
+        if not adapter and waiting + num_bytes > self.staging_capacity_bytes:
+            raise CapacityError(
+                f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes"
+                f"{self._pinned_text()}: no room for {num_bytes:,} more; start the replica with "
+                "a larger --staging-memory-gib"
+            )
+
+    def put_partial(self, partial: PartialTransfer) -> None:
+        """Keep a transfer that was interrupted, and its reservation, unless it was
+        discarded meanwhile."""
+        with self._lock:
+            if partial.transfer_id in self._discarded:
+                self._reserved.pop(partial.transfer_id, None)
+            else:
+                self._partial[partial.transfer_id] = partial
+
+    def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
+        """What was received of a transfer so far, in memory that is safe to write.
+
+        A transfer that was staged whole is un-staged; other interrupted ones of the
+        same trainer are dropped, since a trainer carries one out at a time. Blocks
+        to copy what was verified when an abandoned operation may still write to the
+        old memory.
+        """
+        with self._lock:
+            for other in [p for p in self._partial.values() if p.trainer_id == trainer_id]:
+                if other.transfer_id != transfer_id:
+                    del self._partial[other.transfer_id]
+                    self._reserved.pop(other.transfer_id, None)
+            partial = self._partial.pop(transfer_id, None)
+            staged = self._staged.pop(transfer_id, None) if partial is None else None
+            if staged is not None:
+                self._reserved[transfer_id] = staged.segment.num_bytes
+                digests = list(staged.bucket_digests)
+                return PartialTransfer(
+                    transfer_id, trainer_id, staged.manifest, staged.segment, digests
+                )
+        if partial is None:
+            return None
+        fresh = Segment.allocate(partial.segment.num_bytes)
+        end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
+        fresh.data[:end].copy_(partial.segment.data[:end])
+        return replace(partial, segment=fresh)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop retained bases, oldest first, as far as a base of that size needs it."""
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        room = self.staging_capacity_bytes - waiting - num_bytes
+        self._recycle_all(self._bases.give_way(room, self._is_lent))
+
+    # -- retained bases, and what is sent from here ---------------------------
+
+    def keep_base(self, transfer_id: str) -> None:
+        """Retain a base that was just loaded, staged or retained before; the least
+        recently used beyond ``retain_base`` are dropped. Succeeds if it is gone."""
+        with self._lock:
+            base = self._staged.pop(transfer_id, None)
+            base = base or self._bases.of_transfer(transfer_id)
+            if base is not None:
+                self._recycle_all(self._bases.keep(base))
+
+    def pin_bases(self, versions: Iterable[int]) -> None:
+        """Keep the copies of these versions that are held, and no longer those of others
+        beyond ``retain_base``."""
+        with self._lock:
+            self._recycle_all(self._bases.pin(versions))
+
+    def _pinned_text(self) -> str:
+        names = sorted(map(str, self._bases.pinned))
+        return f", {', '.join(names)} pinned" if names else ""
+
+    def retained_bases(self) -> tuple[int, ...]:
+        """Versions of the base that a copy is held of, last used first."""
+        with self._lock:
+            return self._bases.versions
+
+    def held(self, version: PolicyVersion) -> StagedVersion:
+        """A copy of a version: an adapter that can be served, or a retained base.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            return self._held(version)
+
+    def _held(self, version: PolicyVersion) -> StagedVersion:
+        entry = self._adapters.get(version)
+        if entry is not None:
+            return entry.staged
+        base = self._bases.of_version(version)
+        if base is None:
+            raise NotFoundError(f"no copy of {version} is held here")
+        return base
+
+    @contextmanager
+    def lend(self, version: PolicyVersion) -> Iterator[StagedVersion]:
+        """A held copy whose memory is not reused inside the ``with``, even if the
+        version is dropped meanwhile.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            copy = self._held(version)
+            self._lent[id(copy.segment)] += 1
+        try:
+            yield copy
+        finally:
+            with self._lock:
+                self._lent -= Counter([id(copy.segment)])
+
+    def _is_lent(self, copy: StagedVersion) -> bool:
+        return self._lent[id(copy.segment)] > 0
+
+    # -- the engine's side --------------------------------------------------
+
+    def handle(self, transfer_id: str) -> StagedHandle:
+        """For ``adopt`` in another worker; also of a retained base.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+        """
+        staged = self._take(transfer_id, keep=True)
+        return StagedHandle(
+            transfer_id, staged.version, staged.manifest, staged.segment.ref, staged.content_digest
+        )
+
+    def adopt(self, handle: StagedHandle) -> None:
+        """Map what another worker of this machine has staged."""
+        with self._lock:
+            # A retained copy is mapped anew after it was discarded here once.
+            if handle.transfer_id in self._discarded:
+                self._discarded.remove(handle.transfer_id)
+        segment = Segment.attach(handle.segment)
+        self.put_staged(
+            StagedVersion(
+                handle.transfer_id, handle.version, handle.manifest, segment, handle.content_digest
+            )
+        )
+
+    def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
+        """The staged version, which stays staged; also a retained base.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+            DigestMismatchError: Other bytes than those to be committed.
+        """
+        staged = self._take(transfer_id, keep=True)
+        if staged.content_digest != content_digest:
+            raise DigestMismatchError(
+                f"{staged.version} was staged with digest {staged.content_digest.hex()}, "
+                f"the commit is for {content_digest.hex()}"
+            )
+        return staged
+
+    def keep_adapter(self, transfer_id: str, config_json: str) -> PolicyVersion:
+        """Move a staged adapter into the store that the engine loads from."""
+        staged = self._take(transfer_id, keep=False)
+        with self._lock:
+            self._adapters[staged.version] = AdapterEntry(config_json, staged)
+        return staged.version
+
+    def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
+        """What the engine's loader reads; None when it was dropped."""
+        with self._lock:
+            return self._adapters.get(version)
+
+    def drop_adapter(self, version: PolicyVersion) -> None:
+        """Forget an adapter version; its memory may be reused."""
+        with self._lock:
+            entry = self._adapters.pop(version, None)
+            self._recycle(entry.staged.segment if entry else None)
+
+    def discard(self, transfer_id: str) -> None:
+        """Forget what was staged of a transfer, whole or in part, or is still to come."""
+        with self._lock:
+            if transfer_id not in self._discarded:
+                self._discarded.append(transfer_id)
+            if self._partial.pop(transfer_id, None) is not None:
+                self._reserved.pop(transfer_id, None)  # memory that is not reused
+            staged = self._staged.pop(transfer_id, None)
+            self._recycle(staged.segment if staged else None)
+
+    def usage(self) -> Usage:
+        """What is held now."""
+        with self._lock:
+            waiting = sum(s.segment.num_bytes for s in self._staged.values())
+            return Usage(
+                adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
+                staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,
+                pinned_bytes=self._bases.num_pinned_bytes,
+                free_bytes=sum(s.num_bytes for s in self._free),
+                transfer_ids=tuple(sorted({*self._staged, *self._partial})),
+            )
+
+    def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:
+        with self._lock:
+            staged = self._staged.get(transfer_id)
+            if staged is None and keep:
+                staged = self._bases.of_transfer(transfer_id)
+                if staged is not None:
+                    return staged
+            if staged is None:
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+            if not keep:
+                del self._staged[transfer_id]
+            return staged
+
+    def _recycle_all(self, dropped: Iterable[StagedVersion]) -> None:
+        for copy in dropped:
+            self._recycle(copy.segment)
+
+    def _recycle(self, segment: Segment | None) -> None:
+        """Keep one segment of a size, and two in all, for pushes of the same layouts."""
+        if segment is None or not segment.owned or self._lent[id(segment)]:
+            return
+        if segment.num_bytes not in {s.num_bytes for s in self._free}:
+            self._free = [*self._free[-1:], segment]
