@@ -144,11 +144,13 @@ def test_two_replicas_share_a_directory(start: Callable[..., Worker]) -> None:
     first, second = start("r0"), start("r1")
     copy = first.hold("base@1")
     second.hold("base@1")
-    first.follow("base@1")
-    second.follow("base@1")
-    first.lists("base@1")
-    second.follow("base@1", served_base=1)
-    second.lists("base@1")
+    for worker in (first, second):
+        worker.follow("base@1")
+    until(lambda: first.spiller.listed or second.spiller.listed)
+    # Whichever was first; the other looks again only at a new order, or much later.
+    for worker in (first, second):
+        worker.follow("base@1", served_base=1)
+        worker.lists("base@1")
     assert len(list(first.folder.path.iterdir())) == 1
     third = start("r2")
     third.restore(copy)
