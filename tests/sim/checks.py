@@ -37,6 +37,11 @@ _SLACK_SECONDS = 5.0
 _MAX_HISTORY = 100
 
 
+def _says_ready(effect: effects.Effect) -> bool:
+    answer = effect.answer if isinstance(effect, effects.Reply) else None
+    return isinstance(answer, effects.HeartbeatAnswer) and answer.ready
+
+
 class Checks:
     """Sees every step, save, switch and answer of one run."""
 
@@ -79,9 +84,7 @@ class Checks:
                 self.leases.saving(effect)
             elif isinstance(effect, effects.CallRetire | effects.SaveRetired):
                 self._retired(state, effect)
-            elif isinstance(event, events.Heartbeat) and effect == effects.Reply(
-                event.ticket, effects.HeartbeatAnswer(ready=True)
-            ):
+            elif isinstance(event, events.Heartbeat) and _says_ready(effect):
                 self._told_ready(state, event)
             elif isinstance(effect, effects.Announce):
                 self._announced(state, effect)
@@ -155,6 +158,8 @@ class Checks:
         """Versions leave a replica, or the catalog says that they are gone."""
         versions = effect.versions if isinstance(effect, effects.CallRetire) else (effect.version,)
         pinned = self._world.operator.pinned.intersection(versions)
+        # A base is retired where it is replaced; pinned, replicas keep their copies of it.
+        pinned = {version for version in pinned if version.policy != BASE_POLICY}
         if pinned:
             fail(f"{sorted(pinned)} are pinned and retired")
         if isinstance(effect, effects.SaveRetired) and effect.version.policy != BASE_POLICY:
@@ -364,6 +369,13 @@ class Checks:
         """A replica is about to drop a version."""
         if version in self._world.operator.pinned:
             fail(f"{replica.name} drops {version}, which is pinned")
+
+    def dropping(self, replica: SimReplica, version: PolicyVersion, *, is_late: bool) -> None:
+        """A replica in contact has dropped its copy of a base, as it loaded another."""
+        known = self._world.coordinator.state.replicas.get(replica.name)
+        in_contact = known is not None and known.in_contact
+        if version in self._world.operator.pinned and in_contact and not is_late:
+            fail(f"{replica.name} dropped its copy of {version}, which is pinned")
 
     def push_ended(self, trainer: SimTrainer, push: Push) -> None:
         """A trainer's push is over."""

@@ -63,6 +63,8 @@ class SimReplica(Process):
         self.ready = False
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+        self._pins_told: tuple[int, ...] = ()
+        self._pins: tuple[int, ...] = ()
         self._generation = 0
         self._switching: deque[Future] = deque()
         self._clones: set[str] = set()
@@ -77,7 +79,9 @@ class SimReplica(Process):
         while True:
             yield _REAP_SECONDS
             if not self._switching:
+                self.store.pin_bases(self._pins_told)
                 self._look_at_memory()
+                self._pins = self._pins_told
 
     def _stay_registered(self) -> Generator[Any, Any, None]:
         registered, interval = False, 1.0
@@ -95,8 +99,10 @@ class SimReplica(Process):
                     retained=self._memory[0],
                     dirty_reason=self.dirty_reason,
                     staged=self._memory[1],
+                    pins_obeyed=frozenset(self._pins),
                 )
                 self.ready = answer.ready
+                self._pins_told = answer.pinned_bases
                 yield interval
             except NotFoundError:
                 registered = False
@@ -206,7 +212,7 @@ class SimReplica(Process):
         is_late = self._is_late(call.transfer_id)
         self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
         if version.policy == BASE_POLICY:
-            self._serve_base(copies[0])
+            self._serve_base(copies[0], is_late=is_late)
         else:
             self.store.keep(copies[0])
             self.vector = self.vector.with_adapter(version, alias)
@@ -229,7 +235,7 @@ class SimReplica(Process):
             yield from self._load("")
             is_late = self._is_late(call.transfer_id)
             self.world.checks.loaded(self, held, version.version, is_late=is_late)
-            self._serve_base(held)
+            self._serve_base(held, is_late=is_late)
             self.world.trace(self.name, f"serves {version} again")
 
     def _is_late(self, transfer_id: str) -> bool:
@@ -250,12 +256,16 @@ class SimReplica(Process):
         self.dirty_reason = "the engine broke"
         raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
 
-    def _serve_base(self, copy: Copy) -> None:
+    def _serve_base(self, copy: Copy, *, is_late: bool) -> None:
         self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
         self.vector = self.vector.with_base(copy.version.version)
         self.dirty_reason = ""
+        before = self.store.bases
         self.store.keep(copy)
         self.served[copy.version] = copy.digest
+        for base in before:
+            if base not in self.store.bases:
+                self.world.checks.dropping(self, base.version, is_late=is_late)
         self._look_at_memory()
 
     def _serves(self, version: PolicyVersion) -> bool:
