@@ -119,7 +119,9 @@ class AdminServiceServicer(object):
         Idempotent: retiring a retired version succeeds.
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+        to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (versions of the base).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

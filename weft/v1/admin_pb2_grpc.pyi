@@ -63,7 +63,9 @@ class AdminServiceStub:
     Idempotent: retiring a retired version succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+    to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (versions of the base).
     """
     SetRetention: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]
     """How many of the newest versions of an adapter are kept; the version that its
@@ -147,7 +149,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Idempotent: retiring a retired version succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+    to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (versions of the base).
     """
     SetRetention: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]  # type: ignore[assignment]
     """How many of the newest versions of an adapter are kept; the version that its
@@ -246,7 +250,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: retiring a retired version succeeds.
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+        to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (versions of the base).
         """
 
     @_abc_1.abstractmethod
