@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import layout_of
+from tests.sim.drain import SimDrain
 from tests.sim.receiver import Receiver
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
@@ -60,7 +61,8 @@ class SimReplica(Process):
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
-        self.ready = False
+        self.ready = self.is_known = False
+        self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
         self._pins_told: tuple[int, ...] = ()
@@ -84,12 +86,13 @@ class SimReplica(Process):
                 self._pins = self._pins_told
 
     def _stay_registered(self) -> Generator[Any, Any, None]:
-        registered, interval = False, 1.0
+        interval = 1.0
         while True:
             try:
-                if not registered:
+                if not self.is_known:
                     interval = yield from self._register()
-                    registered = True
+                    self.is_known = True
+                note = self.drain.note()
                 answer = yield self._call(
                     "heartbeat",
                     replica_id=self.name,
@@ -100,12 +103,14 @@ class SimReplica(Process):
                     dirty_reason=self.dirty_reason,
                     staged=self._memory[1],
                     pins_obeyed=frozenset(self._pins),
+                    drain=note,
                 )
                 self.ready = answer.ready
                 self._pins_told = answer.pinned_bases
+                self.drain.hear(answer, is_noted=note is not None)
                 yield interval
             except NotFoundError:
-                registered = False
+                self.is_known = False
             except WeftError:
                 yield 1.0
 
@@ -120,6 +125,7 @@ class SimReplica(Process):
             vector=self.vector,
             retained=self._memory[0],
             dirty_reason=self.dirty_reason,
+            drain=self.drain.note(),
         )
         self._generation = answer.generation
         if answer.reference_wanted:
