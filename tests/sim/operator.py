@@ -15,7 +15,7 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import RollbackAnswer
-from weft.coordinator.state import Standing, Withdrawn
+from weft.coordinator.state import Phase, Standing, Withdrawn
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -33,6 +33,9 @@ class SimOperator(Process):
         #: Versions of an adapter to keep, by policy, where it was told that they are.
         self.retention: dict[str, int] = {}
         self._retention_asked: set[str] = set()
+        #: Replicas withdrawn for certain, and never asked to be put back.
+        self.withdrawn: set[str] = set()
+        self._put_back: set[str] = set()
         self.busy = False
         self._mean_seconds = world.random.choice([1.0, 3.0, 10.0])
         self.spawn(self._work())
@@ -104,32 +107,57 @@ class SimOperator(Process):
 
     def _retire(self) -> Generator[Any, Any, None]:
         version = self._some_version()
+        if self.world.random.random() < 0.5:
+            version = yield from self._being_replaced()
         if version is not None:
             yield self._call("retire", 2.0, version=version)
             self.world.checks.orders.retired(version)
+
+    def _being_replaced(self) -> Generator[Any, Any, PolicyVersion | None]:
+        """What replicas switch from, at the worst moment: they may go back to it."""
+        for _ in range(200):
+            for transfer in self.world.coordinator.state.transfers.values():
+                if transfer.phase is Phase.COMMITTING and transfer.replaced_version:
+                    return PolicyVersion(transfer.policy, transfer.replaced_version)
+            yield 0.02
+        return None
 
     def _retain(self) -> Generator[Any, Any, None]:
         """Once for each policy: a request may be carried out again, after a later one."""
         left = sorted(set(self.world.catalog.policies) - self._retention_asked)
         if left:
+            replaced = yield from self._being_replaced()
+            left = [policy for policy in left if replaced and policy == replaced.policy] or left
             policy, number = self.world.random.choice(left), self.world.random.choice([1, 2, 4])
             self._retention_asked.add(policy)
             yield self._call("retain", 2.0, policy=policy, num_versions=number)
             self.retention[policy] = number
 
     def _some_replica(self) -> str:
-        return self.world.random.choice(sorted(self.world.replicas))
+        """As often as not one that a transfer takes."""
+        random, transfers = self.world.random, self.world.coordinator.state.transfers
+        taken = sorted({name for transfer in transfers.values() for name in transfer.held})
+        return random.choice(
+            taken if taken and random.random() < 0.5 else list(self.world.replicas)
+        )
 
     def _withdraw(self) -> Generator[Any, Any, None]:
         standing = self.world.random.choice([Standing.CORDONED, Standing.QUARANTINED])
-        order = Withdrawn(standing, "it looks odd")
-        yield self._call("withdraw", 2.0, replica_id=self._some_replica(), order=order)
+        name, order = self._some_replica(), Withdrawn(standing, "it looks odd")
+        yield self._call("withdraw", 2.0, replica_id=name, order=order)
+        if name not in self._put_back:
+            self.withdrawn.add(name)
 
     def _uncordon(self) -> Generator[Any, Any, None]:
         names = sorted(self.world.catalog.withdrawn)
         if names:
             name = self.world.random.choice(names)
+            self._putting_back(name)
             yield self._call("uncordon", 2.0, replica_id=name)
+
+    def _putting_back(self, name: str) -> None:
+        self._put_back.add(name)
+        self.withdrawn.discard(name)
 
     def _drain(self) -> Generator[Any, Any, None]:
         name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])
@@ -140,6 +168,7 @@ class SimOperator(Process):
         for _ in range(2):
             yield 4.0
             for name in sorted(self.world.replicas):
+                self._putting_back(name)
                 with contextlib.suppress(NotFoundError):
                     yield from self._until_answered("uncordon", replica_id=name)
 

@@ -80,6 +80,8 @@ class OperatorChecks:
     def told(self, beat: events.Heartbeat, state: State, answer: effects.HeartbeatAnswer) -> None:
         """A replica hears where it stands."""
         order = state.withdrawn.get(beat.replica_id)
+        if order is None and beat.replica_id in self._world.operator.withdrawn:
+            fail(f"{beat.replica_id} was withdrawn and is put back by nobody")
         if answer.ready and (order or state.replicas[beat.replica_id].drain):
             fail(f"{beat.replica_id} was told that it is ready and is withdrawn")
         if bool(answer.refuse_reason) is not state.is_quarantined(beat.replica_id):
