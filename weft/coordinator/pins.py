@@ -17,7 +17,7 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
 from weft.coordinator.retire import may_be_kept, may_be_withdrawn, num_retained, retire
 from weft.coordinator.rollback import known_policy, requestable, unknown_policy
-from weft.coordinator.state import Policy, PolicyKind, State, Transfer
+from weft.coordinator.state import Errand, Policy, PolicyKind, State, Transfer
 
 #: Most versions of one adapter that are kept by their number.
 MAX_RETAINED = 1000
@@ -26,10 +26,17 @@ MAX_RETAINED = 1000
 def pin(change: Change, event: events.Pin) -> None:
     """Pin a version or let it go; doing so twice is no error."""
     version = PolicyVersion(event.policy, event.version)
+    transfers = change.state.transfers.values()
     try:
         policy = known_policy(change.state, version, event.recorded)
         if event.pinned and policy.kind is PolicyKind.BASE:
             _check_base_pin(change.state, version)
+        elif event.pinned and any(_may_vanish(t, version) for t in transfers):
+            raise NotReadyError(
+                f"replicas switch to {version}, which is withdrawn if none can: ask again when "
+                "they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
         elif event.pinned and version.version not in requestable(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
     except WeftError as error:
@@ -98,6 +105,11 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
 def _may_return(transfer: Transfer, version: PolicyVersion) -> bool:
     replaced = PolicyVersion(transfer.policy, transfer.replaced_version)
     return may_be_withdrawn(transfer) and replaced == version
+
+
+def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
+    pushed = transfer.errand is Errand.PUSH and transfer.policy_version == version
+    return pushed and may_be_withdrawn(transfer)
 
 
 def set_retention(change: Change, event: events.SetRetention) -> None:

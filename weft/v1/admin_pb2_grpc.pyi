@@ -55,7 +55,8 @@ class AdminServiceStub:
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
     was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
     in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-    base is being brought to replicas, which may drop the copy for it: ask again).
+    base is being brought to replicas, which may drop the copy for it, or replicas are
+    switching to this version, which is withdrawn if none can: ask again).
     """
     Retire: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -141,7 +142,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
     was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
     in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-    base is being brought to replicas, which may drop the copy for it: ask again).
+    base is being brought to replicas, which may drop the copy for it, or replicas are
+    switching to this version, which is withdrawn if none can: ask again).
     """
     Retire: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]  # type: ignore[assignment]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -236,7 +238,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
         was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
         in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-        base is being brought to replicas, which may drop the copy for it: ask again).
+        base is being brought to replicas, which may drop the copy for it, or replicas are
+        switching to this version, which is withdrawn if none can: ask again).
         """
 
     @_abc_1.abstractmethod
