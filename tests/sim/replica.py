@@ -28,7 +28,7 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator import effects
+from weft.coordinator import effects, leftovers
 from weft.coordinator.state import ContentDigest, Group
 
 if TYPE_CHECKING:
@@ -246,8 +246,10 @@ class SimReplica(Process):
 
     def _is_late(self, transfer_id: str) -> bool:
         """Whether nobody waits for an order any more: its coordinator has died, or gave
-        this replica up; or it was about what a former coordinator left behind."""
-        transfer = self.world.coordinator.state.transfers.get(transfer_id)
+        this replica up."""
+        transfers = self.world.coordinator.state.transfers
+        restore = leftovers.restore_id(transfer_id, self.name)
+        transfer = transfers.get(transfer_id) or transfers.get(restore)
         return transfer is None or self.name not in transfer.switching
 
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:

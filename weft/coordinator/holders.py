@@ -82,7 +82,8 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
-            return f", which comes from {transfer.source or _own(replica, version)}"
+            own = "what it has staged" if transfer.leftover else _own(replica, version)
+            return f", which comes from {transfer.source or own}"
     setback = replica.setbacks.get(version)
     if setback:
         return f", which could not be brought yet, it is tried again: {setback.why}"
