@@ -15,6 +15,7 @@ from weft.coordinator.effects import (
     SavePool,
     SaveRetired,
     SaveVersion,
+    SaveWithdrawn,
 )
 from weft.coordinator.state import (
     Failure,
@@ -23,6 +24,7 @@ from weft.coordinator.state import (
     State,
     VersionRecord,
     VersionState,
+    Withdrawn,
 )
 
 _RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
@@ -37,6 +39,7 @@ class CatalogModel:
         self.policies: dict[str, Policy] = {}
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
+        self.withdrawn: dict[str, Withdrawn] = {}
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
 
@@ -76,6 +79,7 @@ class CatalogModel:
             architecture=self.architecture,
             epoch=self.epoch,
             policies=policies,
+            withdrawn=dict(self.withdrawn),
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -100,6 +104,10 @@ class CatalogModel:
                     self.pins.add(version)
                 case SavePin(version=version):
                     self.pins.discard(version)
+                case SaveWithdrawn(replica_id=name, order=withdrawn):
+                    self.withdrawn.pop(name, None)
+                    if withdrawn is not None:
+                        self.withdrawn[name] = withdrawn
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         if version in self.versions:

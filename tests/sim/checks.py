@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
+from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.state import (
@@ -35,6 +36,7 @@ _HELD = (VersionState.COMMITTED, VersionState.RETIRED)
 #: How late the coordinator may be: a tick, and a slow disk twice.
 _SLACK_SECONDS = 5.0
 _MAX_HISTORY = 100
+_RETIRING = (events.RetireVersion, events.SetRetention)
 
 
 class Checks:
@@ -43,6 +45,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self._world = world
         self.leases = LeaseChecks(world)
+        self.orders = OperatorChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
@@ -78,11 +81,13 @@ class Checks:
             elif isinstance(effect, effects.SavePolicy):
                 self.leases.saving(effect)
             elif isinstance(effect, effects.CallRetire | effects.SaveRetired):
-                self._retired(state, effect)
-            elif isinstance(event, events.Heartbeat) and effect == effects.Reply(
-                event.ticket, effects.HeartbeatAnswer(ready=True)
-            ):
-                self._told_ready(state, event)
+                self._retired(state, effect, by_order=isinstance(event, _RETIRING))
+            elif isinstance(event, events.Heartbeat) and isinstance(effect, effects.Reply):
+                answer = effect.answer
+                if isinstance(answer, effects.HeartbeatAnswer):
+                    self.orders.told(event, state, answer)
+                    if answer.ready:
+                        self._told_ready(state, event)
             elif isinstance(effect, effects.Announce):
                 self._announced(state, effect)
         if state.transfers is not before.transfers:
@@ -96,6 +101,7 @@ class Checks:
                 fail(f"groups pile up: {names}")
         if isinstance(event, events.Tick):
             self._check_deadlines(state)
+        self.orders.stepped(before, event, state)
 
     def _decided(self, state: State, save: effects.SaveVersion) -> None:
         """A push reached its commit point: who has staged what?"""
@@ -151,12 +157,18 @@ class Checks:
         self._newest_epoch = group.epoch
         self._tokens.add(group.token)
 
-    def _retired(self, state: State, effect: effects.CallRetire | effects.SaveRetired) -> None:
+    def _retired(
+        self, state: State, effect: effects.CallRetire | effects.SaveRetired, *, by_order: bool
+    ) -> None:
         """Versions leave a replica, or the catalog says that they are gone."""
         versions = effect.versions if isinstance(effect, effects.CallRetire) else (effect.version,)
         pinned = self._world.operator.pinned.intersection(versions)
+        # A base is retired where it is replaced; pinned, replicas keep their copies of it.
+        pinned = {version for version in pinned if version.policy != BASE_POLICY}
         if pinned:
             fail(f"{sorted(pinned)} are pinned and retired")
+        if by_order:
+            return  # replicas drop it by and by
         if isinstance(effect, effects.SaveRetired) and effect.version.policy != BASE_POLICY:
             for replica in state.replicas.values():
                 if not replica.lost and replica.vector.holds(effect.version):
@@ -172,6 +184,7 @@ class Checks:
                 continue
             for replica in state.replicas.values():
                 serves = replica.in_contact and not before.vector.missing_from(replica.vector)
+                serves = serves and not out_of_transfers(before, replica)
                 if serves and replica.replica_id not in transfer.targets:
                     fail(f"{replica.replica_id} cannot go back to {transfer.policy_version}")
 
@@ -231,6 +244,7 @@ class Checks:
 
     def saving(self, saves: Sequence[effects.Save]) -> None:
         """Before a transaction is durable."""
+        self.orders.saving(saves)
         for save in saves:
             if isinstance(save, effects.SaveVersion):
                 self._saving_version(save)
@@ -364,6 +378,13 @@ class Checks:
         """A replica is about to drop a version."""
         if version in self._world.operator.pinned:
             fail(f"{replica.name} drops {version}, which is pinned")
+
+    def dropping(self, replica: SimReplica, version: PolicyVersion, *, is_late: bool) -> None:
+        """A replica in contact has dropped its copy of a base, as it loaded another."""
+        known = self._world.coordinator.state.replicas.get(replica.name)
+        in_contact = known is not None and known.in_contact
+        if version in self._world.operator.pinned and in_contact and not is_late:
+            fail(f"{replica.name} dropped its copy of {version}, which is pinned")
 
     def push_ended(self, trainer: SimTrainer, push: Push) -> None:
         """A trainer's push is over."""

@@ -350,6 +350,22 @@ class SimCoordinator(Process):
         recorded = self._flushed(version)
         return events.Pin(ticket, version.policy, version.version, pinned, recorded)
 
+    def _serve_retire(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
+        recorded = self._flushed(version)
+        return events.RetireVersion(ticket, version.policy, version.version, recorded)
+
+    def _serve_retain(self, timeout: float, **args: Any) -> events.Event:
+        return events.SetRetention(**args)
+
+    def _serve_withdraw(self, timeout: float, **args: Any) -> events.Event:
+        return events.Withdraw(**args)
+
+    def _serve_uncordon(self, timeout: float, **args: Any) -> events.Event:
+        return events.Uncordon(**args)
+
+    def _serve_drain(self, timeout: float, **args: Any) -> events.Event:
+        return events.DrainReplica(**args)
+
     def _flushed(self, version: PolicyVersion) -> VersionRecord | None:
         """A record, once what may be written late is written."""
         if self._lazy:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Process
 
 if TYPE_CHECKING:
+    from tests.sim.replica import SimReplica
     from tests.sim.world import World
 
 
@@ -138,11 +139,13 @@ class Faults:
         self.world.trace(process.name, f"freezes for {seconds} s")
 
     def _leave(self) -> None:
+        replica = self.world.random.choice(list(self.world.replicas.values()))
+        if replica.alive:
+            self.leave(replica)
+
+    def leave(self, replica: SimReplica) -> None:
         """A replica says goodbye and ends, as at a rolling update."""
         world = self.world
-        replica = world.random.choice(list(world.replicas.values()))
-        if not replica.alive:
-            return
         world.trace(replica.name, "leaves")
 
         def leaving() -> Generator[Any, Any, None]:

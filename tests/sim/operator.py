@@ -1,14 +1,21 @@
-"""An operator who rolls policies back, and pins and unpins their versions."""
+"""An operator: rolls back, pins, retires; takes replicas out of service and puts them back."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Process
-from weft.contract.errors import WeftError
+from weft.contract.errors import (
+    NotFoundError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+    WeftError,
+)
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import RollbackAnswer
+from weft.coordinator.state import Phase, Standing, Withdrawn
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -23,6 +30,12 @@ class SimOperator(Process):
         #: Pinned for certain, and not asked to be let go since.
         self.pinned: set[PolicyVersion] = set()
         self._let_go: set[PolicyVersion] = set()
+        #: Versions of an adapter to keep, by policy, where it was told that they are.
+        self.retention: dict[str, int] = {}
+        self._retention_asked: set[str] = set()
+        #: Replicas withdrawn for certain, and never asked to be put back.
+        self.withdrawn: set[str] = set()
+        self._put_back: set[str] = set()
         self.busy = False
         self._mean_seconds = world.random.choice([1.0, 3.0, 10.0])
         self.spawn(self._work())
@@ -36,7 +49,16 @@ class SimOperator(Process):
             self.busy = True
             try:
                 yield from random.choice(
-                    [self._roll_back, self._roll_back, self._pin, self._unpin]
+                    [
+                        *[self._roll_back] * 4,
+                        *[self._pin] * 2,
+                        *[self._unpin] * 2,
+                        self._retire,
+                        self._retain,
+                        self._withdraw,
+                        self._uncordon,
+                        self._drain,
+                    ]
                 )()
             except WeftError as error:
                 self.world.trace(self.name, f"refused: {error!r}")
@@ -83,5 +105,80 @@ class SimOperator(Process):
             self._let_go.add(version)
             yield self._call("pin", 2.0, version=version, pinned=False)
 
-    def _call(self, method: str, seconds: float, **args: Any) -> Any:
-        return self.world.network.call(self, "coordinator", method, seconds, **args)
+    def _retire(self) -> Generator[Any, Any, None]:
+        version = self._some_version()
+        if self.world.random.random() < 0.5:
+            version = yield from self._being_replaced()
+        if version is not None:
+            yield self._call("retire", 2.0, version=version)
+            self.world.checks.orders.retired(version)
+
+    def _being_replaced(self) -> Generator[Any, Any, PolicyVersion | None]:
+        """What replicas switch from, at the worst moment: they may go back to it."""
+        for _ in range(200):
+            for transfer in self.world.coordinator.state.transfers.values():
+                if transfer.phase is Phase.COMMITTING and transfer.replaced_version:
+                    return PolicyVersion(transfer.policy, transfer.replaced_version)
+            yield 0.02
+        return None
+
+    def _retain(self) -> Generator[Any, Any, None]:
+        """Once for each policy: a request may be carried out again, after a later one."""
+        left = sorted(set(self.world.catalog.policies) - self._retention_asked)
+        if left:
+            replaced = yield from self._being_replaced()
+            left = [policy for policy in left if replaced and policy == replaced.policy] or left
+            policy, number = self.world.random.choice(left), self.world.random.choice([1, 2, 4])
+            self._retention_asked.add(policy)
+            yield self._call("retain", 2.0, policy=policy, num_versions=number)
+            self.retention[policy] = number
+
+    def _some_replica(self) -> str:
+        """As often as not one that a transfer takes."""
+        random, transfers = self.world.random, self.world.coordinator.state.transfers
+        taken = sorted({name for transfer in transfers.values() for name in transfer.held})
+        return random.choice(
+            taken if taken and random.random() < 0.5 else list(self.world.replicas)
+        )
+
+    def _withdraw(self) -> Generator[Any, Any, None]:
+        standing = self.world.random.choice([Standing.CORDONED, Standing.QUARANTINED])
+        name, order = self._some_replica(), Withdrawn(standing, "it looks odd")
+        yield self._call("withdraw", 2.0, replica_id=name, order=order)
+        if name not in self._put_back:
+            self.withdrawn.add(name)
+
+    def _uncordon(self) -> Generator[Any, Any, None]:
+        names = sorted(self.world.catalog.withdrawn)
+        if names:
+            name = self.world.random.choice(names)
+            self._putting_back(name)
+            yield self._call("uncordon", 2.0, replica_id=name)
+
+    def _putting_back(self, name: str) -> None:
+        self._put_back.add(name)
+        self.withdrawn.discard(name)
+
+    def _drain(self) -> Generator[Any, Any, None]:
+        name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])
+        yield self._call("drain", 2.0, replica_id=name, seconds=seconds, reason="old card")
+
+    def put_back(self) -> Generator[Any, Any, None]:
+        """In the end every replica is to serve, also those of which a late order comes."""
+        for _ in range(2):
+            yield 4.0
+            for name in sorted(self.world.replicas):
+                self._putting_back(name)
+                with contextlib.suppress(NotFoundError):
+                    yield from self._until_answered("uncordon", replica_id=name)
+
+    def _until_answered(self, method: str, **args: Any) -> Generator[Any, Any, None]:
+        while True:
+            try:
+                yield self._call(method, 2.0, **args)
+                return
+            except (PeerUnavailableError, TransferTimeoutError):
+                yield 0.5
+
+    def _call(self, method: str, timeout: float, **args: Any) -> Any:
+        return self.world.network.call(self, "coordinator", method, timeout, **args)

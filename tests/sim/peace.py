@@ -22,6 +22,8 @@ def left_over(world: World) -> Iterator[str]:
     yield from (f"the push of {t.name} goes on" for t in world.trainers.values() if t.pushing)
     if world.operator.busy:
         yield "the operator waits"
+    if world.catalog.withdrawn:
+        yield f"{sorted(world.catalog.withdrawn)} are withdrawn"
     left = {
         "transfers": [
             (t.transfer_id, t.errand.name, t.phase.name) for t in state.transfers.values()
@@ -114,7 +116,10 @@ def kept(world: World) -> Iterator[str]:
             if committed != {policy.served_version} - {0}:
                 yield f"the base is {policy.served_version}, the catalog has {sorted(committed)}"
             continue
-        newest = policy.versions[-state.settings.retain :]
+        asked = world.operator.retention.get(policy.name)
+        if asked is not None and asked != policy.retain:
+            yield f"{asked} of {policy.name} are to be kept, the coordinator has {policy.retain}"
+        newest = policy.versions[-(policy.retain or state.settings.retain) :]
         keep = {*newest, *policy.pinned, policy.served_version} - {0}
         pinned = {v.version for v in world.operator.pinned if v.policy == policy.name}
         if not pinned <= set(policy.pinned) or not pinned <= set(policy.versions):

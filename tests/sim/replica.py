@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import layout_of
+from tests.sim.drain import SimDrain
 from tests.sim.receiver import Receiver
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
@@ -27,7 +28,7 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator import effects
+from weft.coordinator import effects, leftovers
 from weft.coordinator.state import ContentDigest, Group
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ class SimReplica(Process):
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
-        self.ready = False
+        self.ready = self.is_known = False
+        self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+        self._pins_told: tuple[int, ...] = ()
+        self._pins: tuple[int, ...] = ()
         self._generation = 0
         self._switching: deque[Future] = deque()
         self._clones: set[str] = set()
@@ -77,15 +81,18 @@ class SimReplica(Process):
         while True:
             yield _REAP_SECONDS
             if not self._switching:
+                self.store.pin_bases(self._pins_told)
                 self._look_at_memory()
+                self._pins = self._pins_told
 
     def _stay_registered(self) -> Generator[Any, Any, None]:
-        registered, interval = False, 1.0
+        interval = 1.0
         while True:
             try:
-                if not registered:
+                if not self.is_known:
                     interval = yield from self._register()
-                    registered = True
+                    self.is_known = True
+                note = self.drain.note()
                 answer = yield self._call(
                     "heartbeat",
                     replica_id=self.name,
@@ -95,11 +102,15 @@ class SimReplica(Process):
                     retained=self._memory[0],
                     dirty_reason=self.dirty_reason,
                     staged=self._memory[1],
+                    pins_obeyed=frozenset(self._pins),
+                    drain=note,
                 )
                 self.ready = answer.ready
+                self._pins_told = answer.pinned_bases
+                self.drain.hear(answer, is_noted=note is not None)
                 yield interval
             except NotFoundError:
-                registered = False
+                self.is_known = False
             except WeftError:
                 yield 1.0
 
@@ -114,6 +125,7 @@ class SimReplica(Process):
             vector=self.vector,
             retained=self._memory[0],
             dirty_reason=self.dirty_reason,
+            drain=self.drain.note(),
         )
         self._generation = answer.generation
         if answer.reference_wanted:
@@ -206,7 +218,7 @@ class SimReplica(Process):
         is_late = self._is_late(call.transfer_id)
         self.world.checks.loaded(self, copies[0], alias, is_late=is_late)
         if version.policy == BASE_POLICY:
-            self._serve_base(copies[0])
+            self._serve_base(copies[0], is_late=is_late)
         else:
             self.store.keep(copies[0])
             self.vector = self.vector.with_adapter(version, alias)
@@ -229,13 +241,15 @@ class SimReplica(Process):
             yield from self._load("")
             is_late = self._is_late(call.transfer_id)
             self.world.checks.loaded(self, held, version.version, is_late=is_late)
-            self._serve_base(held)
+            self._serve_base(held, is_late=is_late)
             self.world.trace(self.name, f"serves {version} again")
 
     def _is_late(self, transfer_id: str) -> bool:
         """Whether nobody waits for an order any more: its coordinator has died, or gave
-        this replica up; or it was about what a former coordinator left behind."""
-        transfer = self.world.coordinator.state.transfers.get(transfer_id)
+        this replica up."""
+        transfers = self.world.coordinator.state.transfers
+        restore = leftovers.restore_id(transfer_id, self.name)
+        transfer = transfers.get(transfer_id) or transfers.get(restore)
         return transfer is None or self.name not in transfer.switching
 
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
@@ -250,12 +264,16 @@ class SimReplica(Process):
         self.dirty_reason = "the engine broke"
         raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"})
 
-    def _serve_base(self, copy: Copy) -> None:
+    def _serve_base(self, copy: Copy, *, is_late: bool) -> None:
         self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
         self.vector = self.vector.with_base(copy.version.version)
         self.dirty_reason = ""
+        before = self.store.bases
         self.store.keep(copy)
         self.served[copy.version] = copy.digest
+        for base in before:
+            if base not in self.store.bases:
+                self.world.checks.dropping(self, base.version, is_late=is_late)
         self._look_at_memory()
 
     def _serves(self, version: PolicyVersion) -> bool:

@@ -38,6 +38,8 @@ class Store:
         self.partial: dict[tuple[str, int], Partial] = {}
         self.adapters: dict[PolicyVersion, Copy] = {}
         self.bases: list[Copy] = []
+        #: Versions of the base whose copies are not dropped.
+        self.pinned: frozenset[int] = frozenset()
         self._discarded: deque[str] = deque(maxlen=256)
 
     def held(self, version: PolicyVersion) -> Copy | None:
@@ -102,4 +104,15 @@ class Store:
             self.adapters[copy.version] = copy
         elif was_there:
             others = [base for base in self.bases if base.version != copy.version]
-            self.bases = [copy, *others][: self.retain_base]
+            self.bases = [copy, *others]
+            self._drop_beyond()
+
+    def pin_bases(self, versions: tuple[int, ...]) -> None:
+        """Keep copies of these, and no longer those of others beyond ``retain_base``."""
+        self.pinned = frozenset(versions)
+        self._drop_beyond()
+
+    def _drop_beyond(self) -> None:
+        beyond = self.bases[self.retain_base :]
+        pinned = [base for base in beyond if base.version.version in self.pinned]
+        self.bases = self.bases[: self.retain_base] + pinned

@@ -184,6 +184,7 @@ class World:
         self.quiet = True
         self.trace("world", "faults stop")
         self.faults.stop()
+        self.operator.spawn(self.operator.put_back())
         # The longest push, a commit's answer, a lost replica, an expired lease.
         self.clock.run_until(self.clock.now + 10.0)
         # The longest pause between two attempts at a clone comes on top.

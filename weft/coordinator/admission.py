@@ -1,10 +1,11 @@
 """Begin: from a trainer's request to a version, a membership and a group.
 
 A begun transfer waits, in the order of begin, until there are enough replicas,
-preflight has passed, and none of its replicas is held by another transfer. A
-transfer that waits for its turn holds back those behind it on the same
-replicas, so that trainers alternate; one that waits for replicas, or for them to hear
-what is pinned, holds back nobody.
+preflight has passed, and none of its replicas is held by another transfer. A policy
+changes once at a time, even where the replicas concerned differ. A transfer that waits
+for its turn holds back those behind it on the same replicas, so that trainers
+alternate; one that waits for replicas, or for them to hear what is pinned, holds back
+nobody.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveVersion,
 )
-from weft.coordinator.holders import obeys_pins
+from weft.coordinator.holders import is_changing, obeys_pins
 from weft.coordinator.leases import require_lease
 from weft.coordinator.records import record_of
 from weft.coordinator.standing import in_contact, reachable
@@ -205,7 +206,7 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
         unheard = [r.replica_id for r in replicas if not obeys_pins(change.state, r)]
         if unheard:
             return ", ".join(unheard) + _FOR_PINS
-    if not turn:
+    if not turn or is_changing(change.state, transfer.policy):
         return "its turn"
     preflight.check_room(change.state, transfer, replicas)
     if not fits:

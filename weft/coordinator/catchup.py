@@ -209,7 +209,11 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         or source.lost
         or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
-        or not (holds(source, version) or (source is replica and version in replica.spilled))
+        or not (
+            transfer.leftover
+            or holds(source, version)
+            or (source is replica and version in replica.spilled)
+        )
     ):
         change.drop_transfer(transfer.transfer_id)
         return set()
@@ -288,7 +292,7 @@ def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
         )
     )
     version, order = transfer.policy_version, _order_to_restore(change, transfer, replica)
-    where = "spill directory" if isinstance(order, CallRestore) else "own copy"
+    where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
     text = f"{version} at {replica.replica_id}, from its {where}"
     change.announce("restore_begun", transfer.transfer_id, text)
     change.emit(order)
@@ -296,11 +300,22 @@ def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
 
 def _order_to_restore(
     change: Change, transfer: Transfer, replica: Replica
-) -> CallSwitch | CallRestore:
+) -> CallCommit | CallSwitch | CallRestore:
     ids, version = replica.replica_id, transfer.policy_version
     if holds(replica, version):
         return CallSwitch(transfer.transfer_id, ids, replica.incarnation, replica.address, version)
     assert transfer.content_digest is not None
+    if transfer.leftover:
+        return CallCommit(
+            transfer.leftover,
+            ids,
+            replica.incarnation,
+            replica.address,
+            version,
+            transfer.adapter,
+            transfer.content_digest,
+            _alias(change.state, transfer),
+        )
     return CallRestore(
         transfer.transfer_id,
         ids,

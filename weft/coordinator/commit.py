@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.names import BASE_POLICY
-from weft.coordinator import abort, catchup, events, rollback
+from weft.coordinator import abort, catchup, events, leftovers, rollback
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import (
@@ -96,7 +96,9 @@ def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
 
 def commit_answered(change: Change, event: events.CommitAnswered) -> None:
     """A replica has switched, or not; what it did not load it need not keep."""
-    transfer = change.state.transfers.get(event.transfer_id)
+    transfers = change.state.transfers
+    restore = leftovers.restore_id(event.transfer_id, event.replica_id)
+    transfer = transfers.get(event.transfer_id) or transfers.get(restore)
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         if event.vector is not None:

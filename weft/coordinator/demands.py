@@ -43,11 +43,13 @@ def watch(change: Change) -> None:
 def _lost(state: State) -> dict[str, int]:
     """Served versions that a replica lacks and nobody in contact can bring, by policy."""
     reachable = [r for r in state.replicas.values() if not r.lost]
+    # From those that an operator quarantined nothing is brought, as ``copies`` has it.
+    holders = [r for r in reachable if not state.is_quarantined(r.replica_id)]
     unheld = set()
     for policy in state.policies.values():
         version = PolicyVersion(policy.name, policy.served_version)
         if version.version and not any(
-            holds(replica, version) or version in replica.spilled for replica in reachable
+            holds(replica, version) or version in replica.spilled for replica in holders
         ):
             unheld.add(version)
     if not unheld:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
 from weft.coordinator.retire import kept_versions
-from weft.coordinator.state import Errand, Replica, State, holds
+from weft.coordinator.state import Errand, Phase, Replica, State, holds
 
 
 def lacks(state: State, replica: Replica) -> list[str]:
@@ -26,6 +26,15 @@ def lacks(state: State, replica: Replica) -> list[str]:
 
 #: What serves the pool's version as soon as it ends; others only repair one replica.
 _FORWARD = (Errand.PUSH, Errand.ROLLBACK)
+
+
+def is_changing(state: State, policy: str) -> bool:
+    """Whether a push or a rollback of a policy is under way, whichever replicas are
+    concerned: the next one would decide without knowing how it ends."""
+    return any(
+        t.policy == policy and t.errand in _FORWARD and t.phase is not Phase.WAITING
+        for t in state.transfers.values()
+    )
 
 
 def is_ready(state: State, replica: Replica) -> bool:
@@ -73,7 +82,8 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
-            return f", which comes from {transfer.source or _own(replica, version)}"
+            own = "what it has staged" if transfer.leftover else _own(replica, version)
+            return f", which comes from {transfer.source or own}"
     setback = replica.setbacks.get(version)
     if setback:
         return f", which could not be brought yet, it is tried again: {setback.why}"

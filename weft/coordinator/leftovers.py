@@ -1,7 +1,8 @@
 """Staged bytes that no transfer under way speaks for: what a restart leaves behind.
 
 The catalog decides. A version that was committed before the coordinator died is
-switched to now (roll forward); anything else was aborted by the restart.
+switched to (roll forward) where it is still wanted, in turn with all else that is done
+to a replica; anything else was aborted by the restart, or is brought in other ways.
 """
 
 from __future__ import annotations
@@ -9,48 +10,75 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.contract.names import BASE_POLICY
+from weft.coordinator import catchup
 from weft.coordinator.change import Change
-from weft.coordinator.effects import CallCommit, CallDiscard
-from weft.coordinator.state import Replica, State, VersionRecord, VersionState
+from weft.coordinator.effects import CallDiscard
+from weft.coordinator.holders import wants
+from weft.coordinator.state import (
+    Errand,
+    FreshIds,
+    Layout,
+    PolicyKind,
+    Replica,
+    State,
+    Transfer,
+    VersionRecord,
+    VersionState,
+)
 
 
 def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]) -> None:
-    """Order each leftover of a replica committed or discarded.
+    """Have each leftover of a replica switched to, as its turn comes, or discarded.
 
     Repeated with every heartbeat until it is gone; both orders are idempotent.
     """
     for transfer_id, record in sorted(staged.items()):
-        if transfer_id in change.state.transfers:
+        name = restore_id(transfer_id, replica.replica_id)
+        if transfer_id in change.state.transfers or name in change.state.transfers:
             continue
         # What ended under this coordinator was offered to the replica, which refused
         # it or missed it for good; what it refuses now is not offered again.
-        is_ours = transfer_id in change.state.history or bool(replica.commit_failure)
+        history = change.state.history
+        is_ours = transfer_id in history or name in history or bool(replica.commit_failure)
         if record is not None and not is_ours and _is_wanted(change.state, replica, record):
-            assert record.content_digest is not None
-            served = change.state.policies[record.version.policy].served_version
-            change.emit(
-                CallCommit(
-                    transfer_id,
-                    replica.replica_id,
-                    replica.incarnation,
-                    replica.address,
-                    record.version,
-                    record.adapter,
-                    record.content_digest,
-                    # An adapter's name may have been rolled back since.
-                    0 if record.version.policy == BASE_POLICY else served,
-                )
-            )
+            change.put_transfer(_restore(change.now, name, replica, record))
         else:
             change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
 
 
+def restore_id(transfer_id: str, replica_id: str) -> str:
+    """What the switch of one replica to a leftover is named: each waits for its turn."""
+    return f"{transfer_id}.{replica_id}"
+
+
+def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> Transfer:
+    digest, version = record.content_digest, record.version
+    assert digest is not None
+    return Transfer(
+        ids=FreshIds(name, 0, "", "", ""),
+        request_id="",
+        policy=version.policy,
+        kind=PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER,
+        trainer_id=catchup.sender_name(replica.replica_id),
+        session_id="",
+        fencing_token=-1,
+        layout=Layout(None, record.layout_digest, digest.size_bytes, digest.size_bytes, 0),
+        adapter=record.adapter,
+        min_replicas=1,
+        backend="",
+        wanted_group_id="",
+        begin_at=now,
+        deadline=float("inf"),
+        answer_by=float("inf"),
+        version=version.version,
+        content_digest=digest,
+        errand=Errand.RESTORE,
+        replica_id=replica.replica_id,
+        leftover=record.transfer_id,
+    )
+
+
 def _is_wanted(state: State, replica: Replica, record: VersionRecord) -> bool:
-    policy = state.policies.get(record.version.policy)
-    if record.state is not VersionState.COMMITTED or policy is None:
+    if record.state is not VersionState.COMMITTED or replica.dirty_reason:
         return False
-    if replica.dirty_reason or replica.vector.holds(record.version):
-        return False
-    if record.version.policy == BASE_POLICY:
-        return record.version.version == policy.served_version
-    return record.version.version in policy.versions
+    return record.version in wants(state, replica) and not replica.vector.holds(record.version)

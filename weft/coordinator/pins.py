@@ -15,9 +15,9 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
-from weft.coordinator.retire import kept_versions, num_retained, retire
+from weft.coordinator.retire import may_be_kept, may_be_withdrawn, num_retained, retire
 from weft.coordinator.rollback import known_policy, requestable, unknown_policy
-from weft.coordinator.state import Policy, PolicyKind, State
+from weft.coordinator.state import Errand, Policy, PolicyKind, State, Transfer
 
 #: Most versions of one adapter that are kept by their number.
 MAX_RETAINED = 1000
@@ -26,10 +26,17 @@ MAX_RETAINED = 1000
 def pin(change: Change, event: events.Pin) -> None:
     """Pin a version or let it go; doing so twice is no error."""
     version = PolicyVersion(event.policy, event.version)
+    transfers = change.state.transfers.values()
     try:
         policy = known_policy(change.state, version, event.recorded)
         if event.pinned and policy.kind is PolicyKind.BASE:
             _check_base_pin(change.state, version)
+        elif event.pinned and any(_may_vanish(t, version) for t in transfers):
+            raise NotReadyError(
+                f"replicas switch to {version}, which is withdrawn if none can: ask again when "
+                "they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
         elif event.pinned and version.version not in requestable(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
     except WeftError as error:
@@ -80,6 +87,12 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
             )
         if version.version in policy.pinned:
             raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+        if any(_may_return(transfer, version) for transfer in change.state.transfers.values()):
+            raise NotReadyError(
+                f"{version} is served again if no replica can switch to what replaces it: ask "
+                "again when they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
     except WeftError as error:
         change.refuse([event.ticket], error)
         return
@@ -87,6 +100,16 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
         _retire_all(change, policy, [version.version], "by an operator")
         retire(change)
     change.reply(event.ticket, Done())
+
+
+def _may_return(transfer: Transfer, version: PolicyVersion) -> bool:
+    replaced = PolicyVersion(transfer.policy, transfer.replaced_version)
+    return may_be_withdrawn(transfer) and replaced == version
+
+
+def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
+    pushed = transfer.errand is Errand.PUSH and transfer.policy_version == version
+    return pushed and may_be_withdrawn(transfer)
 
 
 def set_retention(change: Change, event: events.SetRetention) -> None:
@@ -107,7 +130,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
         change.refuse([event.ticket], error)
         return
     # What is on its way out may be gone at some replicas: it does not come back.
-    kept = kept_versions(policy, change.state.settings)
+    kept = may_be_kept(change.state, policy)
     policy = _retire_all(
         change, policy, [v for v in policy.versions if v not in kept], "superseded"
     )

@@ -8,7 +8,16 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallRetire, SaveRetired
-from weft.coordinator.state import Phase, Policy, PolicyKind, Replica, Settings, State
+from weft.coordinator.state import (
+    Errand,
+    Phase,
+    Policy,
+    PolicyKind,
+    Replica,
+    Settings,
+    State,
+    Transfer,
+)
 
 EVERY_SECONDS = 1.0
 
@@ -24,6 +33,23 @@ def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
     return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
+def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
+    """Those versions, and what would be kept if the change under way were withdrawn."""
+    kept = kept_versions(policy, state.settings)
+    for transfer in state.transfers.values():
+        if transfer.policy == policy.name and may_be_withdrawn(transfer):
+            brought = {transfer.version} if transfer.errand is Errand.PUSH else set()
+            versions = tuple(v for v in policy.versions if v not in brought)
+            before = replace(policy, versions=versions, served_version=transfer.replaced_version)
+            kept |= kept_versions(before, state.settings)
+    return kept
+
+
+def may_be_withdrawn(transfer: Transfer) -> bool:
+    """Whether a policy goes back to what it served if no replica can follow."""
+    return transfer.phase is Phase.COMMITTING and not transfer.replica_id
+
+
 def retire(change: Change) -> None:
     """Ask replicas to drop what they should not hold, and record what none holds.
 
@@ -31,11 +57,7 @@ def retire(change: Change) -> None:
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is withdrawn: until then nothing leaves for it.
-    undecided = {
-        t.policy
-        for t in state.transfers.values()
-        if t.phase is Phase.COMMITTING and not t.replica_id
-    }
+    undecided = {t.policy for t in state.transfers.values() if may_be_withdrawn(t)}
     kept = {
         policy.name: frozenset(policy.versions)
         if policy.name in undecided

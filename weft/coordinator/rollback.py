@@ -24,7 +24,7 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.holders import is_ready, obeys_pins
+from weft.coordinator.holders import is_changing, is_ready, obeys_pins
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import (
@@ -152,7 +152,7 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
     try:
         if change.now >= transfer.answer_by:
             raise TransferTimeoutError("the rollback's time was up while it waited for its turn")
-        if busy & everyone:
+        if busy & everyone or is_changing(change.state, transfer.policy):
             return everyone
         policy = change.state.policies[transfer.policy]
         targets = _targets(change.state, policy, transfer.policy_version)

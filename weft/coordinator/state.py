@@ -398,6 +398,8 @@ class Transfer:
     """The replica that sends a clone."""
     replica_id: str = ""
     """The replica that a clone or a restore is for."""
+    leftover: str = ""
+    """The transfer of a former coordinator whose staged bytes a restore switches to."""
 
     @property
     def held(self) -> tuple[str, ...]:

@@ -107,7 +107,8 @@ class AdminServiceServicer(object):
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
         was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
         in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-        base is being brought to replicas, which may drop the copy for it: ask again).
+        base is being brought to replicas, which may drop the copy for it, or replicas are
+        switching to this version, which is withdrawn if none can: ask again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +120,9 @@ class AdminServiceServicer(object):
         Idempotent: retiring a retired version succeeds.
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+        to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (versions of the base).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,8 @@ class AdminServiceStub:
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
     was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
     in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-    base is being brought to replicas, which may drop the copy for it: ask again).
+    base is being brought to replicas, which may drop the copy for it, or replicas are
+    switching to this version, which is withdrawn if none can: ask again).
     """
     Retire: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -63,7 +64,9 @@ class AdminServiceStub:
     Idempotent: retiring a retired version succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+    to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (versions of the base).
     """
     SetRetention: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]
     """How many of the newest versions of an adapter are kept; the version that its
@@ -139,7 +142,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
     was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
     in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-    base is being brought to replicas, which may drop the copy for it: ask again).
+    base is being brought to replicas, which may drop the copy for it, or replicas are
+    switching to this version, which is withdrawn if none can: ask again).
     """
     Retire: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetireRequest, _admin_pb2.RetireResponse]  # type: ignore[assignment]
     """Retires an adapter version now, whatever the retention: it can no longer be
@@ -147,7 +151,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Idempotent: retiring a retired version succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-    pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+    pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+    to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (versions of the base).
     """
     SetRetention: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]  # type: ignore[assignment]
     """How many of the newest versions of an adapter are kept; the version that its
@@ -232,7 +238,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it
         was never served); FAILED_PRECONDITION/NOT_RETAINED (it was retired, or no replica
         in contact holds a copy of the base); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (a
-        base is being brought to replicas, which may drop the copy for it: ask again).
+        base is being brought to replicas, which may drop the copy for it, or replicas are
+        switching to this version, which is withdrawn if none can: ask again).
         """
 
     @_abc_1.abstractmethod
@@ -246,7 +253,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: retiring a retired version succeeds.
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/VERSION_IN_USE (its alias stands for it, or it is
-        pinned); UNIMPLEMENTED/UNSUPPORTED (versions of the base).
+        pinned); FAILED_PRECONDITION/TRANSFER_UNDER_WAY (replicas are switching from it
+        to another, and it is served again if none can: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (versions of the base).
         """
 
     @_abc_1.abstractmethod

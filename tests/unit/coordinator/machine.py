@@ -194,6 +194,15 @@ class Machine:
         name = f"t{ticket}"
         return self.state.transfers.get(name) or self.state.history[name]
 
+    # -- operators ---------------------------------------------------------------
+
+    def roll_back(self, policy: str, to_version: int, seconds: float = 60.0) -> int:
+        ticket = next(self.ids)
+        record = self.record(PolicyVersion(policy, to_version))
+        ids = FreshIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
+        self.do(events.Rollback(ticket, policy, to_version, ids, self.now + seconds, record))
+        return ticket
+
     # -- clones ----------------------------------------------------------------
 
     def look_ups(self) -> list[effects.LookUp]:

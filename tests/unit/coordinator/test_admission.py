@@ -203,6 +203,34 @@ def test_trainers_take_turns_in_the_order_of_begin() -> None:
     assert order == [f"t{t}" for t in (first, second, third, fourth)]
 
 
+@pytest.mark.parametrize("policy", ["math", "base"])
+def test_a_policy_changes_once_at_a_time_whichever_replicas_are_concerned(policy: str) -> None:
+    m = Machine().pool("r0")
+    m.retain_base = 3
+    m.acquire(policy)
+    m.run_to(Phase.COMMITTED, policy)
+    m.run_to(Phase.COMMITTED, policy)
+    r0 = m.state.replicas["r0"]
+    first = m.run_to(Phase.STAGING, policy)
+    m.do(events.DrainReplica(0, "r0", 60.0, ""))
+    m.register("r1", vector=r0.vector, retained=r0.retained)
+    second = m.begin(policy)
+    back = m.roll_back(policy, 1)
+    phases = [m.transfer(t).phase for t in (second, back)]
+    assert phases == [Phase.WAITING, Phase.WAITING]
+    m.stage_all(first)
+    assert m.transfer(second).phase is Phase.WAITING
+    m.answer_commits(first)
+    assert m.transfer(second).targets == ("r1",)
+    assert m.transfer(back).phase is Phase.WAITING
+    m.finish(second)
+    assert m.transfer(back).targets == ("r1",)
+    third = m.begin(policy)
+    assert m.transfer(third).phase is Phase.WAITING
+    m.answer_commits(back)
+    assert m.transfer(third).version == 5
+
+
 def test_a_turn_that_does_not_come_is_a_deadline() -> None:
     m = Machine().pool("r0")
     m.acquire("a", "t1")

@@ -8,7 +8,7 @@ from tests.unit.coordinator.machine import Machine
 from weft.coordinator import effects, events
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Phase
+from weft.coordinator.state import Phase, Standing, Withdrawn
 
 AFTER_SECONDS = 5.0
 
@@ -70,6 +70,21 @@ def test_a_replica_that_comes_back_with_a_copy_ends_it() -> None:
     m.register("r1", spilled=("base@1",))
     m.pass_time(1)
     assert _told(m, "base") == 0
+
+
+def test_what_only_a_quarantined_replica_holds_is_asked_for() -> None:
+    m = Machine(publish_again_after_seconds=AFTER_SECONDS).pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.Withdraw(0, "r0", Withdrawn(Standing.QUARANTINED, "answers nonsense")))
+    m.pass_time(AFTER_SECONDS + 1)
+    assert _told(m, "math") == 0, "nobody lacks it"
+    m.register("r1")
+    m.pass_time(AFTER_SECONDS + 1)
+    assert _told(m, "math") == 1
+    m.do(events.Uncordon(0, "r0"))
+    m.pass_time(1)
+    assert _told(m, "math") == 0
 
 
 def test_a_short_absence_is_nobodys_business() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
@@ -147,6 +149,39 @@ def test_what_an_operator_cannot_retire() -> None:
         (1, "base", "UNSUPPORTED"),
     ):
         assert m.error(_retire_now(m, version, policy)).reason == reason
+    assert not m.ever(effects.SaveRetired)
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_what_the_pool_may_go_back_to_is_not_retired(rolls_back: bool) -> None:
+    m = _after(3)
+    ticket = m.roll_back("math", 1) if rolls_back else m.run_to(Phase.COMMITTING)
+    assert m.error(_retire_now(m, 3)).reason == "TRANSFER_UNDER_WAY"
+    m.answer(_retire_now(m, 2))
+    m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
+    policy = m.state.policies["math"]
+    assert (policy.served_version, policy.versions) == (3, (1, 3))
+    m.answer_commits(m.roll_back("math", 1))
+    m.answer(_retire_now(m, 3))
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_a_new_retention_keeps_what_the_pool_may_go_back_to(rolls_back: bool) -> None:
+    m = _after(1, retain=1)
+    if rolls_back:
+        record = m.record(PolicyVersion("math", 1))
+        m.do(events.Pin(0, "math", 1, True, record))
+        m.run_to(Phase.COMMITTED)
+        m.answer_commits(m.roll_back("math", 1))
+        m.do(events.Pin(0, "math", 1, False, record))
+        ticket = m.roll_back("math", 2)
+    else:
+        ticket = m.run_to(Phase.COMMITTING)
+    m.answer(_retain(m, 4))
+    m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
+    policy = m.state.policies["math"]
+    assert policy.served_version == 1
+    assert 1 in policy.versions
     assert not m.ever(effects.SaveRetired)
 
 

@@ -11,7 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Errand, FreshIds, Phase, Standing, State
+from weft.coordinator.state import Errand, Phase, Standing, State
 
 
 def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Machine:
@@ -22,14 +22,6 @@ def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Mach
     for _ in range(times):
         group_id = m.transfer(m.run_to(Phase.COMMITTED, policy, group_id=group_id)).group_id
     return m
-
-
-def _ask(m: Machine, policy: str, to_version: int, seconds: float = 60.0) -> int:
-    ticket = next(m.ids)
-    record = m.record(PolicyVersion(policy, to_version))
-    ids = FreshIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
-    m.do(events.Rollback(ticket, policy, to_version, ids, m.now + seconds, record))
-    return ticket
 
 
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
@@ -44,7 +36,7 @@ def _answer(m: Machine, ticket: int) -> effects.RollbackAnswer:
 
 def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
     m = _pushed("math", 3)
-    ticket = _ask(m, "math", 2)
+    ticket = m.roll_back("math", 2)
     kinds = [type(e) for e in m.last]
     assert kinds.index(effects.SavePolicy) < kinds.index(effects.CallSwitch)
     assert [s.durable for s in m.found(effects.SavePolicy)] == [True]
@@ -65,15 +57,15 @@ def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
 
 def test_a_base_goes_back_as_far_as_all_retain_it() -> None:
     m = _pushed("base", 3)
-    assert m.error(_ask(m, "base", 1)).reason == "NOT_RETAINED"
-    ticket = _ask(m, "base", 2)
+    assert m.error(m.roll_back("base", 1)).reason == "NOT_RETAINED"
+    ticket = m.roll_back("base", 2)
     m.answer_commits(ticket)
     assert _answer(m, ticket).pause_seconds == 0.5
     assert m.state.policies["base"].versions == (2,)
     assert {str(s.version) for s in m.ever(effects.SaveCommitted)} == {"base@2"}
     assert str(m.ever(effects.SaveRetired)[-1].version) == "base@3"
     assert {r.retained for r in m.state.replicas.values()} == {(2, 3)}
-    again = _ask(m, "base", 3)
+    again = m.roll_back("base", 3)
     m.answer_commits(again)
     assert m.state.vector.base == 3
     assert str(m.transfer(m.run_to(Phase.COMMITTED, "base")).policy_version) == "base@4"
@@ -83,7 +75,7 @@ def test_a_base_that_a_ready_replica_does_not_retain_is_refused_by_name() -> Non
     m = _pushed("base", 1, "r0")
     m.register("r1")
     m.run_to(Phase.COMMITTED, "base")  # r1 has only this one
-    error = m.error(_ask(m, "base", 1))
+    error = m.error(m.roll_back("base", 1))
     assert (error.reason, error.metadata["member"]) == ("NOT_RETAINED", "r1")
     assert m.state.vector.base == 2
 
@@ -91,7 +83,7 @@ def test_a_base_that_a_ready_replica_does_not_retain_is_refused_by_name() -> Non
 def test_one_that_is_not_ready_does_not_stand_in_the_way_and_catches_up() -> None:
     m = _pushed("base", 2, "r0")
     m.register("r1")
-    ticket = _ask(m, "base", 1)
+    ticket = m.roll_back("base", 1)
     assert m.transfer(ticket).targets == ("r0",)
     m.answer_commits(ticket)
     m.do(events.Tick())
@@ -117,24 +109,24 @@ def test_what_cannot_be_gone_back_to(policy: str, version: int, reason: str) -> 
         m.do(events.RetireAnswered("r0", "i1", vector))
     m.pass_time(1)
     assert m.state.policies["math"].versions == (2, 3)
-    assert m.error(_ask(m, policy, version)).reason == reason
+    assert m.error(m.roll_back(policy, version)).reason == reason
 
 
 def test_a_base_that_engines_were_started_with_is_not_retained() -> None:
     m = _pushed("base", 1)
-    assert m.error(_ask(m, "base", 0)).reason == "NOT_RETAINED"
+    assert m.error(m.roll_back("base", 0)).reason == "NOT_RETAINED"
 
 
 def test_a_version_that_was_aborted_was_never_served() -> None:
     m = _pushed("math", 1, "r0")
     pushing = m.run_to(Phase.STAGING)
     m.do(events.AbortTransfer(0, f"t{pushing}", m.tokens["math"], ""))
-    assert m.error(_ask(m, "math", 2)).reason == "VERSION_UNKNOWN"
+    assert m.error(m.roll_back("math", 2)).reason == "VERSION_UNKNOWN"
 
 
 def test_going_back_to_what_is_served_does_nothing() -> None:
     m = _pushed("math", 2)
-    answer = _answer(m, _ask(m, "math", 2))
+    answer = _answer(m, m.roll_back("math", 2))
     assert (answer.replaced_version, answer.replica_ids) == (2, ())
     assert not m.ever(effects.CallSwitch)
 
@@ -142,7 +134,7 @@ def test_going_back_to_what_is_served_does_nothing() -> None:
 def test_it_waits_for_its_turn_and_those_behind_it_wait_too() -> None:
     m = _pushed("math", 2)
     pushing = m.run_to(Phase.STAGING)
-    ticket = _ask(m, "math", 1)
+    ticket = m.roll_back("math", 1)
     later = m.begin()
     assert m.transfer(ticket).phase is Phase.WAITING
     m.stage_all(pushing)
@@ -157,8 +149,8 @@ def test_it_waits_for_its_turn_and_those_behind_it_wait_too() -> None:
 def test_its_turn_may_not_come_in_time_or_nobody_may_wait_for_it() -> None:
     m = _pushed("math", 2)
     m.run_to(Phase.STAGING)
-    late = _ask(m, "math", 1, seconds=1)
-    gone = _ask(m, "math", 1)
+    late = m.roll_back("math", 1, seconds=1)
+    gone = m.roll_back("math", 1)
     m.do(events.CallerGone(gone))
     m.pass_time(2)
     assert m.error(late).reason == "DEADLINE"
@@ -168,7 +160,7 @@ def test_its_turn_may_not_come_in_time_or_nobody_may_wait_for_it() -> None:
 
 def test_when_no_replica_can_the_pool_goes_on_with_what_it_served() -> None:
     m = _pushed("base", 2)
-    ticket = _ask(m, "base", 1)
+    ticket = m.roll_back("base", 1)
     m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
     assert m.error(ticket).reason == "LOAD_FAILED"
     assert m.state.policies["base"].served_version == 2
@@ -180,7 +172,7 @@ def test_when_no_replica_can_the_pool_goes_on_with_what_it_served() -> None:
 
 def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None:
     m = _pushed("base", 2)
-    ticket = _ask(m, "base", 1)
+    ticket = m.roll_back("base", 1)
     m.answer_commits(ticket, r1=DIRTY)
     assert _answer(m, ticket).replica_ids == ("r0",)
     assert _standing(m, "r1")[0] is Standing.QUARANTINED
@@ -195,7 +187,7 @@ def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
     m = _pushed("base", 1)
     ticket = m.run_to(Phase.COMMITTING, "base")
     m.answer_commits(ticket, r0=DIRTY, r1=DIRTY)
-    back = _ask(m, "base", 1)
+    back = m.roll_back("base", 1)
     assert m.transfer(back).targets == ("r0", "r1")
     m.answer_commits(back)
     for replica_id in ("r0", "r1"):
@@ -205,13 +197,13 @@ def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
 def test_an_adapter_goes_back_without_replicas_too() -> None:
     m = _pushed("math", 2, "r0")
     m.do(events.Leave(0, "r0", "i1"))
-    assert _answer(m, _ask(m, "math", 1)).replica_ids == ()
+    assert _answer(m, m.roll_back("math", 1)).replica_ids == ()
     assert m.state.vector.adapters["math"].alias == 1
 
 
 def test_a_replica_that_leaves_meanwhile_is_not_waited_for() -> None:
     m = _pushed("math", 2)
-    ticket = _ask(m, "math", 1)
+    ticket = m.roll_back("math", 1)
     m.answer_commit(ticket, "r0")
     m.do(events.Leave(0, "r1", "i1"))
     assert _answer(m, ticket).replica_ids == ("r0",)
@@ -240,6 +232,16 @@ def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
     assert asked == {"math@1", "math@2"}
 
 
+def test_a_version_that_may_be_withdrawn_is_not_pinned() -> None:
+    m = _pushed("math", 1)
+    ticket = m.run_to(Phase.COMMITTING)
+    assert m.error(_pin(m, "math", 2)).reason == "TRANSFER_UNDER_WAY"
+    m.answer(_pin(m, "math", 1))
+    m.answer_commits(ticket, r0=LOAD_FAILED)
+    m.answer(_pin(m, "math", 2))
+    assert m.state.policies["math"].pinned == (1, 2)
+
+
 def test_what_cannot_be_pinned() -> None:
     m = _pushed("base", 1)
     assert m.error(_pin(m, "nope", 1)).reason == "POLICY_UNKNOWN"
@@ -247,7 +249,7 @@ def test_what_cannot_be_pinned() -> None:
     assert m.error(_pin(m, "math", 7)).reason == "VERSION_UNKNOWN"
     m = _pushed("math", 2, retain=1)  # and both hold the first until they answer
     assert m.error(_pin(m, "math", 1)).reason == "NOT_RETAINED"
-    assert m.error(_ask(m, "math", 1)).reason == "NOT_RETAINED"
+    assert m.error(m.roll_back("math", 1)).reason == "NOT_RETAINED"
 
 
 def test_rollback_and_pins_survive_a_restart(catalog_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_rollback_and_pins_survive_a_restart(catalog_path: Path) -> None:
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED)
     for policy in ("base", "math"):
-        m.answer_commits(_ask(m, policy, 1))
+        m.answer_commits(m.roll_back(policy, 1))
     _pin(m, "math", 1)
     _pin(m, "math", 2)
     _pin(m, "math", 2, pinned=False)

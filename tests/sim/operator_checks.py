@@ -1,0 +1,115 @@
+"""What must be true of replicas that are withdrawn, of what is retired by order, and of
+whom is asked to publish again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tests.sim.lease_checks import fail
+from weft.contract.names import PolicyVersion
+from weft.coordinator import effects, events
+from weft.coordinator.demands import publish_again_version
+from weft.coordinator.state import Errand, Phase, Replica, State
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+#: Beyond the time after which an owner is asked: a few ticks, and a slow disk.
+_SLACK_SECONDS = 3.0
+_CHANGES = (Errand.PUSH, Errand.ROLLBACK)
+
+
+def out_of_transfers(state: State, replica: Replica) -> bool:
+    """Whether nothing new is brought to a replica: it drains, or is quarantined by order."""
+    return replica.drain is not None or state.is_quarantined(replica.replica_id)
+
+
+class OperatorChecks:
+    """Sees every step, and what an operator was told."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._retired: set[PolicyVersion] = set()
+        self._unheld_since: dict[PolicyVersion, float] = {}
+
+    def stepped(self, before: State, event: events.Event, state: State) -> None:
+        """After every event."""
+        if state.transfers is not before.transfers:
+            self._check_taken(before, state)
+            self._check_turns(state)
+        if isinstance(event, events.Tick):
+            self._check_asked(state)
+
+    def _check_taken(self, before: State, state: State) -> None:
+        """What a transfer takes when its turn comes."""
+        for transfer in state.transfers.values():
+            old = before.transfers.get(transfer.transfer_id)
+            if not transfer.held or (old is not None and old.held):
+                continue
+            for name in transfer.targets:
+                replica = state.replicas.get(name)
+                if replica is not None and out_of_transfers(state, replica):
+                    fail(f"{transfer.transfer_id} goes to {name}, which is withdrawn")
+            if transfer.source and state.is_quarantined(transfer.source):
+                fail(f"{transfer.transfer_id} comes from {transfer.source}, which is quarantined")
+
+    def _check_turns(self, state: State) -> None:
+        """A policy changes once at a time."""
+        under_way: dict[str, str] = {}
+        for transfer in state.transfers.values():
+            if transfer.errand not in _CHANGES or transfer.phase is Phase.WAITING:
+                continue
+            other = under_way.setdefault(transfer.policy, transfer.transfer_id)
+            if other != transfer.transfer_id:
+                fail(f"{other} and {transfer.transfer_id} change {transfer.policy} at once")
+
+    def _check_asked(self, state: State) -> None:
+        """Of what is served and nobody may send, for as long as somebody lacks it."""
+        after = state.settings.publish_again_after_seconds + _SLACK_SECONDS
+        now, unheld = self._world.clock.now, {}
+        for policy in state.policies.values():
+            version = PolicyVersion(policy.name, policy.served_version)
+            if version.version and version not in state.copies and _is_lacked(state, version):
+                unheld[version] = self._unheld_since.get(version, now)
+                asked = publish_again_version(state, policy.name)
+                if now > unheld[version] + after and asked != version.version:
+                    fail(f"nobody can send {version}, and its owner is not asked for it")
+        self._unheld_since = unheld
+
+    def told(self, beat: events.Heartbeat, state: State, answer: effects.HeartbeatAnswer) -> None:
+        """A replica hears where it stands."""
+        order = state.withdrawn.get(beat.replica_id)
+        if order is None and beat.replica_id in self._world.operator.withdrawn:
+            fail(f"{beat.replica_id} was withdrawn and is put back by nobody")
+        if answer.ready and (order or state.replicas[beat.replica_id].drain):
+            fail(f"{beat.replica_id} was told that it is ready and is withdrawn")
+        if bool(answer.refuse_reason) is not state.is_quarantined(beat.replica_id):
+            fail(f"{beat.replica_id} was told to refuse requests: {answer.refuse_reason!r}")
+
+    def retired(self, version: PolicyVersion) -> None:
+        """An operator was told so."""
+        self._retired.add(version)
+
+    def saving(self, saves: Sequence[effects.Save]) -> None:
+        """Before a transaction is durable."""
+        for save in saves:
+            if isinstance(save, effects.SavePolicy):
+                served = PolicyVersion(save.policy.name, save.policy.served_version)
+                if served in self._retired:
+                    fail(f"{served} is served again and was retired by order")
+            elif (
+                isinstance(save, effects.SavePin) and save.pinned and save.version in self._retired
+            ):
+                fail(f"{save.version} is pinned and was retired by order")
+
+
+def _is_lacked(state: State, version: PolicyVersion) -> bool:
+    """Whether a replica that takes weights cannot serve what it should."""
+    for replica in state.replicas.values():
+        if replica.lost or out_of_transfers(state, replica):
+            continue
+        lacking = state.vector.missing_from(replica.vector)
+        if str(version) in lacking and (version.policy == "base" or not replica.dirty_reason):
+            return True
+    return False
