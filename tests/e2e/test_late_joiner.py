@@ -41,15 +41,20 @@ def ask(url: str, model: str) -> tuple[list[str], list[float], str]:
     return logprobs["tokens"], logprobs["token_logprobs"], answer["model"]
 
 
-def wait_ready(target: str, replica_id: str) -> pb.Replica:
-    """The replica, once the coordinator says that it serves all."""
+def wait_ready(target: str, replica_id: str, url: str = "") -> pb.Replica:
+    """The replica, once the coordinator says that it serves all.
+
+    Args:
+        url: Of its OpenAI server, where a process of the same name was killed before: what
+            the coordinator knows may still be that one's.
+    """
     deadline = time.monotonic() + _CATCH_UP_SECONDS
     with open_channel(target) as channel:
         stub = InspectServiceStub(channel)
         while True:
             replicas = stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
             replica = next((r for r in replicas if r.replica_id == replica_id), pb.Replica())
-            if replica.state == pb.REPLICA_STATE_READY:
+            if replica.state == pb.REPLICA_STATE_READY and url in ("", replica.http_url):
                 return replica
             assert time.monotonic() < deadline, replica.state_reason
             time.sleep(0.1)

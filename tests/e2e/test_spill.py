@@ -61,7 +61,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         again = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
         stack.callback(again.stop)
         url = serving_url(again)
-        replica = wait_ready(target, "replica-0")
+        replica = wait_ready(target, "replica-0", url)
         assert replica.version_vector.base == 1
         assert list(replica.retained_base_versions) == [1]
         for model in models:
