@@ -38,9 +38,10 @@ def run(work: Path, *command: str | Path) -> list[str]:
     ):  # fmt: skip
         try:
             said, _ = process.communicate(timeout=_SECONDS)
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
+        except subprocess.TimeoutExpired as error:
+            process.terminate()  # torchrun ends its ranks
+            said, _ = process.communicate()
+            raise AssertionError(f"it did not end:\n{said}\n{log.read_text()}") from error
     assert process.returncode == 0, said + log.read_text()
     return said.splitlines()
 
