@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from weft.contract.manifest import (
+    XXH3_64,
     Bucket,
     Manifest,
     TensorSlot,
@@ -34,7 +35,9 @@ def layer_of(name: str) -> str:
 
 
 def plan_buckets(
-    metas: Sequence[TensorMeta], capacity_bytes: int = DEFAULT_BUCKET_BYTES
+    metas: Sequence[TensorMeta],
+    capacity_bytes: int = DEFAULT_BUCKET_BYTES,
+    digest_algorithm: int = XXH3_64,
 ) -> Manifest:
     """Cut tensors into buckets without reordering or splitting a tensor.
 
@@ -45,6 +48,7 @@ def plan_buckets(
     Args:
         metas: In the order of sending; full shapes.
         capacity_bytes: Largest payload of a bucket, padding included.
+        digest_algorithm: Of every bucket.
 
     Returns:
         A sealed manifest whose tensors are ``metas`` in order.
@@ -77,4 +81,4 @@ def plan_buckets(
             used += size
             count += 1
     close()
-    return make_manifest(slots, buckets)
+    return make_manifest(slots, buckets, digest_algorithm)

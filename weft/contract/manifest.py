@@ -27,7 +27,8 @@ _MAX_DIMS = 8
 
 #: Digest algorithms by number, as in ``weft.v1.DigestAlgorithm``.
 XXH3_64 = 1
-DIGEST_NAMES = {XXH3_64: "xxh3_64"}
+WSUM64 = 2
+DIGEST_NAMES = {XXH3_64: "xxh3_64", WSUM64: "wsum64"}
 
 _TRAILER = struct.Struct("<QQQQ")
 

@@ -1,26 +1,43 @@
 """Digests over buckets, the same on every side.
 
-Source of the algorithm: xxHash's XXH3 64-bit with seed 0 (weft.v1.DigestAlgorithm).
-It finds accidents (a bucket lost, torn or reordered), not attacks.
+They find accidents (a bucket lost, torn or reordered), not attacks. Source of the
+algorithms: protos/weft/v1/types.proto, DigestAlgorithm; xxHash's XXH3 64-bit with
+seed 0, and a weighted sum for accelerators, whose weights come from SplitMix64
+(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import xxhash
 
 from weft.contract.errors import UnsupportedError
-from weft.contract.manifest import XXH3_64
+from weft.contract.manifest import WSUM64, XXH3_64
+
+_MASK = 2**64 - 1
+_ROW_WORDS = 4096
+# Weights are made for this many rows at a time: enough for a bucket of 1 GiB.
+_ROWS = 32768
 
 
 def payload_digest(payload: torch.Tensor, algorithm: int) -> int:
-    """Digest of a uint8 CPU tensor; reads it once, without the interpreter's lock.
+    """Digest of a uint8 tensor, on whatever device it lies.
+
+    Reads it once (``XXH3_64``, on a CPU, without the interpreter's lock) or twice
+    (``WSUM64``); blocks until that is done. On an accelerator it runs on the calling
+    thread's current stream.
 
     Raises:
-        UnsupportedError: This side does not know the algorithm.
+        UnsupportedError: This side does not know the algorithm, or not on this device.
     """
+    if algorithm == WSUM64:
+        return _weighted_sum(payload.view(torch.int64))
     if algorithm != XXH3_64:
         raise UnsupportedError(f"digest algorithm {algorithm} is not known here; update this side")
+    if payload.device.type != "cpu":
+        raise UnsupportedError(f"xxh3_64 cannot be computed on {payload.device}; use wsum64")
     return xxhash.xxh3_64_intdigest(payload.numpy().data)
 
 
@@ -31,3 +48,58 @@ def content_digest(bucket_digests: list[int]) -> bytes:
     """
     joined = b"".join(digest.to_bytes(8, "little") for digest in bucket_digests)
     return xxhash.xxh3_64_digest(joined)
+
+
+def _weighted_sum(words: torch.Tensor) -> int:
+    """Sum of ``words[i] * (row_weight[i // 4096] + column_weight[i % 4096])`` mod 2^64.
+
+    As two plain sums over the rows and columns of a matrix, so that nothing of the
+    payload's size is ever made: int64 arithmetic wraps around as it should.
+
+    Args:
+        words: int64, 1-D, contiguous.
+    """
+    columns = _column_weights(words.device)
+    num_rows, rest = divmod(words.numel(), _ROW_WORDS)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in range(0, num_rows, _ROWS):
+        count = min(_ROWS, num_rows - first)
+        begin = first * _ROW_WORDS
+        matrix = words[begin : begin + count * _ROW_WORDS].view(count, _ROW_WORDS)
+        rows = _row_weights(words.device, first)[:count]
+        total += (matrix.sum(1) * rows).sum() + (matrix.sum(0) * columns).sum()
+    if rest:
+        tail = words[num_rows * _ROW_WORDS :]
+        row = _row_weights(words.device, num_rows - num_rows % _ROWS)[num_rows % _ROWS]
+        total += (tail * (columns[:rest] + row)).sum()
+    return int(total.item()) & _MASK
+
+
+@lru_cache(maxsize=256)
+def _row_weights(device: torch.device, first: int) -> torch.Tensor:
+    """Even weights of rows ``first`` to ``first + _ROWS``; 256 KiB each."""
+    return _split_mix(first, _ROWS, device) << 1
+
+
+@lru_cache(maxsize=64)
+def _column_weights(device: torch.device) -> torch.Tensor:
+    """Odd weights of the columns."""
+    return (_split_mix(2**32, _ROW_WORDS, device) << 1) + 1
+
+
+def _split_mix(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Outputs ``first`` to ``first + count`` of SplitMix64 seeded with 0, as int64."""
+    state = torch.arange(first + 1, first + count + 1, dtype=torch.int64)
+    z = state * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shifted(z, 31)).to(device)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value

@@ -108,6 +108,7 @@ class DescribeTargetResponse(_message.Message):
     ADAPTER_DTYPE_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -126,6 +127,10 @@ class DescribeTargetResponse(_message.Message):
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
         """Tensors of the base that keep another element type."""
 
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Side-group backends that every replica in contact offers, best first."""
+
     def __init__(
         self,
         *,
@@ -136,10 +141,11 @@ class DescribeTargetResponse(_message.Message):
         adapter_dtype: _types_pb2.DataType.ValueType = ...,
         base_version: _builtins.int = ...,
         num_replicas: _builtins.int = ...,
+        backends: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "num_replicas", b"num_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "num_replicas", b"num_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +451,7 @@ class BeginTransferRequest(_message.Message):
     layout_digest: _builtins.bytes
     """Layout of what will be sent, made known by PutManifest."""
     backend: _builtins.str
-    """Side-group backend that the sender can use: "gloo"."""
+    """Side-group backend that the sender is going to use: "nccl" or "gloo"."""
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
@@ -506,7 +512,7 @@ class GroupPlan(_message.Message):
     size: _builtins.int
     """Number of members."""
     backend: _builtins.str
-    """"gloo"."""
+    """"nccl" or "gloo"."""
     def __init__(
         self,
         *,

@@ -68,7 +68,7 @@ class Capabilities(_message.Message):
     """Host memory for adapters, at most."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Side-group backends, best first: "gloo"."""
+        """Side-group backends, best first: "nccl", "gloo"."""
 
     @_builtins.property
     def lora_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -65,9 +65,10 @@ class RegistryServiceServicer(object):
         """Joins the pool, or joins it again after a restart of either side.
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
-        pool's; metadata has both fingerprints), BACKEND_MISMATCH (no side-group
-        backend in common); ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this
-        id); INVALID_ARGUMENT/INVALID_NAME.
+        pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
+        side-group backend that the pool's weights move over);
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+        INVALID_ARGUMENT/INVALID_NAME.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,9 +37,10 @@ class RegistryServiceStub:
     """Joins the pool, or joins it again after a restart of either side.
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
-    pool's; metadata has both fingerprints), BACKEND_MISMATCH (no side-group
-    backend in common); ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this
-    id); INVALID_ARGUMENT/INVALID_NAME.
+    pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
+    side-group backend that the pool's weights move over);
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+    INVALID_ARGUMENT/INVALID_NAME.
     """
     PutReference: _grpc.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]
     """Makes the base model's tensors known, when Register asked for it.
@@ -66,9 +67,10 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Joins the pool, or joins it again after a restart of either side.
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
-    pool's; metadata has both fingerprints), BACKEND_MISMATCH (no side-group
-    backend in common); ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this
-    id); INVALID_ARGUMENT/INVALID_NAME.
+    pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
+    side-group backend that the pool's weights move over);
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+    INVALID_ARGUMENT/INVALID_NAME.
     """
     PutReference: _aio.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]  # type: ignore[assignment]
     """Makes the base model's tensors known, when Register asked for it.
@@ -98,9 +100,10 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Joins the pool, or joins it again after a restart of either side.
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
-        pool's; metadata has both fingerprints), BACKEND_MISMATCH (no side-group
-        backend in common); ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this
-        id); INVALID_ARGUMENT/INVALID_NAME.
+        pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
+        side-group backend that the pool's weights move over);
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+        INVALID_ARGUMENT/INVALID_NAME.
         """
 
     @_abc_1.abstractmethod

@@ -103,6 +103,15 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     """Not set; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_XXH3_64: _DigestAlgorithm.ValueType  # 1
     """xxh3_64 with seed 0, 8 bytes, big-endian. Detects accidents, not attacks."""
+    DIGEST_ALGORITHM_WSUM64: _DigestAlgorithm.ValueType  # 2
+    """A weighted sum that an accelerator makes at the speed of its memory. The
+    payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
+    multiple of 256 bytes); the digest is the sum of
+    w[i] * (2 * mix(i / 4096) + 2 * mix(2^32 + i % 4096) + 1) modulo 2^64, with
+    mix(n) the n-th output (from 0) of SplitMix64 seeded with 0. Every weight is
+    odd, so that one wrong word is always found, and words that were exchanged
+    are but for accidents of one in 2^32 or rarer. Detects accidents, not attacks.
+    """
 
 class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrapper):
     """How the content of a bucket is digested."""
@@ -111,6 +120,15 @@ DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
 """Not set; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_XXH3_64: DigestAlgorithm.ValueType  # 1
 """xxh3_64 with seed 0, 8 bytes, big-endian. Detects accidents, not attacks."""
+DIGEST_ALGORITHM_WSUM64: DigestAlgorithm.ValueType  # 2
+"""A weighted sum that an accelerator makes at the speed of its memory. The
+payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
+multiple of 256 bytes); the digest is the sum of
+w[i] * (2 * mix(i / 4096) + 2 * mix(2^32 + i % 4096) + 1) modulo 2^64, with
+mix(n) the n-th output (from 0) of SplitMix64 seeded with 0. Every weight is
+odd, so that one wrong word is always found, and words that were exchanged
+are but for accidents of one in 2^32 or rarer. Detects accidents, not attacks.
+"""
 Global___DigestAlgorithm: _TypeAlias = DigestAlgorithm  # noqa: Y015
 
 class _PolicyKind:
@@ -305,8 +323,8 @@ class ContentDigest(_message.Message):
     algorithm: Global___DigestAlgorithm.ValueType
     """How each bucket was digested."""
     value: _builtins.bytes
-    """The same algorithm over the concatenation of the buckets' digests (each as
-    in its trailer) in bucket order.
+    """xxh3_64 with seed 0, big-endian, over the concatenation of the buckets'
+    digests (each as in its trailer) in bucket order.
     """
     size_bytes: _builtins.int
     """Payload bytes covered."""
