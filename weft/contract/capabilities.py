@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from weft.contract.tensors import DataType
 
+#: Side-group backends: between hosts' memories, and between accelerators'.
+GLOO = "gloo"
+NCCL = "nccl"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
@@ -21,7 +25,7 @@ class Capabilities:
     """What floats of the base are served in."""
     adapter_dtype: DataType
     """What adapters are served in."""
-    backends: tuple[str, ...] = ("gloo",)
+    backends: tuple[str, ...] = (GLOO,)
     """Side-group backends, best first."""
     num_receivers: int = 1
     """Members this replica adds to a side group."""

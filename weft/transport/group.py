@@ -1,44 +1,62 @@
-"""A side group: the processes between which one trainer's bytes flow.
-
-Built directly on torch's process-group classes, so the application's own
-``torch.distributed`` state is neither used nor touched.
-"""
+"""A side group: the processes between which one trainer's bytes flow."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions
 
+from weft.contract.capabilities import GLOO
 from weft.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
     TransferTimeoutError,
-    UnsupportedError,
     WeftError,
 )
+from weft.transport.backends import SENDER_RANK, Backend, Work, open_backend
 from weft.transport.store import GroupStore
 
-#: Backends this build can form, best first.
-BACKENDS = ("gloo",)
-#: Rank of the sender in every side group.
-SENDER_RANK = 0
+__all__ = ["SENDER_RANK", "Operation", "SideGroup", "num_parked_groups", "on_device", "window"]
+
+CPU = torch.device("cpu")
+
+
+def window(device: torch.device) -> int:
+    """Buckets that a sender may have under way: as many buffers it has, and no more may a
+    receiver have posted.
+
+    On an accelerator a receive that waits for its sender occupies the device, where an
+    allocation, or the loading of a kernel, may wait for it: if the sender itself waited
+    for this receiver's word, that would be for ever. A bucket is sent there in less time
+    than its release takes over the control plane, so one more is under way.
+    """
+    return 2 if device.type == "cpu" else 3
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Let what this thread does inside the ``with`` run on ``device``, beside all else:
+    on a CUDA stream of its own. Nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_new_stream(device)):
+        yield
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Operation:
     """A broadcast under way. It owns a reference to its buffer until it ends."""
 
-    def __init__(self, group: SideGroup, work: Any, buffer: torch.Tensor) -> None:
+    def __init__(self, group: SideGroup, work: Work, buffer: torch.Tensor) -> None:
         self._group = group
         self._work = work
         self._buffer = buffer
-        self._wake = threading.Event()
-        work.get_future().add_done_callback(lambda _: self._wake.set())
 
     def wait(self, deadline: float) -> None:
         """Block until the bytes are sent or received.
@@ -51,13 +69,12 @@ class Operation:
             PeerUnavailableError: The connection broke.
             WeftError: What ``SideGroup.abort`` was called with.
         """
-        ended = self._wake.wait(max(0.0, deadline - time.monotonic()))
+        ended = self._work.wait_until(deadline)
         self._group.check()
         if not ended:
             raise TransferTimeoutError("a bucket was neither sent nor received before the deadline")
-        # The future is done a moment before the work says so: this wait is that moment.
         try:
-            self._work.wait()
+            self._work.finish()
         except RuntimeError as error:
             raise PeerUnavailableError(f"the side group broke: {error}") from error
         self._group.finished(self)
@@ -65,11 +82,11 @@ class Operation:
     @property
     def done(self) -> bool:
         """Whether the backend has let go of the buffer."""
-        return bool(self._work.is_completed())
+        return self._work.done
 
     def wake(self) -> None:
         """End ``wait`` early; it then asks the group why."""
-        self._wake.set()
+        self._work.wake()
 
 
 class SideGroup:
@@ -79,32 +96,34 @@ class SideGroup:
         store: The group's rendezvous store; kept referenced here.
         rank: Of this process; the sender is 0.
         size: Number of members.
-        backend: One of ``BACKENDS``.
-        host: Address of this machine that peers connect to.
+        backend: One of ``backends.available_backends(device)``.
+        host: Address of this machine that peers connect to (gloo).
+        device: Where this rank's buffers lie.
 
     Forming is lazy: the constructor returns at once, connections are made by the
     first broadcast. One thread sends or receives; ``abort`` may come from any.
 
     Raises:
-        UnsupportedError: A backend this build does not have.
+        UnsupportedError: A backend this process does not have.
     """
 
     def __init__(
-        self, store: GroupStore, rank: int, size: int, *, backend: str = "gloo", host: str
+        self,
+        store: GroupStore,
+        rank: int,
+        size: int,
+        *,
+        backend: str = GLOO,
+        host: str,
+        device: torch.device = CPU,
     ) -> None:
-        if backend not in BACKENDS:
-            raise UnsupportedError(
-                f"side-group backend {backend!r} is not available here; have {', '.join(BACKENDS)}"
-            )
         self.rank, self.size = rank, size
-        self._store: GroupStore | None = store
         self._error: WeftError | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Operation] = []
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=True)]
-        options._timeout = store.timeout
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        self._backend: Backend | None = open_backend(
+            backend, store, rank, size, host=host, device=device
+        )
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Operation:
         """Send (rank 0) or receive (others) a uint8 buffer; returns at once.
@@ -112,13 +131,26 @@ class SideGroup:
         Every rank must call it with the same number of bytes in the same order.
         The buffer must not be touched until the operation has ended; if it is
         abandoned, the backend may still use it for up to ``timeout_seconds``.
+
+        Raises:
+            PeerUnavailableError: The group could not be formed.
+            WeftError: What ``abort`` was called with.
         """
-        options = BroadcastOptions()
-        options.rootRank = SENDER_RANK
-        options.timeout = timedelta(seconds=timeout_seconds)
         with self._lock:
             self.check()
-            operation = Operation(self, self._group.broadcast([buffer], options), buffer)
+            backend = self._backend
+        assert backend is not None  # ``check`` raises once it is closed
+        # Outside the lock: forming may take long, and ``abort`` must get in meanwhile.
+        try:
+            work = backend.broadcast(buffer, timeout_seconds)
+        except RuntimeError as error:
+            self.check()
+            raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
+        operation = Operation(self, work, buffer)
+        with self._lock:
+            if self._error is not None:
+                _PARKED.park(backend, [operation])
+                raise self._error
             self._in_flight.append(operation)
         return operation
 
@@ -136,32 +168,42 @@ class SideGroup:
     def abort(self, error: WeftError) -> None:
         """Make every wait, now and later, raise ``error``; never blocks.
 
-        Gloo cannot be aborted (its ``abort`` does nothing in torch 2.13), so its
-        operations are abandoned: group, buffers and store are parked until the
-        backend lets go of them.
+        What a backend cannot abort is abandoned: group, buffers and store are parked
+        until it lets go of them.
         """
         with self._lock:
             if self._error is None:
                 self._error = error
-            operations = list(self._in_flight)
-            backend = (self._group, self._store)
+            operations, backend = list(self._in_flight), self._backend
+        if backend is not None:
+            backend.abort()
         for operation in operations:
             operation.wake()
         _PARKED.park(backend, operations)
 
-    def close(self) -> None:
+    def close(self, settle_seconds: float = 0.0) -> bool:
         """Leave the group; operations still under way are parked, not waited for.
 
         With none under way the backend's threads and sockets end here. They must not
         wait for this object: it lies in a circle of references, and the collector
         may come late.
+
+        Args:
+            settle_seconds: How long to wait until memory is safe to use again.
+
+        Returns:
+            Whether it is: False if an abandoned operation may still touch its buffer.
         """
         with self._lock:
             if self._error is None:
                 self._error = TransferAbortedError("this rank left the side group")
             operations, self._in_flight = self._in_flight, []
-            backend, self._group, self._store = (self._group, self._store), None, None
+            backend, self._backend = self._backend, None
+        if backend is None:
+            return False
+        backend.abort()
         _PARKED.park(backend, operations)
+        return not operations or backend.settle(settle_seconds)
 
 
 class _Parked:

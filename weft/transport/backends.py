@@ -1,0 +1,259 @@
+"""The libraries that carry a side group's bytes: gloo between hosts' memories, NCCL
+between accelerators'.
+
+Each is built directly on torch's process-group class, so the application's own
+``torch.distributed`` state is neither used nor touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
+
+from weft.contract.capabilities import GLOO, NCCL
+from weft.contract.errors import UnsupportedError
+from weft.transport.store import GroupStore
+
+_log = logging.getLogger(__name__)
+
+#: Rank of the sender in every side group.
+SENDER_RANK = 0
+
+# How long NCCL's watchdog would let an operation last. It ends the process when that
+# is over, so it must never be: our own deadlines abort long before.
+_NEVER = timedelta(days=30)
+_POLL_SECONDS = 0.0001
+
+
+class Work(Protocol):
+    """A broadcast that a library carries out."""
+
+    def wait_until(self, deadline: float) -> bool:
+        """Block until it ended or was woken, or till ``time.monotonic()`` is ``deadline``:
+        then False."""
+
+    def finish(self) -> None:
+        """Make the bytes usable by this thread, once it has ended.
+
+        Raises:
+            RuntimeError: The connection broke.
+        """
+
+    @property
+    def done(self) -> bool:
+        """Whether the library has let go of the buffer."""
+
+    def wake(self) -> None:
+        """End ``wait_until`` early."""
+
+
+class Backend(Protocol):
+    """One rank's membership of a group, as its library knows it."""
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+        """Begin to send or receive; see ``SideGroup.broadcast``."""
+
+    def abort(self) -> None:
+        """End what is under way, as far as the library can; never blocks, never raises."""
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """Block until no operation can touch memory any more, after ``abort``.
+
+        Returns:
+            Whether that is so; always False where the library cannot tell.
+        """
+
+
+def available_backends(device: torch.device) -> tuple[str, ...]:
+    """Backends that a process whose weights lie on ``device`` can use, best first."""
+    if device.type == "cuda" and dist.is_nccl_available():
+        return NCCL, GLOO
+    return (GLOO,)
+
+
+def open_backend(
+    name: str, store: GroupStore, rank: int, size: int, *, host: str, device: torch.device
+) -> Backend:
+    """Become a member; see ``SideGroup``.
+
+    Raises:
+        UnsupportedError: A backend that this process does not have.
+    """
+    if name not in available_backends(device):
+        raise UnsupportedError(
+            f"side-group backend {name!r} is not available for {device}; "
+            f"have {', '.join(available_backends(device))}"
+        )
+    if name == NCCL:
+        return _Nccl(store, rank, size, device)
+    return _Gloo(store, rank, size, host)
+
+
+# -- gloo ------------------------------------------------------------------------
+
+
+class _GlooWork:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        work.get_future().add_done_callback(lambda _: self._ended.set())
+
+    def wait_until(self, deadline: float) -> bool:
+        return self._ended.wait(max(0.0, deadline - time.monotonic()))
+
+    def finish(self) -> None:
+        # The future is done a moment before the work says so: this wait is that moment.
+        self._work.wait()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wake(self) -> None:
+        self._ended.set()
+
+
+class _Gloo:
+    """Between hosts' memories. Forming is lazy: the first broadcast connects.
+
+    It cannot be aborted (``ProcessGroupGloo.abort`` does nothing in torch 2.13): what is
+    under way is left to its own timeout, and its memory with it.
+    """
+
+    def __init__(self, store: GroupStore, rank: int, size: int, host: str) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=True)]
+        options._timeout = store.timeout
+        self._store = store  # the group holds its C++ half only
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+        options = BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        options.timeout = timedelta(seconds=timeout_seconds)
+        return _GlooWork(self._group.broadcast([buffer], options))
+
+    def abort(self) -> None:
+        pass
+
+    def settle(self, timeout_seconds: float) -> bool:
+        return False
+
+
+# -- NCCL ------------------------------------------------------------------------
+
+
+class _NcclWork:
+    """Its end is asked for, not waited for: a wait inside CUDA could not be woken."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._woken = False
+
+    def wait_until(self, deadline: float) -> bool:
+        while not (self._woken or self._work.is_completed()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def finish(self) -> None:
+        self._work.wait()  # what this stream does next comes after it
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wake(self) -> None:
+        self._woken = True
+
+
+class _Nccl:
+    """Between accelerators' memories, on ``device``.
+
+    The communicator is made by the first broadcast (about a second) and kept. Work is
+    ordered after what the calling thread's current CUDA stream was given before.
+
+    ``abort`` frees every member that is left, when all of them do it (measured: 0.1 to
+    0.5 s); a communicator that failed is never destroyed in another way.
+    """
+
+    def __init__(self, store: GroupStore, rank: int, size: int, device: torch.device) -> None:
+        group_class: Any = dist.ProcessGroupNCCL
+        options = group_class.Options()
+        options._timeout = _NEVER
+        options.config.blocking = 0  # forming can be aborted, too
+        self._store = store  # the group holds its C++ half only
+        self._device = device
+        with _tame_watchdog():
+            self._group: Any = group_class(store, rank, size, options)
+        self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+        options = BroadcastOptions()
+        options.rootRank = SENDER_RANK
+        with torch.cuda.device(self._device):
+            return _NcclWork(self._group.broadcast([buffer], options))
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._ending is None:
+                self._ending = threading.Thread(
+                    target=self._abort, name="weft-nccl-abort", daemon=True
+                )
+                self._ending.start()
+
+    def settle(self, timeout_seconds: float) -> bool:
+        if self._ending is None:
+            return False
+        self._ending.join(timeout_seconds)
+        return not self._ending.is_alive()
+
+    def _abort(self) -> None:
+        try:
+            self._group.abort()
+        except Exception:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("NCCL could not abort a side group")
+
+
+_WATCHDOG = {
+    # It would end the process of a trainer whose peer has died.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # It would be looked for in the group's store, also after that is gone.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Waits must only order streams: we watch the clock ourselves.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+_environment_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _tame_watchdog() -> Iterator[None]:
+    """Let a process group that is made inside the ``with`` not end this process.
+
+    torch reads these variables when a group is made, and from the environment only; the
+    application's own groups keep what it has set for them.
+    """
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in _WATCHDOG}
+        os.environ.update(_WATCHDOG)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
