@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 
 from weft.contract.errors import (
     BaseMismatchError,
@@ -25,7 +24,7 @@ from weft.coordinator.effects import (
     RegisterAnswer,
     SavePool,
 )
-from weft.coordinator.standing import in_contact, place, standing
+from weft.coordinator.standing import in_contact, place, shared_backends, standing
 from weft.coordinator.state import Failure, Phase, Replica, Standing, State
 
 __all__ = [
@@ -130,16 +129,21 @@ def _check_registration(
                 f"{old.address}): give this one another name, or wait until the other is silent "
                 f"for {2 * state.settings.heartbeat_seconds:.0f} s"
             )
-    others = [
-        set(replica.capabilities.backends)
-        for replica in in_contact(state)
-        if replica.replica_id != event.replica_id
-    ]
-    common = reduce(set.intersection, others, set(event.capabilities.backends))
-    if not common:
+    _check_backends(state, event)
+
+
+def _check_backends(state: State, event: events.Register) -> None:
+    """A replica must have the backend that the pool's weights move over: pushes would
+    fail otherwise, or silently take a slower way."""
+    offered = event.capabilities.backends
+    others = [r for r in in_contact(state) if r.replica_id != event.replica_id]
+    used = shared_backends(others)[:1]
+    if not offered or not set(used) <= set(offered):
         raise NotReadyError(
             f"replica {event.replica_id!r} offers the side-group backends "
-            f"{', '.join(event.capabilities.backends) or 'none'}: none in common with the pool",
+            f"{', '.join(offered) or 'none'}, and this pool's weights move over "
+            f"{used[0] if used else 'one that is named'}: give it an accelerator, or start all "
+            "replicas with --backend gloo",
             reason="BACKEND_MISMATCH",
         )
 

@@ -16,7 +16,7 @@ from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
-from weft.coordinator.standing import in_contact, reachable
+from weft.coordinator.standing import in_contact, reachable, shared_backends
 from weft.coordinator.state import (
     PolicyKind,
     Transfer,
@@ -88,6 +88,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
             base_version=state.vector.base,
             num_replicas=len(in_contact(state)),
+            backends=shared_backends(in_contact(state) or replicas),
         )
 
     async def AcquirePolicy(

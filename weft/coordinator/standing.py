@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.contract.names import PolicyVersion
 from weft.coordinator.holders import lacks, outlook, takes_weights, wants
 from weft.coordinator.state import Replica, Standing, State, Withdrawn
@@ -65,6 +67,14 @@ def _missing(state: State, replica: Replica) -> str:
 def in_contact(state: State) -> list[Replica]:
     """Replicas that any push goes to, by id."""
     return [r for r in reachable(state) if not r.dirty_reason]
+
+
+def shared_backends(replicas: Sequence[Replica]) -> list[str]:
+    """Side-group backends that all of these offer, in the first one's order."""
+    if not replicas:
+        return []
+    rest = [r.capabilities.backends for r in replicas[1:]]
+    return [b for b in replicas[0].capabilities.backends if all(b in theirs for theirs in rest)]
 
 
 def reachable(state: State) -> list[Replica]:

@@ -8,6 +8,7 @@ from tests.unit.coordinator.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
 from weft.coordinator.membership import standing
+from weft.coordinator.standing import in_contact, shared_backends
 from weft.coordinator.state import Phase, Standing
 
 
@@ -37,6 +38,22 @@ def test_backend_in_common() -> None:
     m = Machine().pool("r0")
     assert m.error(m.register("r1", backends=("nccl",))).reason == "BACKEND_MISMATCH"
     assert m.error(m.register("r2", backends=())).reason == "BACKEND_MISMATCH"
+
+
+def test_a_pool_that_moves_its_weights_over_nccl_takes_no_replica_without() -> None:
+    m = Machine()
+    m.register("r0", backends=("nccl", "gloo"))
+    error = m.error(m.register("r1", backends=("gloo",)))
+    assert error.reason == "BACKEND_MISMATCH"
+    assert "move over nccl" in error.message
+    assert "--backend gloo" in error.message
+    assert isinstance(m.answer(m.register("r2", backends=("nccl", "gloo"))), effects.RegisterAnswer)
+
+
+def test_a_pool_over_gloo_takes_a_replica_that_has_more() -> None:
+    m = Machine().pool("r0")
+    assert isinstance(m.answer(m.register("r1", backends=("nccl", "gloo"))), effects.RegisterAnswer)
+    assert shared_backends(in_contact(m.state)) == ["gloo"]
 
 
 def test_live_name_is_not_taken_over_until_it_is_silent() -> None:
