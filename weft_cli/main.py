@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from weft import __version__
+from weft.contract import logs
 from weft.contract.errors import WeftError
 from weft_cli.options import Coordinator
 from weft_cli.orders import add_orders
@@ -115,8 +115,20 @@ def rollout(
     ] = 4.0,
     staging_memory_gib: Annotated[
         float,
-        typer.Option(help="Host memory for base weights, staged or retained.", min=0.001),
+        typer.Option(help="Memory for base weights, staged or retained.", min=0.001),
     ] = 64.0,
+    staging: Annotated[
+        Literal["auto", "host", "device"],
+        typer.Option(
+            help="Where base weights are staged on a GPU host: on the device, beside the "
+            "engine's own (requests then stop only for a copy inside it), or in host memory; "
+            "auto: on the device if they fit there."
+        ),
+    ] = "auto",
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"],
+        typer.Option(help="What carries weights here; auto: NCCL on a GPU, and gloo."),
+    ] = "auto",
     retain_base: Annotated[
         int,
         typer.Option(
@@ -172,6 +184,8 @@ def rollout(
         http_port=http_port,
         adapter_memory_bytes=int(adapter_memory_gib * 2**30),
         staging_memory_bytes=int(staging_memory_gib * 2**30),
+        staging=staging,
+        backend=backend,
         retain_base=retain_base,
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * 2**30),
@@ -277,12 +291,8 @@ def version() -> None:
 
 
 def _configure_logging(level: str) -> None:
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise typer.BadParameter(f"--log-level {level!r}: use debug, info or warning")
-    os.environ.setdefault("WEFT_LOG_LEVEL", level)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for name in ("weft", "rollout_side", "trainer_side"):
-        logging.getLogger(name).setLevel(number)
+    try:
+        logs.configure(level)
+    except ValueError:
+        raise typer.BadParameter(f"--log-level {level!r}: use debug, info or warning") from None
+    os.environ[logs.LEVEL_VARIABLE] = level
