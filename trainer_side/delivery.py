@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from trainer_side.adapter_source import Adapter
+from trainer_side.lane import Lane
 from trainer_side.leases import Leases
 from trainer_side.progress import ProgressReporter
 from trainer_side.sender import Sender
@@ -29,7 +30,6 @@ from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
-from weft.transport.group import BACKENDS
 from weft.transport.host import local_address_towards
 from weft.transport.membership import GroupTicket
 from weft.v1 import publish_pb2 as pb
@@ -52,6 +52,7 @@ class Delivery:
         coordinator: HOST:PORT.
         trainer_id: Owner of the policies that are pushed.
         data_host: Address that replicas reach this machine by; None finds it out.
+        lane: Which way the bytes take.
         reporter: Shows progress.
         on_wanted: See ``Leases``.
     """
@@ -61,11 +62,13 @@ class Delivery:
         coordinator: str,
         trainer_id: str,
         data_host: str | None,
+        lane: Lane,
         reporter: ProgressReporter,
         on_wanted: Callable[[str], None] | None = None,
     ) -> None:
         self._target = coordinator
         self._data_host = data_host
+        self._lane = lane
         self._reporter = reporter
         self._channel = open_channel(coordinator)
         self._stub = PublishServiceStub(self._channel)
@@ -74,13 +77,20 @@ class Delivery:
         self._put: set[bytes] = set()
 
     def describe(self, deadline: float) -> pb.DescribeTargetResponse:
-        """What the pool serves; blocks until a replica has described it."""
-        return self._call(
+        """What the pool serves, and of its backends the one to use; blocks until a
+        replica has described it.
+
+        Raises:
+            NotReadyError: ``BACKEND_MISMATCH``.
+        """
+        target = self._call(
             lambda left: self._stub.DescribeTarget(
                 pb.DescribeTargetRequest(), timeout=left, wait_for_ready=True
             ),
             deadline,
         )
+        target.backends[:] = [self._lane.backend(target.backends)]
+        return target
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -119,14 +129,14 @@ class Delivery:
             layout_digest=manifest.layout_digest,
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
-            backend=BACKENDS[0],
+            backend=target.backends[0],
         )
         fenced = False
         while True:
             request.fencing_token = self._leases.token(policy, kind, deadline)
             if manifest.layout_digest not in self._put:
                 self._put_manifest(manifest, deadline)
-            if self._sender is not None and self._sender.usable:
+            if self._sender is not None and self._can_reuse(self._sender, request.backend):
                 request.group_id = self._sender.ticket.group_id
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
             try:
@@ -147,6 +157,12 @@ class Delivery:
                 if error.reason != "MANIFEST_UNKNOWN" or manifest.layout_digest not in self._put:
                     raise
                 self._put.discard(manifest.layout_digest)  # the coordinator restarted
+
+    def _can_reuse(self, sender: Sender, backend: str) -> bool:
+        """Whether the group that is kept suits a push; an accelerator may have changed."""
+        ticket = sender.ticket
+        wanted = backend, self._lane.device_of(backend)
+        return sender.usable and (ticket.backend, ticket.device) == wanted
 
     def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
         def chunks() -> Iterator[pb.PutManifestRequest]:
@@ -211,6 +227,7 @@ class Delivery:
             size=group.size,
             backend=group.backend,
             host=host,
+            device=self._lane.device_of(group.backend),
         )
         self._sender = Sender(self._target, ticket)
         return self._sender

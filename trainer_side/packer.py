@@ -7,29 +7,36 @@ import torch
 from trainer_side.source import Source
 from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
 from weft.transport.digest import payload_digest
-
-#: One bucket is packed while the one before it is sent.
-NUM_BUFFERS = 2
+from weft.transport.group import CPU, window
 
 
 class Packer:
-    """Two reused buffers, and the views into them for one layout.
+    """Two reused buffers (three on an accelerator), and the views into them for one layout.
 
     Views are made once a layout: making them anew costs more than copying into
     them for models of many small tensors.
 
     Args:
-        manifest: The layout to pack. ``buffer_bytes`` of an earlier packer that is
-            large enough may be handed on in ``buffers``.
+        manifest: The layout to pack.
+        buffers: Of an earlier packer; those that are large enough are used again.
+        device: Where buffers lie. On an accelerator all work is that of the calling
+            thread's current stream.
     """
 
-    def __init__(self, manifest: Manifest, buffers: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffers: list[torch.Tensor] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self.manifest = manifest
+        self._device = device
         need = max(bucket.wire_bytes for bucket in manifest.buckets)
-        num_buffers = min(NUM_BUFFERS, len(manifest.buckets))
+        num_buffers = min(window(device), len(manifest.buckets))
         kept = [b for b in buffers or [] if b.numel() >= need][:num_buffers]
         # zeros, not empty: touched memory is sent and filled more than twice as fast
-        kept += [torch.zeros(need, dtype=torch.uint8) for _ in range(num_buffers - len(kept))]
+        fresh = range(num_buffers - len(kept))
+        kept += [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]
         self.buffers = kept
         self._firsts: list[int] = []
         self._views: list[list[torch.Tensor]] = []
@@ -54,12 +61,12 @@ class Packer:
     def pack(self, index: int, source: Source, nonce: int) -> tuple[torch.Tensor, int]:
         """Fill bucket ``index`` and seal it with its trailer.
 
-        Blocks for the copies and one pass of digesting. The buffer is that of
-        bucket ``index - 2``, which must have been released.
+        Blocks for the copies and the digesting. The buffer is that of bucket
+        ``index - len(buffers)``, which must have been released.
 
         Returns:
             The uint8 wire bytes (owned by the packer, valid until bucket
-            ``index + 2`` is packed) and the payload's digest.
+            ``index + len(buffers)`` is packed) and the payload's digest.
         """
         bucket = self.manifest.buckets[index]
         buffer = self._buffer(index)
@@ -84,7 +91,7 @@ class Packer:
         For a transfer that goes on after its group was abandoned: the old buffers
         may still be read by operations that nobody can stop.
         """
-        packer = Packer(self.manifest)
+        packer = Packer(self.manifest, device=self._device)
         for index in held:
             packer.wire(index).copy_(self.wire(index))
         return packer

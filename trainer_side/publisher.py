@@ -19,13 +19,13 @@ import torch
 from trainer_side.background import Background, Waiting
 from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
+from trainer_side.lane import BackendChoice, Lane
 from trainer_side.notices import Notices
 from trainer_side.params.choose import Kind
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
-from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
 
@@ -51,9 +51,14 @@ class Publisher:
         require: Which replicas must hold a version before it is committed: "all"
             that are in contact when the push begins, or at least so many.
         timeout_seconds: Longest time of a push, waiting for replicas included.
-        bucket_bytes: Payload of a bucket; two are held in host memory.
+        bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
+            in host memory, or three on the accelerator.
         data_host: Address that the replicas reach this machine by; by default the
             one its routes choose towards the coordinator.
+        backend: What carries the bytes: NCCL, from accelerator to accelerator, where the
+            pool offers it and this process has one, else gloo ("auto"); or one of them.
+        device: The accelerator that NCCL sends from, for example "cuda:1"; by default
+            the current one.
         progress: "auto" draws a bar on a terminal; None is silent; or a function
             of (policy, buckets verified, buckets in all).
         ranks: Which processes push together. "all" of ``torch.distributed`` (one, if it
@@ -79,8 +84,10 @@ class Publisher:
         trainer_id: str,
         require: Require = "all",
         timeout_seconds: float = 600.0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         data_host: str | None = None,
+        backend: BackendChoice = "auto",
+        device: torch.device | str | None = None,
         progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
         ranks: Together = "all",
         kind: Kind = "auto",
@@ -97,6 +104,7 @@ class Publisher:
                 coordinator,
                 trainer_id,
                 data_host,
+                Lane(backend, torch.device(device) if device is not None else None),
                 reporter_for(progress),
                 on_wanted=self._notices.put if self._notices else None,
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer_side.adapter_source import Adapter
 from trainer_side.content import Content
 from trainer_side.delivery import Delivery
+from trainer_side.lane import Plan, plan_for
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.source import Source, check_all_finite
 from trainer_side.together import LedSource, follow
@@ -66,13 +67,13 @@ class Pushing:
     Args:
         ranks: Of the trainer.
         delivery: At the sender; None elsewhere.
-        bucket_bytes: Payload of a bucket.
+        bucket_bytes: Payload of a bucket; None is what suits the backend.
     """
 
-    def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int) -> None:
+    def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int | None) -> None:
         self._ranks, self._speaker = ranks, delivery
         self._bucket_bytes = bucket_bytes
-        self._plans: dict[tuple[TensorMeta, ...], Manifest] = {}
+        self._plans: dict[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = {}
 
     def push(
         self,
@@ -110,7 +111,7 @@ class Pushing:
             source, adapter = what.source(target)
             if options.check_finite:
                 check_all_finite(source)
-            manifest = self._plan(source.metas)
+            manifest = self._plan(target.backends[0], source.metas)
         self._check_same(manifest)
         begun = pb.BeginTransferResponse.FromString(
             ranks.share(lambda: self._begin(policy, manifest, adapter, target, options, deadline))
@@ -161,14 +162,15 @@ class Pushing:
         )
         return begun.SerializeToString()
 
-    def _plan(self, metas: tuple[TensorMeta, ...]) -> Manifest:
+    def _plan(self, backend: str, metas: tuple[TensorMeta, ...]) -> Manifest:
         """The bucket plan of these tensors, kept: the next push has the same."""
-        manifest = self._plans.get(metas)
+        plan = plan_for(backend, self._bucket_bytes)
+        manifest = self._plans.get((plan, metas))
         if manifest is None:
-            manifest = plan_buckets(metas, self._bucket_bytes)
+            manifest = plan_buckets(metas, plan.bucket_bytes, plan.digest_algorithm)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            self._plans[metas] = manifest
+            self._plans[plan, metas] = manifest
         return manifest
 
     def _check_same(self, manifest: Manifest) -> None:

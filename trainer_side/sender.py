@@ -209,8 +209,8 @@ class Sender:
         """Send every bucket, each kept until all receivers have verified it.
 
         Blocks until the last bucket was released. The source is read once, in
-        order, whatever happens; extra memory is the packer's two buffers, and two
-        more while a group is replaced.
+        order, whatever happens; extra memory is the packer's buffers, and as many
+        more while a group is replaced that cannot be aborted (gloo's).
 
         Args:
             deadline: ``time.monotonic()`` at which to give up.
@@ -267,8 +267,10 @@ class Sender:
             except Exception as error:
                 if isinstance(error, _Reformed | WeftError) and epoch.successor is not None:
                     push.num_released = max(push.num_released, epoch.direction.num_released)
-                    self._packer = packer.moved(range(push.num_released, len(push.digests)))
-                    self._rejoin(epoch)
+                    settled = self._rejoin(epoch)
+                    if not settled:
+                        held = range(push.num_released, len(push.digests))
+                        self._packer = packer.moved(held)
                     continue
                 typed = error if isinstance(error, WeftError) else WeftError(repr(error))
                 epoch.report_failure(push.transfer_id, typed)
@@ -330,10 +332,11 @@ class Sender:
         if push.progress is not None:
             push.progress(direction.num_released, num_buckets)
 
-    def _rejoin(self, old: _Epoch) -> None:
+    def _rejoin(self, old: _Epoch) -> bool:
+        """Go on in the next group; tells whether the buffers are safe to use there."""
         plan = old.successor
         assert plan is not None
-        old.membership.leave()
+        settled = old.membership.leave()
         ticket = replace(
             old.ticket,
             group_id=plan.group_id,
@@ -343,10 +346,11 @@ class Sender:
             size=plan.size,
         )
         self._epoch = _Epoch(self._target, ticket)
+        return settled
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
         if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
             buffers: list[torch.Tensor] = self._packer.buffers if self._packer else []
-            self._packer = Packer(manifest, buffers)
+            self._packer = Packer(manifest, buffers, self.ticket.device)
         return self._packer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,13 +56,15 @@ def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Ope
 def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     module, wrapper = _unwrap(model)
     rank_of = _rank_of(ranks)
-    if wrapper == "FSDP1" or _has_fsdp1(module):
+    modules, parameters = _walk(module)
+    if wrapper == "FSDP1" or _has_fsdp1(modules):
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     if _is_loaded("torch.distributed.fsdp"):
         from trainer_side.params.dtensor import reshard
 
-        reshard(module)
-    named = {unwrapped_name(name): param for name, param in module.named_parameters()}
+        if reshard(modules):
+            _, parameters = _walk(module)
+    named = {unwrapped_name(name): param for name, param in parameters.items()}
     places = _Places(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}
     if not kinds and any(map(is_quantised, named.values())):
@@ -113,12 +115,41 @@ class _Places:
         return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
 
 
-def _has_fsdp1(module: torch.nn.Module) -> bool:
+def _walk(
+    module: torch.nn.Module,
+) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter]]:
+    """All modules, and all parameters as ``named_parameters`` names them, in its order.
+
+    In one go: a PEFT model has thousands of modules, and torch's own generators take
+    longer to walk it thrice than its adapter takes to be sent.
+    """
+    modules: list[torch.nn.Module] = []
+    named: dict[str, torch.nn.Parameter] = {}
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        prefix, part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        modules.append(part)
+        for name, param in part._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                named[prefix + name] = param
+        children = [(f"{prefix}{name}.", c) for name, c in part._modules.items() if c is not None]
+        waiting.extend(reversed(children))
+    if type(module).named_parameters is not torch.nn.Module.named_parameters:
+        named = dict(module.named_parameters())  # the user's own word counts
+    return modules, named
+
+
+def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:
     if not _is_loaded("torch.distributed.fsdp"):
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    return any(isinstance(part, FullyShardedDataParallel) for part in modules)
 
 
 def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:

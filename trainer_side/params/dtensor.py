@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,15 +15,17 @@ from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Free what a forward left unsharded, so that parameters are DTensors again.
+def reshard(modules: Iterable[torch.nn.Module]) -> bool:
+    """Free what a forward left unsharded, so that parameters are DTensors again; tells
+    whether any of a model's modules is FSDP2's.
 
     After a forward without gradients the root module keeps whole parameters in the
     compute dtype in place of its shards. No communication.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    found = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in found:
+        module.reshard()
+    return bool(found)
 
 
 class DTensorPlaces:
