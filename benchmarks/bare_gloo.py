@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollout_side.segment import Segment
+from rollout_side.segment import HostSegment
 
 _AHEAD = 2
 
@@ -75,7 +75,7 @@ class BareGloo:
 def _receive(port: int, num_bytes: int, bucket_bytes: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     group = make_group(store, 1)
-    segment = Segment.allocate(num_bytes)
+    segment = HostSegment.allocate(num_bytes)
     for _ in sys.stdin:
         move(group, segment.data, num_bytes, bucket_bytes, ring=num_bytes // bucket_bytes)
 

@@ -22,11 +22,11 @@ from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
 from weft.transport.bucket_sender import BucketSender, WireBytes
 from weft.transport.digest import payload_digest
+from weft.transport.group import CPU, on_device, window
 from weft.transport.membership import GroupTicket
 
 _log = logging.getLogger(__name__)
 
-_NUM_BUFFERS = 2
 # After the last bucket the coordinator ends the group; if it does not, we leave.
 _END_SECONDS = 30.0
 
@@ -68,6 +68,7 @@ class _Sending:
 
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
+        self._device = store.memory.device_of(order.group.backend)
         self._sender: BucketSender | None = None
         self._stopped = False
         self.thread = threading.Thread(
@@ -82,6 +83,10 @@ class _Sending:
             sender.abort(TransferAbortedError("the replica is stopping"))
 
     def _run(self) -> None:
+        with on_device(self._device):
+            self._attend()
+
+    def _attend(self) -> None:
         order, spec = self._order, self._order.group
         version = PolicyVersion(order.policy, order.version)
         deadline = time.monotonic() + order.timeout_seconds
@@ -93,6 +98,7 @@ class _Sending:
             size=spec.size,
             backend=spec.backend,
             host=spec.host,
+            device=self._device,
         )
         try:
             sender = self._sender = BucketSender(spec.coordinator, ticket)
@@ -114,8 +120,8 @@ class _Sending:
             with self._store.lend(version) as copy:
                 sender.send(
                     copy.manifest,
-                    compose(copy, order.nonce),
-                    num_buffers=_NUM_BUFFERS,
+                    compose(copy, order.nonce, self._device),
+                    num_buffers=window(self._device),
                     transfer_id=order.transfer_id,
                     deadline=deadline,
                 )
@@ -131,17 +137,18 @@ class _Sending:
         )
 
 
-def compose(copy: StagedVersion, nonce: int) -> WireBytes:
+def compose(copy: StagedVersion, nonce: int, device: torch.device = CPU) -> WireBytes:
     """A held version's buckets as they travel, under a new nonce.
 
-    The copy is only read. The tensors are two buffers, used in turn, each as large
-    as the largest bucket.
+    The copy is only read. The tensors are ``window(device)`` buffers there, used in turn, each
+    as large as the largest bucket.
     """
     manifest = copy.manifest
     starts = bucket_starts(manifest)
     need = max(bucket.wire_bytes for bucket in manifest.buckets)
-    num_buffers = min(_NUM_BUFFERS, len(manifest.buckets))
-    buffers = [torch.zeros(need, dtype=torch.uint8) for _ in range(num_buffers)]
+    num_buffers = min(window(device), len(manifest.buckets))
+    fresh = range(num_buffers)
+    buffers = [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]
 
     def wire_bytes(index: int) -> tuple[torch.Tensor, int]:
         bucket, buffer = manifest.buckets[index], buffers[index % num_buffers]

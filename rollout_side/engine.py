@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
+
+#: Side-group backends that a replica may offer: all that it has, or one.
+BackendChoice = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +37,6 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwitchTimes:
-    """What a switch cost."""
-
-    pause_seconds: float = 0.0
-    """How long requests were held still."""
-    load_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """Bytes of host memory held for Weft."""
 
@@ -56,6 +50,17 @@ class MemoryUse:
     """Of the copies that are pinned."""
     spilled: tuple[PolicyVersion, ...] = ()
     """Versions that lie whole in the spill directory; bounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchTimes:
+    """What a switch cost."""
+
+    pause_seconds: float = 0.0
+    """How long requests were held still."""
+    load_seconds: float = 0.0
+    memory: MemoryUse | None = None
+    """What is held after it, if the engine has looked."""
 
 
 @dataclass(frozen=True, kw_only=True)

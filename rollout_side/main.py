@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
+from rollout_side.engine import BackendChoice
+from rollout_side.memory import Staging
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillSettings
 from rollout_side.vllm_engine.launch import open_engine
@@ -45,6 +47,10 @@ class RolloutConfig:
     """Bound of the adapter store, in host memory."""
     staging_memory_bytes: int = 64 * 2**30
     """Bound of staged and retained base weights, in host memory."""
+    staging: Staging = "auto"
+    """Where bases are staged on a GPU host."""
+    backend: BackendChoice = "auto"
+    """Which side groups to join."""
     drain_seconds: float = 30.0
     """How long running requests and transfers may take to end once the process is told
     to stop; 0 cuts them."""
@@ -128,6 +134,8 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         http_port=config.http_port,
         adapter_memory_bytes=config.adapter_memory_bytes,
         staging_memory_bytes=config.staging_memory_bytes,
+        staging=config.staging,
+        backend=config.backend,
         retain_base=config.retain_base,
         spill=config.spill,
     )

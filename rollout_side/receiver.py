@@ -7,6 +7,7 @@ here knows vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -14,15 +15,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from rollout_side.engine import GroupSpec
+from rollout_side.landing import Landing
 from rollout_side.segment import Segment
-from rollout_side.staged import PartialTransfer, StagedVersion, bucket_starts, is_adapter
+from rollout_side.staged import PartialTransfer, StagedVersion, is_adapter
 from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
-from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import content_digest, payload_digest
-from weft.transport.group import Operation
+from weft.transport.digest import content_digest
+from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
 from weft.transport.membership import GroupTicket, Membership
 from weft.v1 import rendezvous_pb2 as pb
@@ -30,13 +34,13 @@ from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
-# Receives posted ahead: one fills while the one before is digested.
-_RECEIVES_AHEAD = 2
 # Directions wait here while a transfer is received; one trainer's transfers are
 # serial, so there are never more than a few.
 _MAX_DIRECTIONS = 100
 # Leaving a group wakes its thread at once; closing its stream takes up to 5 s.
 _HAND_OVER_SECONDS = 10.0
+# A push that was received is committed by then: making memory may slow the engine down.
+_IDLE_SECONDS = 0.5
 
 
 class Receiver:
@@ -93,6 +97,7 @@ class _Group:
         self.spec = spec
         self._former = former
         self._store = store
+        self._device = store.memory.device_of(spec.backend)
         self._manifests = ManifestCache()
         self._directions: queue.Queue[pb.AttendResponse | None] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
@@ -127,6 +132,10 @@ class _Group:
     # -- on the group's own thread -----------------------------------------
 
     def _run(self) -> None:
+        with on_device(self._device):
+            self._attend()
+
+    def _attend(self) -> None:
         spec = self.spec
         ticket = GroupTicket(
             group_id=spec.group_id,
@@ -136,6 +145,7 @@ class _Group:
             size=spec.size,
             backend=spec.backend,
             host=spec.host,
+            device=self._device,
         )
         if (former := self._former) is not None:
             # It hands over what it has verified of a transfer that goes on here.
@@ -150,11 +160,22 @@ class _Group:
             _log.exception("could not join group %s", spec.group_id)
             return
         try:
-            while (direction := self._directions.get()) is not None:
+            while (direction := self._next_direction()) is not None:
                 self._follow(self._membership, direction)
         finally:
             self._keep_prepared()
-            self._membership.leave()
+            if self._membership.leave():
+                self._store.settle_partial(spec.trainer_id)
+
+    def _next_direction(self) -> pb.AttendResponse | None:
+        """Wait for it, and use the time: the next push of an adapter finds its memory."""
+        with contextlib.suppress(queue.Empty):
+            return self._directions.get(timeout=_IDLE_SECONDS)
+        try:
+            self._store.make_spare()
+        except (MemoryError, OSError) as error:
+            _log.warning("memory for the next adapter cannot be made ahead: %s", error)
+        return self._directions.get()
 
     def _follow(self, membership: Membership, direction: pb.AttendResponse) -> None:
         """Carry out one direction; failures are reported, never raised."""
@@ -215,7 +236,12 @@ class _Group:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
         del transfer.digests[first_bucket:]  # a slower member lacks those: they come again
-        self._receive_buckets(membership, transfer)
+        device_copy: list[torch.Tensor] = []
+        if is_adapter(transfer.version) and self._device.type != "cpu" and not transfer.digests:
+            # What the engine's slot is filled from.
+            size = transfer.manifest.wire_bytes
+            device_copy.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self._receive_buckets(membership, transfer, *device_copy)
         self._prepared = None
         digest = content_digest(transfer.digests)
         self._store.put_staged(
@@ -226,6 +252,7 @@ class _Group:
                 transfer.segment,
                 digest,
                 tuple(transfer.digests),
+                device_copy,
             )
         )
         content = types_pb2.ContentDigest(
@@ -243,32 +270,22 @@ class _Group:
             self.spec.epoch,
         )
 
-    def _receive_buckets(self, membership: Membership, transfer: _Transfer) -> None:
-        """Receive straight into the segment, verify in order, report each bucket."""
-        manifest, data = transfer.manifest, transfer.segment.data
-        starts = bucket_starts(manifest)
+    def _receive_buckets(
+        self, membership: Membership, transfer: _Transfer, second: torch.Tensor | None = None
+    ) -> None:
+        """Receive, verify in order, report each bucket."""
+        num_buckets = len(transfer.manifest.buckets)
+        landing = Landing(transfer.manifest, transfer.segment, self._device, second)
         posted: deque[Operation] = deque()
         num_posted = len(transfer.digests)
-        for index in range(num_posted, len(manifest.buckets)):
-            bucket = manifest.buckets[index]
-            while num_posted < min(index + _RECEIVES_AHEAD, len(manifest.buckets)):
-                at = starts[num_posted]
-                wire = data[at : at + manifest.buckets[num_posted].wire_bytes]
+        for index in range(num_posted, num_buckets):
+            while num_posted < min(index + landing.ahead, num_buckets):
                 seconds = max(1.0, transfer.deadline - time.monotonic())
+                wire = landing.wire(num_posted)
                 posted.append(membership.group.broadcast(wire, seconds))
                 num_posted += 1
             posted.popleft().wait(transfer.deadline)
-            payload = data[starts[index] : starts[index] + bucket.payload_bytes]
-            trailer_at = starts[index] + bucket.payload_bytes
-            digest = payload_digest(payload, manifest.digest_algorithm)
-            check_trailer(
-                data[trailer_at : trailer_at + TRAILER_BYTES].numpy().data,
-                digest=digest,
-                nonce=transfer.nonce,
-                bucket=index,
-                payload_bytes=bucket.payload_bytes,
-            )
-            transfer.digests.append(digest)
+            transfer.digests.append(landing.land(index, transfer.nonce))
             verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
             membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
 

@@ -1,39 +1,88 @@
-"""Host memory that several workers of one machine map as one copy.
+"""Memory for a version's bytes that several workers of one machine map as one copy.
 
-A segment is an anonymous memory file (``memfd``): it has no name that could leak
+On the host it is an anonymous memory file (``memfd``): it has no name that could leak
 or collide, needs no room in /dev/shm (64 MiB in a default container), and is gone
 when the last process that maps it ends, however it ends. Another worker of the
-same user attaches it by the owner's pid and descriptor.
+same user attaches it by the owner's pid and descriptor. On an accelerator it is an
+allocation of torch's, which other processes map through CUDA's IPC.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing import reductions
 
-from weft.contract.errors import NotReadyError
+from weft.contract.errors import CapacityError, NotReadyError
+
+_GIB = 2**30
+
+
+class Segment(Protocol):
+    """Writable bytes; the memory lives as long as this object or any tensor viewing
+    ``data``."""
+
+    data: torch.Tensor
+    """uint8, shape (num_bytes,), contiguous."""
+    num_bytes: int
+    owned: bool
+    """Whether this process allocated it; others' memory is not ours to reuse."""
+
+    @property
+    def ref(self) -> SegmentRef:
+        """For ``attach`` in another process while this object lives; picklable."""
+
+
+class SegmentRef(Protocol):
+    """How another process of this machine finds a segment."""
+
+    def attach(self) -> Segment:
+        """Map it.
+
+        Raises:
+            NotReadyError: Its owner is gone.
+        """
+
+
+# -- on the host -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentRef:
-    """How another process of this machine finds a segment; picklable."""
+class HostRef:
+    """See ``SegmentRef``."""
 
     pid: int
     fd: int
     num_bytes: int
 
+    def attach(self) -> Segment:
+        """See ``SegmentRef``."""
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise NotReadyError(
+                f"the worker (pid {self.pid}) that holds the staged copy is gone: {error}"
+            ) from error
+        return HostSegment(fd, self.num_bytes, os.getpid(), owned=False)
 
-class Segment:
-    """Writable bytes; ``data`` is a uint8 tensor over them, shape (num_bytes,).
 
-    The memory lives as long as this object or any tensor viewing ``data``.
+class HostSegment:
+    """A mapped ``memfd``.
+
+    Args:
+        pinned: Page-locked for the current CUDA device, so that copies to and from it
+            run at the speed of the bus.
     """
 
-    def __init__(self, fd: int, num_bytes: int, pid: int, *, owned: bool) -> None:
-        #: Whether this process allocated it; others' memory is not ours to reuse.
+    def __init__(
+        self, fd: int, num_bytes: int, pid: int, *, owned: bool, pinned: bool = False
+    ) -> None:
         self.owned = owned
         self._fd = fd
         self._pid = pid
@@ -41,39 +90,87 @@ class Segment:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owned else 0)
         self._map = mmap.mmap(fd, num_bytes, flags=flags)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned_at = _pin(self.data) if pinned else 0
 
     @classmethod
-    def allocate(cls, num_bytes: int) -> Segment:
+    def allocate(cls, num_bytes: int, *, pinned: bool = False) -> HostSegment:
         """New memory, already touched: page faults would halve a receive's speed."""
         fd = os.memfd_create("weft", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
-            return cls(fd, num_bytes, os.getpid(), owned=True)
+            return cls(fd, num_bytes, os.getpid(), owned=True, pinned=pinned)
         except BaseException:
             os.close(fd)
             raise
 
-    @classmethod
-    def attach(cls, ref: SegmentRef) -> Segment:
-        """Map a segment of another worker.
-
-        Raises:
-            NotReadyError: Its owner is gone.
-        """
-        try:
-            fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise NotReadyError(
-                f"the worker (pid {ref.pid}) that holds the staged copy is gone: {error}"
-            ) from error
-        return cls(fd, ref.num_bytes, os.getpid(), owned=False)
-
     @property
     def ref(self) -> SegmentRef:
-        """For ``attach`` in another process while this object lives."""
-        return SegmentRef(self._pid, self._fd, self.num_bytes)
+        """See ``Segment``."""
+        return HostRef(self._pid, self._fd, self.num_bytes)
 
     def __del__(self) -> None:
+        if at := getattr(self, "_pinned_at", 0):
+            with contextlib.suppress(Exception):  # at the end of the process
+                _cudart().cudaHostUnregister(at)
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
             os.close(fd)  # the mapping itself ends with its last tensor
+
+
+def _pin(data: torch.Tensor) -> int:
+    """Page-lock memory; returns where it begins, or 0 if the driver will not: copies are
+    then slower, and right."""
+    status = _cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
+    return data.data_ptr() if int(status) == 0 else 0
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# -- on an accelerator --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceRef:
+    """See ``SegmentRef``: a call that maps the memory in another process."""
+
+    rebuild: Callable[..., torch.Tensor]
+    arguments: tuple[Any, ...]
+
+    def attach(self) -> Segment:
+        """See ``SegmentRef``."""
+        try:
+            return DeviceSegment(self.rebuild(*self.arguments), owned=False)
+        except RuntimeError as error:
+            raise NotReadyError(f"the staged copy cannot be mapped: {error}") from error
+
+
+class DeviceSegment:
+    """An allocation on an accelerator."""
+
+    def __init__(self, data: torch.Tensor, *, owned: bool) -> None:
+        self.data, self.owned, self.num_bytes = data, owned, data.numel()
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> DeviceSegment:
+        """New memory beside what the engine holds.
+
+        Raises:
+            CapacityError: There is no room.
+        """
+        try:
+            return cls(torch.empty(num_bytes, dtype=torch.uint8, device=device), owned=True)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise CapacityError(
+                f"{device} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free: no room to stage "
+                f"{num_bytes / _GIB:.1f} GiB; start the replica with --staging host, or with a "
+                "smaller --gpu-memory-utilization"
+            ) from error
+
+    @property
+    def ref(self) -> SegmentRef:
+        """See ``Segment``."""
+        rebuild, arguments = reductions.reduce_tensor(self.data)  # type: ignore[no-untyped-call]
+        return DeviceRef(rebuild, arguments)

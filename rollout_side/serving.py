@@ -102,7 +102,7 @@ class Serving:
         if version.policy == BASE_POLICY:
             load = self._engine.apply_base(transfer_id, version, content_digest)
             times = await self._load_base(version, load, transfer_id)
-            await self._look_at_memory()
+            await self._look_at_memory(times)
         else:
             times = await self._load_adapter(
                 version, transfer_id, config_json, content_digest, alias
@@ -158,7 +158,7 @@ class Serving:
         except (NotFoundError, NotReadyError) as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if version.policy == BASE_POLICY:
-            await self._look_at_memory()
+            await self._look_at_memory(times)
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
 
@@ -219,9 +219,12 @@ class Serving:
                 self.dirty_reason = error.message
             raise
 
-    async def _look_at_memory(self) -> None:
+    async def _look_at_memory(self, times: SwitchTimes) -> None:
         """After a switch, so that the answer tells what is retained. What is served
         is served, whatever becomes of this look."""
+        if times.memory is not None:
+            self.memory = times.memory
+            return
         try:
             self.memory = await self._engine.memory()
         except WeftError as error:

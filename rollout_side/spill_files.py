@@ -223,7 +223,7 @@ def _write_shard(
     starts = bucket_starts(copy.manifest)
     for slot in slots:
         begin = starts[slot.bucket] + slot.offset_bytes
-        view = copy.segment.data[begin : begin + slot.meta.num_bytes].numpy().data
+        view = copy.segment.data[begin : begin + slot.meta.num_bytes].cpu().numpy().data
         for piece in range(0, len(view), _PIECE_BYTES):
             if not going_on():
                 raise TransferAbortedError(f"{copy.version} is not held any more")
@@ -257,8 +257,11 @@ def _read_tensor(found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tenso
     if place is None or (place.dtype, place.shape) != (_DTYPES[slot.meta.dtype], slot.meta.shape):
         raise InvalidManifestError(f"tensor {slot.meta.name!r} is missing or of another shape")
     place.file.seek(place.at)
-    if place.file.readinto(out.numpy().data) != slot.meta.num_bytes:
+    host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
+    if place.file.readinto(host.numpy().data) != slot.meta.num_bytes:
         raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
+    if host is not out:
+        out.copy_(host)
 
 
 def _read(file: BufferedReader, size: int) -> bytes:

@@ -6,7 +6,7 @@ Nothing here knows vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,17 +30,36 @@ class StagedVersion:
     content_digest: bytes
     bucket_digests: tuple[int, ...] = ()
     """On the rank that received; empty where it was adopted."""
+    device_copy: list[torch.Tensor] = field(default_factory=list)
+    """At most one, of an adapter that was received on the engine's device."""
+    spare: list[torch.Tensor] = field(default_factory=list)
+    """What ``own_bytes`` is going to return."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def take_device_copy(self) -> torch.Tensor | None:
+        """The copy on the device, which is then the caller's; None if there is none."""
+        return self.device_copy.pop() if self.device_copy else None
+
+    def own_bytes(self) -> torch.Tensor:
+        """A copy of the segment that is the caller's, page-locked if the segment is."""
+        if self.spare:
+            return self.spare.pop()
+        data = self.segment.data
+        return torch.empty_like(data, pin_memory=data.is_pinned()).copy_(data)
+
+    def tensors(self, data: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and view of every tensor, in manifest order; no copy.
+
+        Args:
+            data: A copy of the segment; by default the segment itself.
 
         The views are of shared memory that a later push may reuse once this
         version was dropped: clone what must outlive it, and never write.
         """
         starts = bucket_starts(self.manifest)
+        data = self.segment.data if data is None else data
         for slot in self.manifest.tensors:
             begin = starts[slot.bucket] + slot.offset_bytes
-            raw = self.segment.data[begin : begin + slot.meta.num_bytes]
+            raw = data[begin : begin + slot.meta.num_bytes]
             dtype = getattr(torch, slot.meta.dtype.torch_name)
             yield slot.meta.name, raw.view(dtype).view(slot.meta.shape)
 
@@ -64,6 +83,8 @@ class PartialTransfer:
     segment: Segment
     digests: list[int]
     """Of the verified buckets."""
+    settled: bool = False
+    """Whether no abandoned operation can write to the segment any more."""
 
 
 @dataclass(frozen=True)

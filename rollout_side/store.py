@@ -12,9 +12,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from rollout_side.memory import Memory
 from rollout_side.retained import RetainedBases
 from rollout_side.segment import Segment
-from rollout_side.staged import AdapterEntry, PartialTransfer, StagedHandle, StagedVersion
+from rollout_side.staged import (
+    AdapterEntry,
+    PartialTransfer,
+    StagedHandle,
+    StagedVersion,
+    is_adapter,
+)
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -53,11 +60,13 @@ class WorkerStore:
         adapter_capacity_bytes: Bound of the adapters that can be served.
         retain_base: Versions of the base that a copy is kept of, the served one
             included.
+        memory: Where their bytes are put.
     """
 
     staging_capacity_bytes: int
     adapter_capacity_bytes: int
     retain_base: int = 0
+    memory: Memory = field(default_factory=Memory)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
@@ -66,6 +75,7 @@ class WorkerStore:
     _free: list[Segment] = field(default_factory=list)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _bases: RetainedBases = field(init=False)
+    _last_adapter_bytes: int = 0
     _lent: Counter[int] = field(default_factory=Counter)
     """Segments that are being sent, by id: never handed out meanwhile."""
 
@@ -87,16 +97,29 @@ class WorkerStore:
                 self._make_room(num_bytes)
             self._check_room(num_bytes, adapter=adapter)
             for i, segment in enumerate(self._free):
-                if segment.num_bytes == num_bytes:
+                place = self.memory.place(adapter=adapter)
+                if segment.num_bytes == num_bytes and segment.data.device == place:
                     self._reserved[transfer_id] = num_bytes
                     return self._free.pop(i)
             self._free.clear()  # of another layout: give it back before taking more
             self._reserved[transfer_id] = num_bytes
         try:
-            return Segment.allocate(num_bytes)
+            return self.memory.allocate(num_bytes, adapter=adapter)
         except BaseException:
             self.release(transfer_id, None)
             raise
+
+    def make_spare(self) -> None:
+        """Have memory for a further adapter of the size that was staged last: with all its
+        page faults it would take longer than to receive it. Blocks for them."""
+        with self._lock:
+            size = self._last_adapter_bytes
+            place = self.memory.place(adapter=True)
+            if not size or any(s.num_bytes == size and s.data.device == place for s in self._free):
+                return
+        segment = self.memory.allocate(size, adapter=True)
+        with self._lock:
+            self._recycle(segment)
 
     def release(self, transfer_id: str, segment: Segment | None) -> None:
         """End a reservation without result; ``segment`` may be reused unless None.
@@ -120,6 +143,8 @@ class WorkerStore:
                 self._recycle(staged.segment)
                 raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
+            if is_adapter(staged.version):
+                self._last_adapter_bytes = staged.segment.num_bytes
 
     def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
         adapters = sum(e.staged.segment.num_bytes for e in self._adapters.values())
@@ -150,6 +175,13 @@ class WorkerStore:
             else:
                 self._partial[partial.transfer_id] = partial
 
+    def settle_partial(self, trainer_id: str) -> None:
+        """Note that operations of a trainer's former group have ended for good."""
+        with self._lock:
+            for partial in list(self._partial.values()):
+                if partial.trainer_id == trainer_id:
+                    self._partial[partial.transfer_id] = replace(partial, settled=True)
+
     def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
         """What was received of a transfer so far, in memory that is safe to write.
 
@@ -173,7 +205,10 @@ class WorkerStore:
                 )
         if partial is None:
             return None
-        fresh = Segment.allocate(partial.segment.num_bytes)
+        if partial.settled:
+            return partial
+        was_host = partial.segment.data.device.type == "cpu"
+        fresh = self.memory.allocate(partial.segment.num_bytes, adapter=was_host)
         end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
         fresh.data[:end].copy_(partial.segment.data[:end])
         return replace(partial, segment=fresh)
@@ -268,7 +303,7 @@ class WorkerStore:
             # A retained copy is mapped anew after it was discarded here once.
             if handle.transfer_id in self._discarded:
                 self._discarded.remove(handle.transfer_id)
-        segment = Segment.attach(handle.segment)
+        segment = handle.segment.attach()
         self.put_staged(
             StagedVersion(
                 handle.transfer_id, handle.version, handle.manifest, segment, handle.content_digest
@@ -290,12 +325,12 @@ class WorkerStore:
             )
         return staged
 
-    def keep_adapter(self, transfer_id: str, config_json: str) -> PolicyVersion:
+    def keep_adapter(self, transfer_id: str, config_json: str) -> AdapterEntry:
         """Move a staged adapter into the store that the engine loads from."""
         staged = self._take(transfer_id, keep=False)
         with self._lock:
-            self._adapters[staged.version] = AdapterEntry(config_json, staged)
-        return staged.version
+            entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
+        return entry
 
     def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
         """What the engine's loader reads; None when it was dropped."""

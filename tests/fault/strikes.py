@@ -203,13 +203,13 @@ def _at_once(strike: Strike) -> None:
 
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
-    import rollout_side.receiver
+    import rollout_side.landing
     from rollout_side.store import WorkerStore
     from tests.pool import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(rollout_side.receiver, "payload_digest", strike, _count(BUCKET, strike))
+            _before(rollout_side.landing, "payload_digest", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":

@@ -118,8 +118,8 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
     publisher.push_base(Model(5))
     reached, go_on = threading.Event(), threading.Event()
 
-    def slow(copy, nonce):  # type: ignore[no-untyped-def]
-        wire_bytes = compose(copy, nonce)
+    def slow(copy, nonce, device):  # type: ignore[no-untyped-def]
+        wire_bytes = compose(copy, nonce, device)
 
         def make(index):  # type: ignore[no-untyped-def]
             if index == 3 and not reached.is_set():

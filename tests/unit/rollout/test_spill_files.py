@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rollout_side.segment import Segment
+from rollout_side.segment import HostSegment
 from rollout_side.spill_files import (
     FACTS,
     MANIFEST,
@@ -36,7 +36,7 @@ CONFIG = '{"peft_type": "LORA", "r": 4}'
 def held(version: str, metas: list[TensorMeta], bucket_bytes: int = 4096) -> StagedVersion:
     """A version as a receiver would have staged it, with values of its own."""
     manifest = plan_buckets(metas, bucket_bytes)
-    segment = Segment.allocate(manifest.wire_bytes)
+    segment = HostSegment.allocate(manifest.wire_bytes)
     starts, generator = bucket_starts(manifest), torch.Generator().manual_seed(len(metas))
     for slot in manifest.tensors:
         at = starts[slot.bucket] + slot.offset_bytes

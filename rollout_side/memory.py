@@ -1,0 +1,68 @@
+"""Where a worker puts the bytes of versions: on the host, or beside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rollout_side.segment import DeviceSegment, HostSegment, Segment
+from weft.contract.capabilities import NCCL
+from weft.transport.group import CPU
+
+#: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
+#: on the device if the model fits there twice.
+Staging = Literal["auto", "host", "device"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Makes segments; one a worker.
+
+    Args:
+        device: The engine's; where NCCL receives.
+        base_on_device: Whether bases are staged there. Adapters never are: their store
+            is host memory, which the engine loads from again after it evicted one.
+    """
+
+    device: torch.device = CPU
+    base_on_device: bool = False
+
+    def place(self, *, adapter: bool) -> torch.device:
+        """Where a version's bytes are put."""
+        return self.device if self.base_on_device and not adapter else CPU
+
+    def allocate(self, num_bytes: int, *, adapter: bool) -> Segment:
+        """Memory that was never handed out; blocks for its page faults on the host
+        (about 0.3 s a GiB).
+
+        Raises:
+            CapacityError: The accelerator has no room.
+        """
+        place = self.place(adapter=adapter)
+        if place.type != "cpu":
+            return DeviceSegment.allocate(num_bytes, place)
+        return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda")
+
+    def device_of(self, backend: str) -> torch.device:
+        """Where a side group of this backend receives."""
+        return self.device if backend == NCCL else CPU
+
+
+def stage_on_device(
+    staging: Staging, device: torch.device, model_bytes: int, free_bytes: int
+) -> bool:
+    """Whether bases are staged on the engine's device.
+
+    Args:
+        model_bytes: Of one copy of the base.
+        free_bytes: What the device has free once the engine has taken its part.
+    """
+    if device.type == "cpu" or staging == "host":
+        return False
+    return staging == "device" or model_bytes + MARGIN_BYTES <= free_bytes
+
+
+#: Left to the engine as it goes on: activations, NCCL's buffers.
+MARGIN_BYTES = 2 * 2**30
