@@ -8,9 +8,10 @@ as a request may use it: a missing adapter at step time ends the engine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _MARK = "_weft_adapter_hook"
 
 # One worker a process: its store. vLLM gives the hook no way to reach the worker.
 _stores: list[WorkerStore] = []
+_instead: dict[str, Any] = {}
 
 
 def set_store(store: WorkerStore) -> None:
@@ -53,12 +55,24 @@ def install() -> None:
         return
 
     def _load_adapter(self: Any, lora_request: Any) -> Any:
+        if lora_request.lora_path in _instead:
+            return _instead[lora_request.lora_path]
         if lora_request.lora_path.startswith(SCHEME):
             return load_from_store(self, lora_request)
         return native(self, lora_request)
 
     setattr(_load_adapter, _MARK, True)
     manager._load_adapter = _load_adapter
+
+
+@contextlib.contextmanager
+def instead(path: str, model: Any) -> Iterator[None]:
+    """Let the loader return ``model`` for this path, inside the ``with``."""
+    _instead[path] = model
+    try:
+        yield
+    finally:
+        _instead.pop(path, None)
 
 
 def load_from_store(manager: Any, lora_request: Any) -> Any:
@@ -118,14 +132,14 @@ def _find(lora_request: Any) -> AdapterEntry:
 
 
 def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
-    """Clones: vLLM multiplies ``lora_b`` by the scaling in place.
+    """Of a copy of its own: vLLM multiplies ``lora_b`` by the scaling in place.
 
     Experts of other expert-parallel ranks are left out, as vLLM does for files.
     """
     remote = importlib.import_module("vllm.lora.lora_model")._is_remote_expert_key
     return {
-        name: tensor.clone()
-        for name, tensor in entry.staged.tensors()
+        name: tensor
+        for name, tensor in entry.staged.tensors(entry.staged.own_bytes())
         if ep_spec is None or not remote(name, ep_spec)
     }
 

@@ -40,6 +40,7 @@ def make_capabilities(
     *,
     engine_version: str,
     expected_modules: Iterable[str],
+    backends: Iterable[str],
     staging_capacity_bytes: int,
     adapter_capacity_bytes: int,
 ) -> Capabilities:
@@ -50,6 +51,7 @@ def make_capabilities(
         reference: Of the served model.
         engine_version: vLLM's.
         expected_modules: From the workers (``weft_open``).
+        backends: Of side groups, from the workers.
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
     """
@@ -61,6 +63,7 @@ def make_capabilities(
         base_fingerprint=reference.fingerprint,
         architecture=reference.architecture,
         base_dtype=base_dtype,
+        backends=tuple(backends),
         adapter_dtype=base_dtype if lora is None else data_type(lora.lora_dtype),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         lora_enabled=lora is not None,

@@ -9,6 +9,8 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
+from rollout_side.engine import BackendChoice
+from rollout_side.memory import Staging
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine import bridges, reference
 from rollout_side.vllm_engine.answers import check_answers
@@ -35,6 +37,8 @@ async def open_engine(
     http_port: int,
     adapter_memory_bytes: int,
     staging_memory_bytes: int,
+    staging: Staging = "auto",
+    backend: BackendChoice = "auto",
     retain_base: int = 0,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
@@ -48,6 +52,8 @@ async def open_engine(
         http_port: 0 takes a free one; see ``VllmReplica.http_port``.
         adapter_memory_bytes: Bound of the adapter store.
         staging_memory_bytes: Bound of staged base weights, retained ones included.
+        staging: Where bases are staged on a GPU host.
+        backend: Which side groups to join.
         retain_base: Versions of the base that a copy is kept of, the served one
             included.
         receiver_factory: Dotted path ``module:name`` of a callable from a
@@ -94,6 +100,8 @@ async def open_engine(
                         receiver_factory,
                         adapter_memory_bytes,
                         staging_memory_bytes,
+                        staging,
+                        backend,
                         retain_base,
                         spill,
                     ),
@@ -114,7 +122,8 @@ async def open_engine(
                 described,
                 engine_version=version,
                 expected_modules=values[0]["lora_modules"],
-                staging_capacity_bytes=staging_memory_bytes,
+                backends=values[0]["backends"],
+                staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
             ),
             reference=described,
@@ -226,6 +235,8 @@ def _open_config(
     receiver_factory: str,
     adapter_bytes: int,
     staging_bytes: int,
+    staging: Staging,
+    backend: BackendChoice,
     retain_base: int,
     spill: SpillSettings | None,
 ) -> dict[str, Any]:
@@ -233,6 +244,8 @@ def _open_config(
     return {
         "staging_memory_bytes": staging_bytes,
         "adapter_memory_bytes": adapter_bytes,
+        "staging": staging,
+        "backend": backend,
         "retain_base": retain_base,
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),

@@ -241,6 +241,7 @@ class VllmReplica:
                 await self._workers.apply_base(transfer_id, content_digest)
                 load_seconds = time.perf_counter() - load_begin
                 await self._forget_old_base(version)
+                forgotten = time.perf_counter()
             except BaseException as error:
                 if isinstance(error, WeftError):
                     self._note_dirty(error)
@@ -251,16 +252,23 @@ class VllmReplica:
                 raise
             self._dirty = ""
             self._tell_tracker()
-            await self._workers.bounded(bridges.resume(self.engine), "resuming")
+            try:
+                # Still paused: later it would wait for the engine's next step, the long one
+                # that computes anew what the cache has lost.
+                memory = await self._workers.keep_base(transfer_id)
+            finally:
+                await self._workers.bounded(bridges.resume(self.engine), "resuming")
             pause_seconds = time.perf_counter() - begin
-            await self._workers.keep_base(transfer_id)
         _log.info(
-            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f",
+            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (to hold still %.4f, to "
+            "forget the old cache %.4f)",
             version,
             load_seconds,
             pause_seconds,
+            load_begin - begin,
+            forgotten - load_begin - load_seconds,
         )
-        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
+        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds, memory=memory)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""

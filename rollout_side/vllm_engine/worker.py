@@ -12,6 +12,7 @@ plugin entry point is needed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import pkgutil
@@ -20,8 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from rollout_side.cloner import Cloner
-from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
+from rollout_side.engine import BackendChoice, GroupSpec, SendOrder, SpillOrder
+from rollout_side.memory import MARGIN_BYTES, Memory, Staging, stage_on_device
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
 from rollout_side.staged import StagedHandle
@@ -29,10 +33,16 @@ from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import adapter_hook, cpu_fixes, orphans
 from rollout_side.vllm_engine.answers import guarded
 from rollout_side.vllm_engine.base_loader import apply_base
+from rollout_side.vllm_engine.direct_adapter import AdapterLoader
+from rollout_side.vllm_engine.direct_load import DirectPlan
+from weft.contract import logs
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.backends import available_backends
+
+_log = logging.getLogger(__name__)
 
 adapter_hook.install()
 cpu_fixes.install_row_mask()
@@ -62,6 +72,9 @@ class WorkerState:
     """On the receiving rank, which holds every copy."""
     spiller: Spiller | None = None
     """There, too, if the replica has a spill directory."""
+    adapters: AdapterLoader = field(default_factory=AdapterLoader)
+    plan: DirectPlan | None = None
+    """How the base that was loaded last can be loaded by copies alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +86,8 @@ class OpenConfig:
     retain_base: int
     receiver_factory: str
     """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
+    staging: Staging
+    backend: BackendChoice
     replica_pid: int
     """The process that the engine belongs to and ends with."""
     architecture: str
@@ -87,6 +102,27 @@ class OpenConfig:
         return Reference(self.architecture, tuple(metas))
 
 
+def plan_memory(
+    device: torch.device, reference: Reference, settings: OpenConfig
+) -> tuple[Memory, int]:
+    """Where versions are put, and the bound of staged bases there in bytes."""
+    bound = settings.staging_memory_bytes
+    if device.type != "cuda":
+        return Memory(), bound
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    model_bytes = sum(meta.num_bytes for meta in reference.tensors)
+    on_device = stage_on_device(settings.staging, device, model_bytes, free_bytes)
+    if on_device:
+        bound = min(bound, max(0, free_bytes - MARGIN_BYTES))
+    return Memory(device, on_device), bound
+
+
+def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
+    """Backends that this worker offers, best first."""
+    have = available_backends(device)
+    return tuple(name for name in have if choice in ("auto", name))
+
+
 class WeftWorker:
     """Methods that vLLM's workers get; every name begins with ``weft_``.
 
@@ -99,13 +135,17 @@ class WeftWorker:
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
         settings = OpenConfig(**config)
+        logs.configure_as_parent()
         orphans.end_with(settings.replica_pid)
+        reference = settings.reference()
+        memory, staging_bytes = plan_memory(self.device, reference, settings)
         store = WorkerStore(
-            staging_capacity_bytes=settings.staging_memory_bytes,
+            staging_capacity_bytes=staging_bytes,
             adapter_capacity_bytes=settings.adapter_memory_bytes,
             retain_base=settings.retain_base,
+            memory=memory,
         )
-        state = WorkerState(store, settings.reference())
+        state = WorkerState(store, reference)
         if self.local_rank == RECEIVER_RANK:
             state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
             state.cloner = Cloner(store)
@@ -123,6 +163,8 @@ class WeftWorker:
             "pid": os.getpid(),
             "is_receiver": state.receiver is not None,
             "lora_modules": sorted(expected),
+            "staging_bytes": staging_bytes,
+            "backends": list(usable_backends(self.device, settings.backend)),
         }
 
     @guarded
@@ -154,22 +196,27 @@ class WeftWorker:
         self: Any, transfer_id: str, config_json: str, content_digest: bytes, lora_int_id: int
     ) -> dict[str, Any]:
         """Move a staged adapter to the store and load it; undone if that fails."""
-        store = _state(self).store
+        state = _state(self)
+        store = state.store
         store.staged(transfer_id, content_digest)
         if self.lora_config is None:
             raise NotReadyError(
                 "the replica was started without --enable-lora", reason="LORA_DISABLED"
             )
-        version = store.keep_adapter(transfer_id, config_json)
+        entry = store.keep_adapter(transfer_id, config_json)
+        version = entry.staged.version
         begin = time.perf_counter()
         try:
-            self.add_lora(adapter_hook.lora_request(version, lora_int_id))
+            request = adapter_hook.lora_request(version, lora_int_id)
+            state.adapters.load(self, entry, request)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.remove_lora(lora_int_id)
             store.drop_adapter(version)
             raise
-        return {"load_seconds": time.perf_counter() - begin}
+        seconds = time.perf_counter() - begin
+        _log.info("the engine took %s in %.4f s", version, seconds)
+        return {"load_seconds": seconds}
 
     @guarded
     def weft_drop_adapter(self: Any, policy: str, version: int, lora_int_id: int) -> None:
@@ -189,18 +236,21 @@ class WeftWorker:
         state = _state(self)
         staged = state.store.staged(transfer_id, content_digest)
         begin = time.perf_counter()
-        apply_base(self, staged, state.reference)
+        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        plan, state.plan = state.plan, None
+        state.plan = apply_base(self, staged, state.reference, plan)
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
-    def weft_keep_base(self: Any, transfer_id: str) -> None:
+    def weft_keep_base(self: Any, transfer_id: str) -> dict[str, Any]:
         """Retain a base that every rank has loaded, on the receiving rank; the others
-        let go of their mapping."""
+        let go of their mapping. Tells what ``weft_memory`` does."""
         state = _state(self)
         if state.receiver is None:
             state.store.discard(transfer_id)
         else:
             state.store.keep_base(transfer_id)
+        return _memory(state)
 
     @guarded
     def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:
@@ -267,25 +317,7 @@ class WeftWorker:
     @guarded
     def weft_memory(self: Any) -> dict[str, Any]:
         """Bytes that this process holds; the receiving rank's count for all."""
-        state = _state(self)
-        if state.receiver is None:
-            return {
-                "adapter_bytes": 0,
-                "staging_bytes": 0,
-                "transfer_ids": [],
-                "retained_bases": [],
-                "spilled": [],
-                "pinned_base_bytes": 0,
-            }
-        usage = state.store.usage()
-        return {
-            "adapter_bytes": usage.adapter_bytes,
-            "staging_bytes": usage.staging_bytes + usage.free_bytes,
-            "transfer_ids": list(usage.transfer_ids),
-            "retained_bases": list(state.store.retained_bases()),
-            "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
-            "pinned_base_bytes": usage.pinned_bytes,
-        }
+        return _memory(_state(self))
 
     @guarded
     def weft_close(self: Any) -> None:
@@ -304,3 +336,24 @@ def _state(worker: Any) -> WorkerState:
     if state is None:
         raise NotReadyError("weft_open has not been called on this worker")
     return state
+
+
+def _memory(state: WorkerState) -> dict[str, Any]:
+    if state.receiver is None:
+        return {
+            "adapter_bytes": 0,
+            "staging_bytes": 0,
+            "transfer_ids": [],
+            "retained_bases": [],
+            "spilled": [],
+            "pinned_base_bytes": 0,
+        }
+    usage = state.store.usage()
+    return {
+        "adapter_bytes": usage.adapter_bytes,
+        "staging_bytes": usage.staging_bytes + usage.free_bytes,
+        "transfer_ids": list(usage.transfer_ids),
+        "retained_bases": list(state.store.retained_bases()),
+        "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
+        "pinned_base_bytes": usage.pinned_bytes,
+    }

@@ -52,6 +52,17 @@ def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
     )
 
 
+#: What a worker holds, as it tells it.
+HELD: dict[str, Any] = {
+    "adapter_bytes": 0,
+    "staging_bytes": 100,
+    "transfer_ids": [],
+    "retained_bases": [3],
+    "spilled": [],
+    "pinned_base_bytes": 0,
+}
+
+
 class FakeEngine:
     """Records what is called; answers as told, per method."""
 
@@ -72,7 +83,8 @@ class FakeEngine:
             await self.hang[method].wait()
         if method in self.answers:
             return self.answers[method]()
-        value = {"handle": b"h"} if method == "weft_handle" else {}
+        values = {"weft_handle": {"handle": b"h"}, "weft_keep_base": HELD}
+        value = values.get(method, {})
         return [ok(rank, **value) for rank in range(self.num_ranks)]
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
@@ -163,9 +175,11 @@ async def test_a_switch_of_the_base() -> None:
         "weft_apply_base",
         "base@3",
         "reset",
-        "resume",
         "weft_keep_base",
+        "resume",
     ]
+    assert times.memory is not None
+    assert times.memory.retained_bases == (3,)
     assert times.pause_seconds >= times.load_seconds >= 0
 
 
@@ -173,7 +187,7 @@ async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None
     engine = FakeEngine(num_ranks=2)
     await make_replica(engine).apply_base("t", BASE, b"")
     assert engine.calls[:3] == ["weft_handle", "weft_adopt", "pause"]
-    assert engine.calls[-2:] == ["resume", "weft_keep_base"]
+    assert engine.calls[-2:] == ["weft_keep_base", "resume"]
 
 
 async def test_nothing_changed_means_that_requests_go_on() -> None:
