@@ -19,7 +19,7 @@ NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
 SEEDS ?= 20000
 
-.PHONY: help install demo test test-fast sim matrix fault fault-vllm soak bench bench-trainers trainers lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast sim matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -73,6 +73,12 @@ bench-trainers: install  ## Measure how each kind of trainer gathers, beside the
 
 trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_trainers.py -m 'matrix or not matrix'
+
+gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there are less than two).
+	$(BIN)/python -m pytest tests/gpu
+
+bench-gpu: install  ## Measure them: 1 GPU for the trainer, 3 for replicas; vLLM's own way beside ours.
+	$(BIN)/python -m benchmarks.gpu --replicas 3 --native
 
 lint: install  ## Style and chart of the code: ruff.
 	$(BIN)/ruff check .

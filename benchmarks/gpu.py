@@ -1,0 +1,240 @@
+"""``python -m benchmarks.gpu``: pushes from a trainer's GPU to replicas on other GPUs.
+
+The trainer is this process, on GPU 0; replica ``i`` is ``weft rollout`` on GPU ``i + 1``,
+with vLLM's own server and clients that stream tokens all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
+from benchmarks.machine import describe
+from trainer_side import Publisher
+from weft_cli.demo.processes import Process
+
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_RANK = 32
+_STREAMS = 4
+_GRAPHS = ("--compilation-config", json.dumps(
+    {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+))  # fmt: skip
+
+
+class Clients:
+    """Streams of tokens from each replica; see ``token_gaps``."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        self._processes: list[Process] = []
+
+    def add(self, name: str, url: str) -> None:
+        """Begin to ask a replica for tokens."""
+        args = ("-m", "benchmarks.token_gaps", url, "base-model", str(_STREAMS))
+        process = Process(f"clients-{name}", args, self._work, {"CUDA_VISIBLE_DEVICES": ""})
+        process.line(lambda text: text == "ready", 60)
+        self._processes.append(process)
+
+    def take(self) -> list[dict[str, float]]:
+        """What each has seen since it was last asked."""
+        answers = []
+        for process in self._processes:
+            process.tell("take")
+            answers.append(process.answer(30))
+        return answers
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.stop()
+
+
+def worst(gaps: list[dict[str, float]]) -> str:
+    """The largest gap of all replicas, and the usual one."""
+    seen = [g for g in gaps if g["tokens"]]
+    if not seen:
+        return "no requests"
+    top, usual = max(g["max_ms"] for g in seen), statistics.median(g["median_ms"] for g in seen)
+    return f"gap max {top:.1f} ms, median {usual:.1f} ms"
+
+
+def measure(
+    what: str,
+    push: Callable[[], object],
+    publisher: Publisher,
+    clients: Clients,
+    repeats: int,
+    warm: int,
+) -> None:
+    """Push again and again; print each, and the median of those after the first ``warm``."""
+    seconds, added = [], []
+    for number in range(warm + repeats):
+        time.sleep(0.2)
+        clients.take()
+        time.sleep(0.7)
+        quiet = clients.take()
+        torch.cuda.synchronize()
+        push()
+        report = publisher.last_report
+        assert report is not None
+        time.sleep(0.3)
+        gaps = clients.take()
+        if number >= warm:
+            seconds.append(report.seconds)
+            if gaps and gaps[0]["tokens"] and quiet[0]["tokens"]:
+                added.append((gaps[0]["max_ms"], gaps[0]["max_ms"] - quiet[0]["max_ms"]))
+        print(
+            f"  {what} #{number}: {report.seconds * 1e3:.1f} ms (forming "
+            f"{report.forming_seconds * 1e3:.1f}, staging {report.staging_seconds * 1e3:.1f}, "
+            f"committing {report.committing_seconds * 1e3:.1f}, pause "
+            f"{report.pause_seconds * 1e3:.1f}); {worst(gaps)}; before: {worst(quiet)}",
+            flush=True,
+        )
+    size = report.total_bytes / 1e9
+    median = statistics.median(seconds)
+    print(
+        f"RESULT {what}: {size:.3f} GB to {report.num_replicas} replicas, median "
+        f"{median * 1e3:.1f} ms of {len(seconds)}, min {min(seconds) * 1e3:.1f}, max "
+        f"{max(seconds) * 1e3:.1f} ({size / median:.0f} GB/s)",
+        flush=True,
+    )
+    if added:
+        largest, more = (statistics.median(values) for values in zip(*added, strict=True))
+        print(f"RESULT {what}: largest gap between tokens, median {largest:.1f} ms, "
+              f"{more:.1f} ms more than before the push", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--bucket-mib", type=int, default=None)
+    parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
+    parser.add_argument("--native", action="store_true", help="measure vLLM's own ways, too")
+    parser.add_argument("--work", type=Path, default=None)
+    args = parser.parse_args()
+    work = args.work or Path(tempfile.mkdtemp(prefix="weft-gpu-"))
+    work.mkdir(parents=True, exist_ok=True)
+    print(describe(), flush=True)
+    print(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}", flush=True)
+    model_dir = write_config(work / "model", {**QWEN3_8B, "num_hidden_layers": args.layers})
+    pool, clients = GpuPool(work).start(), Clients(work)
+    try:
+        run(args, model_dir, pool, clients)
+    finally:
+        clients.stop()
+        pool.stop()
+    torch.cuda.empty_cache()
+    for mode in ("base", "lora") if args.native else ():
+        command = [sys.executable, "-m", "benchmarks.vllm_native", mode, str(model_dir)]
+        with subprocess.Popen(command, start_new_session=True) as process:
+            try:
+                process.wait(100)
+            except subprocess.TimeoutExpired:
+                print(f"RESULT vLLM's own way ({mode}) did not end in 100 s", flush=True)
+            os.killpg(process.pid, 9)
+
+
+def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clients) -> None:
+    """Every measurement: one replica, idle and busy; then all of them."""
+    vllm = ("--load-format", "dummy", "--max-model-len", "4096", "--gpu-memory-utilization", "0.5",
+            "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
+            "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS))  # fmt: skip
+    began = time.monotonic()
+    names = [f"replica-{number}" for number in range(args.replicas)]
+    for number, name in enumerate(names):
+        pool.launch(name, str(number + 1), model_dir, *vllm)
+    model, peft_model = make_models(model_dir)
+    urls = {name: pool.url(name) for name in names}
+    print(f"{len(names)} replicas serve after {time.monotonic() - began:.1f} s", flush=True)
+    pool.wait_ready(len(names), 30)
+    for name in names[1:]:
+        pool.set_apart(name)
+    settings: Any = {"progress": None, "timeout_seconds": 60}
+    if args.bucket_mib:
+        settings["bucket_bytes"] = args.bucket_mib * 2**20
+    with Publisher(pool.target, trainer_id="bench", **settings) as publisher:
+
+        def both(what: str, warm: int) -> None:
+            measure(f"base, {what}", lambda: publisher.push_base(model),
+                    publisher, clients, args.repeats, warm)  # fmt: skip
+            measure(f"adapter, {what}", lambda: publisher.push_adapter(peft_model, "math"),
+                    publisher, clients, args.repeats, warm)  # fmt: skip
+
+        both("1 replica, idle", 3)
+        clients.add(names[0], urls[names[0]])
+        both("1 replica, busy", 1)
+        if names[1:]:
+            for name in names[1:]:
+                pool.bring_back(name)
+            seconds = pool.wait_ready(len(names), 60)
+            print(f"RESULT {len(names) - 1} late joiners cloned base and adapters and were ready "
+                  f"in {seconds:.2f} s", flush=True)  # fmt: skip
+            both(f"{len(names)} replicas, 1 busy", 2)
+    if names[1:]:
+        kill(pool, model, len(names))
+
+
+def make_models(model_dir: Path) -> tuple[Any, Any]:
+    """The trainer's model on GPU 0, and one with an adapter that shares its base."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.cuda.set_device(0)
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("cuda:0"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        settings = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=_TARGETS,
+                              init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+        peft_model = get_peft_model(other, settings)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model, peft_model
+
+
+def kill(pool: GpuPool, model: Any, count: int) -> None:
+    """End a replica in the middle of a push: how long until the others serve it."""
+    struck: list[float] = []
+
+    def progress(policy: str, verified: int, total: int) -> None:
+        if not struck and verified >= total // 3:
+            struck.append(time.monotonic())
+            os.killpg(pool.replicas[f"replica-{count - 1}"].pid, 9)
+
+    with Publisher(
+        pool.target,
+        trainer_id="bench",
+        bucket_bytes=256 * 2**20,
+        progress=progress,
+        timeout_seconds=60,
+        require=count - 1,
+    ) as publisher:
+        version = publisher.push_base(model)
+        seconds = time.monotonic() - struck[0]
+        print(f"RESULT peer killed: {version} served {seconds * 1e3:.0f} ms later", flush=True)
+        publisher.push_base(model)
+        report = publisher.last_report
+        assert report is not None
+        print(f"RESULT the push after that: {report.seconds * 1e3:.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    print(json.dumps({"ok": True}), flush=True)
+    os._exit(0)

@@ -1,0 +1,128 @@
+"""A pool on the accelerators of one host: what the GPU benchmark and tests run against."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.models import make_tokenizer
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.demo.processes import Process
+
+#: Qwen3-8B's shape: 16.4 GB in bf16.
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "attention_bias": False,
+}
+_START_SECONDS = 200.0
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "4",
+}
+
+
+def write_config(path: Path, config: dict[str, Any]) -> Path:
+    """A model directory without weights: engines fill theirs at random."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    make_tokenizer(path)
+    return path
+
+
+@dataclass
+class GpuPool:
+    """A coordinator, and replicas that are started one by one; ``stop`` ends them all."""
+
+    work: Path
+    target: str = ""
+    replicas: dict[str, Process] = field(default_factory=dict)
+    _coordinator: Process | None = None
+
+    def start(self) -> GpuPool:
+        """Start the coordinator."""
+        args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+                str(self.work / "weft.db"), "--log-level", "warning")  # fmt: skip
+        self._coordinator = Process("coordinator", args, self.work, {})
+        line = self._coordinator.line(lambda text: text.startswith("listening on "), 60)
+        self.target = line.removeprefix("listening on ")
+        return self
+
+    def launch(
+        self, name: str, gpus: str, model: Path, *args: str, options: Sequence[str] = ()
+    ) -> None:
+        """Start a replica on these GPUs; ``url`` waits for it."""
+        command = ("-m", "weft_cli", "rollout", "-c", self.target, "--http-port", "0",
+                   "--replica-id", name, "--drain-seconds", "0", *options, "--", str(model),
+                   "--served-model-name", "base-model", "--dtype", "bfloat16",
+                   "--disable-uvicorn-access-log", *args)  # fmt: skip
+        environment = {**_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus}
+        self.replicas[name] = Process(name, command, self.work, environment)
+
+    def url(self, name: str) -> str:
+        """Base URL of a replica's OpenAI server, once it listens."""
+        line = self.replicas[name].line(lambda text: "serving on " in text, _START_SECONDS)
+        match = re.search(r"http://[^\s,]+", line)
+        assert match is not None
+        return match.group()
+
+    def set_apart(self, name: str) -> None:
+        """Take a replica out of pushes."""
+        self._order("quarantine", name, "--reason", "its turn has not come")
+
+    def bring_back(self, name: str) -> None:
+        """Let it catch up and take part."""
+        self._order("uncordon", name)
+
+    def wait_ready(self, count: int, timeout_seconds: float) -> float:
+        """Wait until so many replicas are ready; returns how long that took.
+
+        Raises:
+            TimeoutError: They were not.
+        """
+        began = time.monotonic()
+        with open_channel(self.target) as channel:
+            stub = InspectServiceStub(channel)
+            while time.monotonic() - began < timeout_seconds:
+                found = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=10).replicas
+                if sum(r.state == inspect_pb2.REPLICA_STATE_READY for r in found) >= count:
+                    return time.monotonic() - began
+                time.sleep(0.02)
+        raise TimeoutError("\n".join(f"{r.replica_id}: {r.state_reason}" for r in found))
+
+    def _order(self, *order: str) -> None:
+        command = (sys.executable, "-m", "weft_cli", *order, "-c", self.target)
+        subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+    def stop(self) -> None:
+        """End every process."""
+        for process in self.replicas.values():
+            process.signal_quietly(15)
+        for process in self.replicas.values():
+            process.stop()
+        if self._coordinator is not None:
+            self._coordinator.stop()

@@ -1,0 +1,85 @@
+"""``python -m benchmarks.token_gaps URL MODEL STREAMS``: the time between tokens, as clients
+of a replica see it.
+
+A process of its own, so that the trainer's work does not delay its clock. Each line of
+its input is answered by a line of JSON: milliseconds between tokens since the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import httpx
+
+_PROMPT = list(range(5, 37))
+# After a base was loaded, what the running requests had in the cache is computed anew:
+# their length is part of the gap.
+_MAX_TOKENS = 200
+
+
+class Gaps:
+    """Times between tokens of several streams."""
+
+    def __init__(self, num_streams: int) -> None:
+        self._lock = threading.Lock()
+        self._last: list[float | None] = [None] * num_streams
+        self._seconds: list[float] = []
+
+    def token(self, stream: int) -> None:
+        """A token has come."""
+        now = time.monotonic()
+        with self._lock:
+            last, self._last[stream] = self._last[stream], now
+            if last is not None:
+                self._seconds.append(now - last)
+
+    def begins(self, stream: int) -> None:
+        """A new request: the time to its first token is no gap."""
+        with self._lock:
+            self._last[stream] = None
+
+    def take(self) -> dict[str, float]:
+        """What was seen since it was last asked."""
+        with self._lock:
+            seconds, self._seconds = sorted(self._seconds), []
+        if not seconds:
+            return {"tokens": 0}
+        middle = seconds[len(seconds) // 2]
+        return {
+            "tokens": len(seconds),
+            "median_ms": round(middle * 1e3, 2),
+            "p99_ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 2),
+            "max_ms": round(seconds[-1] * 1e3, 2),
+        }
+
+
+def stream(url: str, model: str, number: int, gaps: Gaps) -> None:
+    """Ask for tokens without end."""
+    with httpx.Client(timeout=120.0) as client:
+        while True:
+            gaps.begins(number)
+            body = {"model": model, "prompt": _PROMPT, "max_tokens": _MAX_TOKENS, "stream": True,
+                    "ignore_eos": True, "temperature": 0.0}  # fmt: skip
+            with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        gaps.token(number)
+
+
+def main() -> None:
+    """See the module."""
+    url, model, num_streams = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    gaps = Gaps(num_streams)
+    for number in range(num_streams):
+        threading.Thread(target=stream, args=(url, model, number, gaps), daemon=True).start()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(gaps.take()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Pushes between GPUs: what is served equals what a fresh engine serves, bit for bit.
+
+The trainer is this process, on GPU 0, which also has the fresh engines; the replicas that
+are pushed to have the other GPUs. Everything is bfloat16, as it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from benchmarks.gpu_pool import GpuPool
+from tests.models import draw_adapter, draw_base, make_tokenizer
+from trainer_side import Publisher
+
+NUM_GPUS = torch.cuda.device_count()
+DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on CPUs over gloo: for writing this file
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2 and not DRY, reason="needs two NVIDIA GPUs"),
+    pytest.mark.timeout(400),
+]
+VLLM = ("--max-model-len", "512", "--gpu-memory-utilization", "0.2", "--enforce-eager",
+        "--max-num-seqs", "16")  # fmt: skip
+LORA = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4")
+PROMPTS = [[5, 9, 17, 33], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]]
+DEVICE = "cuda:0" if NUM_GPUS else "cpu"
+
+
+def config_of(kind: str) -> Any:
+    """A small model of real proportions."""
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    if kind == "moe":
+        return transformers.Qwen3MoeConfig(
+            **common,
+            moe_intermediate_size=256,
+            num_experts=8,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+        )
+    return transformers.Qwen3Config(**common)
+
+
+def make_model(kind: str, seed: int) -> Any:
+    """On the trainer's GPU."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(kind)
+    config.architectures = None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    draw_base(model, seed)
+    return model.to(DEVICE)
+
+
+def save(model: Any, path: Path) -> Path:
+    """A directory that an engine can start from."""
+    model.save_pretrained(path)
+    make_tokenizer(path)
+    return path
+
+
+def answers(url: str, model: str) -> list[tuple[list[str], list[float]]]:
+    """Greedy tokens and their log-probabilities, one prompt at a time."""
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0.0,
+                "logprobs": 1, "ignore_eos": True}  # fmt: skip
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        logprobs = answer.json()["choices"][0]["logprobs"]
+        found.append((logprobs["tokens"], logprobs["token_logprobs"]))
+    return found
+
+
+@dataclass
+class Place:
+    """One kind of model: a replica that is pushed to, a fresh engine, and its weights."""
+
+    kind: str
+    pool: GpuPool
+    pushed: str
+    fresh: str
+    model: Any
+    path: Path
+    adapter: Path | None
+
+    def log(self) -> str:
+        """Of the replica that is pushed to."""
+        return self.pool.replicas["pushed"].log_path.read_text()
+
+
+def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
+    """A pool of one replica that began with other weights; beside it a fresh engine."""
+    pool, beside = GpuPool(work / "pool"), GpuPool(work / "beside")
+    for each in (pool, beside):
+        each.work.mkdir()
+    model = make_model(kind, 1)
+    path = save(model, work / "weights")
+    began_with = save(make_model(kind, 0), work / "other")
+    lora = LORA if kind == "dense" else ()
+    adapter, fresh_lora = None, []
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear",
+                              exclude_modules=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
+        wrapped = get_peft_model(make_model(kind, 1).cpu(), settings)
+        draw_adapter(wrapped, 3)
+        adapter = work / "adapter"
+        wrapped.to(torch.bfloat16).save_pretrained(adapter)
+        fresh_lora = ["--lora-modules", f"math={adapter}"]
+    try:
+        gpus = ",".join(str(i + 1) for i in range(tp))
+        parallel = ("--tensor-parallel-size", str(tp))
+        own = ",".join(str(i + 2) for i in range(tp)) if tp > 1 else "0"
+        args = [*VLLM, *lora, *parallel, *(["--quantization", "fp8"] if kind == "fp8" else [])]
+        pool.start().launch("pushed", gpus, began_with, *args)
+        beside.start().launch("fresh", own, path, *args, *fresh_lora)
+        yield Place(kind, pool, pool.url("pushed"), beside.url("fresh"), model, path, adapter)
+    finally:
+        pool.stop()
+        beside.stop()
+
+
+@pytest.fixture(scope="module", params=["dense", "moe", "fp8"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Place]:
+    """Of one GPU each."""
+    yield from _place(request.param, 1, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: Any) -> Iterator[Place]:
+    """Of two GPUs each."""
+    if NUM_GPUS < 4:
+        pytest.skip("needs four GPUs")
+    yield from _place("dense", 2, tmp_path_factory.mktemp("wide"))
+
+
+def check_base(place: Place) -> None:
+    """First by vLLM's own reload, then by copies; there and back again."""
+    other = make_model(place.kind, 2)
+    expected = answers(place.fresh, "base-model")
+    assert answers(place.pushed, "base-model") != expected
+    with Publisher(place.pool.target, trainer_id="test", progress=None,
+                   timeout_seconds=90) as publisher:  # fmt: skip
+        for number in range(2):
+            publisher.push_base(place.model)
+            assert answers(place.pushed, "base-model") == expected, f"push {number}"
+            publisher.push_base(other)
+            assert answers(place.pushed, "base-model") != expected, f"push {number}"
+        publisher.push_base(place.model)
+        assert answers(place.pushed, "base-model") == expected
+
+
+def test_a_pushed_base_answers_as_a_fresh_engine(place: Place) -> None:
+    check_base(place)
+    if not DRY:
+        how = "layer by layer" if place.kind == "fp8" else "plain copies"
+        assert how in place.log()
+
+
+def test_an_adapter_answers_as_one_from_disk(place: Place) -> None:
+    if place.adapter is None:
+        pytest.skip("this model takes no adapters here")
+    expected = answers(place.fresh, "math")
+    assert expected != answers(place.fresh, "base-model")
+    with Publisher(place.pool.target, trainer_id="test", progress=None,
+                   timeout_seconds=90) as publisher:  # fmt: skip
+        publisher.push_base(place.model)
+        for _ in range(2):
+            version = publisher.push_adapter(place.adapter, "math")
+            assert answers(place.pushed, str(version)) == expected
+        publisher.push_base(place.model)  # by copies: adapters stay served
+        assert answers(place.pushed, str(version)) == expected
+
+
+def test_bytes_move_over_nccl(place: Place) -> None:
+    if DRY:
+        pytest.skip("no GPU")
+    assert re.search(r"staged base@\d+", place.log())
+    with Publisher(place.pool.target, trainer_id="test", backend="gloo", progress=None,
+                   timeout_seconds=90) as publisher:  # fmt: skip
+        publisher.push_base(place.model)  # the other way is open, too
+    assert answers(place.pushed, "base-model") == answers(place.fresh, "base-model")
+
+
+def test_both_ranks_get_what_one_received(wide: Place) -> None:
+    check_base(wide)
