@@ -44,7 +44,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything at work in a minute.
 	@$(BIN)/weft demo
 
-test: install  ## All tests (about 10 minutes on 2 cores).
+test: install  ## All tests but the matrix (12 minutes on 2 cores).
 	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/soak tests/e2e --durations=15
 
 test-fast: install  ## Tests without an engine (about a minute).
@@ -53,8 +53,8 @@ test-fast: install  ## Tests without an engine (about a minute).
 sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 10 minutes on 2 cores).
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
 
-matrix: install  ## Every kind of model at every tensor parallelism, with real vLLM (5 minutes).
-	$(BIN)/python -m pytest tests/e2e/test_models.py -m 'matrix or not matrix'
+matrix: install  ## Every kind of model and rank, and every example, with real vLLM (6 minutes).
+	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_examples.py -m 'matrix or not matrix'
 
 fault: install  ## The whole kill matrix on real processes; writes its table (8 minutes).
 	$(BIN)/python -m tests.fault

@@ -97,6 +97,7 @@ def test_lora(pool):
     assert bare == ("math", newest, exact[-1][2])
 
 
+@pytest.mark.matrix
 def test_fsdp2(pool):
     said = pool.run(_TORCHRUN, "fsdp2.py")
     pool.check_served(said, "base", 3)
@@ -105,6 +106,7 @@ def test_fsdp2(pool):
     assert told == ["step", *["pushed", "step"] * 2, "pushed"]
 
 
+@pytest.mark.matrix
 def test_zero3(pool):
     pool.check_adapter(pool.run(_TORCHRUN, "zero3.py", "--steps", "2"), 2)
 
@@ -128,6 +130,7 @@ def test_qlora_merged(pool):
     assert said[-1].startswith(f"asked for {MODEL_NAME}: {MODEL_NAME} says ")
 
 
+@pytest.mark.matrix
 def test_callback(pool):
     said = pool.run(_PYTHON, "callback.py")
     pool.check_adapter(said, 2)

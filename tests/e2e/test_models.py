@@ -18,8 +18,9 @@ BOUND = 5e-5
 PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14], [100])
 DENSE = ("qwen2", "llama", "qwen3")
 MOE = ("qwen3_moe", "mixtral")
-# The rest of the matrix by `make matrix`; two ranks of a dense kind are in test_vllm_engine_*.
-HERE = {("qwen2", 1), ("llama", 1), ("qwen3", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)}
+# The rest of the matrix by `make matrix`; dense ones are in test_vllm_engine_* and
+# test_trainers, with two ranks, too.
+HERE = {("qwen3_moe", 2)}
 CASES = [
     pytest.param(kind, ranks, marks=() if (kind, ranks) in HERE else pytest.mark.matrix)
     for kind in (*DENSE, *MOE)

@@ -142,6 +142,7 @@ def engine_moe(qwen3_moe: TinyModels) -> Iterator[EngineProcess]:
     engine.stop()
 
 
+@pytest.mark.matrix
 def test_experts(engine_moe: EngineProcess, qwen3_moe: TinyModels, referee: Referee) -> None:
     """vLLM's own reload of a mixture of experts is wrong on CPU (``cpu_fixes``)."""
     engine = engine_moe
