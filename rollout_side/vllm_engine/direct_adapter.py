@@ -125,19 +125,25 @@ class AdapterLoader:
             Exception: vLLM's own, when it refuses the adapter.
         """
         key = entry.staged.manifest.layout_digest, entry.config_json
+        # Taken in any case: nothing else would free the device's memory.
+        received = entry.staged.take_device_copy()
+        data = entry.staged.segment.data if received is None else received
         if key not in self._plans:
             while len(self._plans) >= _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = _learn(worker, entry, request)
-            return
-        plan = self._plans[key]
-        if plan is None:
+            self._plans[key] = _learn(worker, entry, request, data)
+        elif (plan := self._plans[key]) is None:
             worker.add_lora(request)
         else:
-            _quickly(worker, entry, request, plan)
+            _quickly(worker, entry, request, plan, data)
+        if received is not None:
+            # It goes back to another stream's pool: not before this one has read it.
+            received.record_stream(torch.cuda.current_stream(received.device))
 
 
-def _quickly(worker: Any, entry: AdapterEntry, request: Any, plan: SlotPlan) -> None:
+def _quickly(
+    worker: Any, entry: AdapterEntry, request: Any, plan: SlotPlan, data: torch.Tensor
+) -> None:
     manager = worker.model_runner.lora_manager
     adapters = manager._adapter_manager
     deferred = _deferred_model(manager, request, int(json.loads(entry.config_json)["r"]))
@@ -151,12 +157,7 @@ def _quickly(worker: Any, entry: AdapterEntry, request: Any, plan: SlotPlan) -> 
         adapters.modules = modules
         del adapters._create_merged_loras_inplace  # the class's own, again
         deferred.weft_quiet = False
-    data = entry.staged.take_device_copy()
-    slot = adapters.lora_index_to_id.index(request.lora_int_id)
-    plan.fill(slot, entry.staged.segment.data if data is None else data)
-    if data is not None:
-        # Its memory goes back to another stream's pool: not before this one has read it.
-        data.record_stream(torch.cuda.current_stream(data.device))
+    plan.fill(adapters.lora_index_to_id.index(request.lora_int_id), data)
 
 
 def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
@@ -197,11 +198,10 @@ def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
 # -- learning -----------------------------------------------------------------------
 
 
-def _learn(worker: Any, entry: AdapterEntry, request: Any) -> SlotPlan | None:
+def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -> SlotPlan | None:
     """Let vLLM load an adapter, and watch; returns a plan if it is proven."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     staged = entry.staged
-    data = staged.take_device_copy()
     own = staged.own_bytes()
     staged.spare.append(own)  # what the hook is going to take
     try:
@@ -212,7 +212,7 @@ def _learn(worker: Any, entry: AdapterEntry, request: Any) -> SlotPlan | None:
     try:
         slot = adapters.lora_index_to_id.index(request.lora_int_id)
         plan = watcher.plan(slot, staged)
-        if not plan.proves(slot, staged.segment.data if data is None else data):
+        if not plan.proves(slot, data):
             raise ValueError("copies alone do not make the same of a slot")
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         _log.info("adapters like %s are loaded by vLLM itself: %s", staged.version, error)
