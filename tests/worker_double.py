@@ -24,7 +24,8 @@ from weft.contract.errors import LoadFailedError
 _METHODS = frozenset(
     {
         "join_group", "load_adapter", "apply_base", "apply_retained", "set_alias", "manifest",
-        "send", "discard", "hide_aliases", "retire", "memory", "holds",
+        "send", "discard", "hide_aliases", "retire", "memory", "holds", "pin_bases", "spill",
+        "restore",
     }
 )  # fmt: skip
 
@@ -37,6 +38,7 @@ class WorkerDouble:
     def __init__(self, weights: dict[str, torch.Tensor], **settings: Any) -> None:
         like = EngineDouble(weights, **settings)
         self.capabilities, self.reference = like.capabilities, like.reference
+        self.spills = like.spills
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -49,6 +51,13 @@ class WorkerDouble:
         if name not in _METHODS:
             raise AttributeError(name)
         return functools.partial(self._ask, name)
+
+    def num_requests(self) -> int:
+        """It serves none."""
+        return 0
+
+    def refuse_requests(self, reason: str) -> None:
+        """There are none to refuse."""
 
     async def wait_ended(self) -> None:
         """Return when the worker has ended, for whatever reason."""
