@@ -38,7 +38,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes of host memory held for Weft."""
+    """Bytes held for Weft, in host memory or where bases are staged."""
 
     adapter_bytes: int
     staging_bytes: int

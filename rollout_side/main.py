@@ -46,7 +46,7 @@ class RolloutConfig:
     adapter_memory_bytes: int = 4 * 2**30
     """Bound of the adapter store, in host memory."""
     staging_memory_bytes: int = 64 * 2**30
-    """Bound of staged and retained base weights, in host memory."""
+    """Bound of staged and retained base weights, wherever they are staged."""
     staging: Staging = "auto"
     """Where bases are staged on a GPU host."""
     backend: BackendChoice = "auto"
@@ -55,7 +55,7 @@ class RolloutConfig:
     """How long running requests and transfers may take to end once the process is told
     to stop; 0 cuts them."""
     retain_base: int = 1
-    """Versions of the base that a copy is kept of in host memory, the served one
+    """Versions of the base that a copy is kept of, the served one
     included; others are cloned from it, and rollback goes back to it. 0 keeps none."""
     spill_dir: str = ""
     """Directory that what is served is written to, so that a restart finds it; empty

@@ -37,7 +37,7 @@ _MAX_DISCARDED = 256
 
 @dataclass
 class Usage:
-    """Bytes of host memory a worker holds for Weft."""
+    """Bytes a worker holds for Weft; on the host, but for bases staged on a device."""
 
     adapter_bytes: int = 0
     staging_bytes: int = 0

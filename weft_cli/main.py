@@ -132,7 +132,7 @@ def rollout(
     retain_base: Annotated[
         int,
         typer.Option(
-            help="Versions of the base to keep a host copy of, the served one included: late "
+            help="Versions of the base to keep a copy of, the served one included: late "
             "replicas clone it, `weft rollback base` needs 2. 0 keeps none.",
             min=0,
             max=100,

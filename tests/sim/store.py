@@ -1,4 +1,4 @@
-"""What a replica holds in memory: a model of ``rollout_side.staged.WorkerStore``."""
+"""What a replica holds in memory: a model of ``rollout_side.store.WorkerStore``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NCCL = "nccl"
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """See ``weft.v1.Capabilities``; sizes in bytes of host memory."""
+    """See ``weft.v1.Capabilities``; sizes in bytes."""
 
     engine_version: str
     """vLLM's version."""
