@@ -43,3 +43,5 @@ class Capabilities:
     """Bound of staged base weights."""
     adapter_capacity_bytes: int = 0
     """Bound of the adapter store."""
+    loads_in_place: bool = False
+    """Whether bases that come over a side group are loaded as they arrive, not staged."""

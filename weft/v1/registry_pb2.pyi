@@ -40,6 +40,7 @@ class Capabilities(_message.Message):
     LORA_ON_EXPERTS_FIELD_NUMBER: _builtins.int
     STAGING_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTER_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    LOADS_IN_PLACE_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -66,6 +67,11 @@ class Capabilities(_message.Message):
     """Host memory for staged base weights, at most."""
     adapter_capacity_bytes: _builtins.int
     """Host memory for adapters, at most."""
+    loads_in_place: _builtins.bool
+    """Whether a base that comes over a side group is loaded into the running model
+    bucket by bucket (see ReplicaService.LoadTransfer), not staged first. No copy
+    of it is retained.
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends, best first: "nccl", "gloo"."""
@@ -91,10 +97,11 @@ class Capabilities(_message.Message):
         lora_on_experts: _builtins.bool = ...,
         staging_capacity_bytes: _builtins.int = ...,
         adapter_capacity_bytes: _builtins.int = ...,
+        loads_in_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

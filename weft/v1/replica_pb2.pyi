@@ -164,6 +164,61 @@ class CommitTransferResponse(_message.Message):
 Global___CommitTransferResponse: _TypeAlias = CommitTransferResponse  # noqa: Y015
 
 @_typing.final
+class LoadTransferRequest(_message.Message):
+    """Orders to load in place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    transfer_id: _builtins.str
+    """Whose buckets."""
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """What they are of."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time until CommitTransfer or DiscardTransfer."""
+
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        version: _types_pb2.PolicyVersion | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadTransferRequest: _TypeAlias = LoadTransferRequest  # noqa: Y015
+
+@_typing.final
+class LoadTransferResponse(_message.Message):
+    """Requests are held still."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadTransferResponse: _TypeAlias = LoadTransferResponse  # noqa: Y015
+
+@_typing.final
 class DiscardTransferRequest(_message.Message):
     """Orders to drop staged bytes."""
 

@@ -46,6 +46,11 @@ class ReplicaServiceStub(object):
                 request_serializer=weft_dot_v1_dot_replica__pb2.CommitTransferRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_replica__pb2.CommitTransferResponse.FromString,
                 _registered_method=True)
+        self.LoadTransfer = channel.unary_unary(
+                '/weft.v1.ReplicaService/LoadTransfer',
+                request_serializer=weft_dot_v1_dot_replica__pb2.LoadTransferRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.LoadTransferResponse.FromString,
+                _registered_method=True)
         self.DiscardTransfer = channel.unary_unary(
                 '/weft.v1.ReplicaService/DiscardTransfer',
                 request_serializer=weft_dot_v1_dot_replica__pb2.DiscardTransferRequest.SerializeToString,
@@ -106,8 +111,23 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadTransfer(self, request, context):
+        """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
+        of a base into the running model as soon as it has arrived and was verified.
+        Answers when requests are held still. CommitTransfer ends it: the KV cache is
+        reset and requests go on. So does DiscardTransfer, or the end of the timeout:
+        requests go on if nothing was loaded yet; else the weights are mixed, and the
+        replica refuses requests until a base is loaded whole.
+        Idempotent by transfer_id. Statuses: FAILED_PRECONDITION/NOT_STAGED (the
+        transfer was not prepared here, or has ended); ABORTED/EPOCH_FENCED;
+        INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DiscardTransfer(self, request, context):
-        """Drops what was staged for a transfer.
+        """Drops what was staged for a transfer, and ends its loading in place.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -181,6 +201,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.CommitTransfer,
                     request_deserializer=weft_dot_v1_dot_replica__pb2.CommitTransferRequest.FromString,
                     response_serializer=weft_dot_v1_dot_replica__pb2.CommitTransferResponse.SerializeToString,
+            ),
+            'LoadTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadTransfer,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.LoadTransferRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.LoadTransferResponse.SerializeToString,
             ),
             'DiscardTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.DiscardTransfer,
@@ -269,6 +294,33 @@ class ReplicaService(object):
             '/weft.v1.ReplicaService/CommitTransfer',
             weft_dot_v1_dot_replica__pb2.CommitTransferRequest.SerializeToString,
             weft_dot_v1_dot_replica__pb2.CommitTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/LoadTransfer',
+            weft_dot_v1_dot_replica__pb2.LoadTransferRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.LoadTransferResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,8 +50,19 @@ class ReplicaServiceStub:
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
+    LoadTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]
+    """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
+    of a base into the running model as soon as it has arrived and was verified.
+    Answers when requests are held still. CommitTransfer ends it: the KV cache is
+    reset and requests go on. So does DiscardTransfer, or the end of the timeout:
+    requests go on if nothing was loaded yet; else the weights are mixed, and the
+    replica refuses requests until a base is loaded whole.
+    Idempotent by transfer_id. Statuses: FAILED_PRECONDITION/NOT_STAGED (the
+    transfer was not prepared here, or has ended); ABORTED/EPOCH_FENCED;
+    INTERNAL/LOAD_FAILED (as for CommitTransfer).
+    """
     DiscardTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.DiscardTransferRequest, _replica_pb2.DiscardTransferResponse]
-    """Drops what was staged for a transfer.
+    """Drops what was staged for a transfer, and ends its loading in place.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _grpc.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]
@@ -112,8 +123,19 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
+    LoadTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]  # type: ignore[assignment]
+    """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
+    of a base into the running model as soon as it has arrived and was verified.
+    Answers when requests are held still. CommitTransfer ends it: the KV cache is
+    reset and requests go on. So does DiscardTransfer, or the end of the timeout:
+    requests go on if nothing was loaded yet; else the weights are mixed, and the
+    replica refuses requests until a base is loaded whole.
+    Idempotent by transfer_id. Statuses: FAILED_PRECONDITION/NOT_STAGED (the
+    transfer was not prepared here, or has ended); ABORTED/EPOCH_FENCED;
+    INTERNAL/LOAD_FAILED (as for CommitTransfer).
+    """
     DiscardTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.DiscardTransferRequest, _replica_pb2.DiscardTransferResponse]  # type: ignore[assignment]
-    """Drops what was staged for a transfer.
+    """Drops what was staged for a transfer, and ends its loading in place.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _aio.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]  # type: ignore[assignment]
@@ -185,12 +207,29 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def LoadTransfer(
+        self,
+        request: _replica_pb2.LoadTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.LoadTransferResponse, _abc.Awaitable[_replica_pb2.LoadTransferResponse]]:
+        """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
+        of a base into the running model as soon as it has arrived and was verified.
+        Answers when requests are held still. CommitTransfer ends it: the KV cache is
+        reset and requests go on. So does DiscardTransfer, or the end of the timeout:
+        requests go on if nothing was loaded yet; else the weights are mixed, and the
+        replica refuses requests until a base is loaded whole.
+        Idempotent by transfer_id. Statuses: FAILED_PRECONDITION/NOT_STAGED (the
+        transfer was not prepared here, or has ended); ABORTED/EPOCH_FENCED;
+        INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        """
+
+    @_abc_1.abstractmethod
     def DiscardTransfer(
         self,
         request: _replica_pb2.DiscardTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.DiscardTransferResponse, _abc.Awaitable[_replica_pb2.DiscardTransferResponse]]:
-        """Drops what was staged for a transfer.
+        """Drops what was staged for a transfer, and ends its loading in place.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
 
