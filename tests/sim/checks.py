@@ -113,9 +113,12 @@ class Checks:
             self._has_staged(state, transfer, replica_id, record.content_digest)
             for replica_id in transfer.targets
         )
-        if num_staged < len(transfer.targets) or num_staged < transfer.min_replicas:
+        # What is loaded in place already is committed by those that are left.
+        wanted = 1 if transfer.loading else transfer.min_replicas
+        if num_staged < len(transfer.targets) or num_staged < wanted:
             fail(f"{record.version} was committed with {num_staged} replicas that have it")
-        if transfer.require_all and transfer.targets != self._begun.get(transfer.transfer_id):
+        was_begun_by = self._begun.get(transfer.transfer_id)
+        if transfer.require_all and not transfer.loading and transfer.targets != was_begun_by:
             fail(f"{record.version} requires all and was committed without one")
         if transfer.lost:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
