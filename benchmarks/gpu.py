@@ -162,10 +162,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         pool.launch(name, str(number + 1), model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
-    print(
-        f"{len(names)} replicas, staging {args.staging}, serve after {time.monotonic() - began:.1f} s",
-        flush=True,
-    )
+    took = time.monotonic() - began
+    print(f"{len(names)} replicas, staging {args.staging}, serve after {took:.1f} s", flush=True)
     pool.wait_ready(len(names), 30)
     for name in names[1:]:
         pool.set_apart(name)
