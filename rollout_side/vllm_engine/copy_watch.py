@@ -47,7 +47,8 @@ def watch(
     """What ``load_weights`` would copy, by bucket.
 
     Args:
-        data: uint8, a segment of this layout. Neither read nor written.
+        data: uint8, a segment of this layout. Neither read nor written: may be of the
+            meta device.
         rename: From the manifest's names to those that ``load_weights`` knows.
 
     Raises:
@@ -73,7 +74,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._starts = bucket_starts(manifest)
         self._data = data
         self._wire = storage_of(data)
-        #: Bytes of each parameter that nothing was copied to yet, by where it lies.
+        #: Bytes of each parameter that nothing was copied to yet, by its storage.
         self._left = {storage_of(p): p.numel() * p.element_size() for p in parameters}
 
     def __torch_dispatch__(
@@ -116,7 +117,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = source.expand(target.shape)
         # Relative to the bucket: another one has the same layout, not the same place. A
         # tensor never spans two, and neither does a view of it.
-        begin = source.data_ptr() - self._data.data_ptr()
+        within = int(source.storage_offset()) * source.element_size()
+        begin = within - int(self._data.storage_offset())
         bucket = bisect_right(self._starts, begin) - 1
         offset, rest = divmod(begin - self._starts[bucket], source.element_size())
         if rest:
@@ -134,8 +136,11 @@ def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins: views of it share that."""
-    return tensor.untyped_storage().data_ptr()
+    """What names a tensor's storage, while that lives: views of it share that.
+
+    Not its address: storages of the meta device have none.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

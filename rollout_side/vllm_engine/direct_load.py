@@ -14,7 +14,6 @@ plan is made for a model whose layers make something else of their weights.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -166,7 +165,7 @@ def learn(
         holds = plan.holds(staged.segment.data)
         return "" if holds else "a parameter does not hold what was loaded into it"
 
-    return _learn(model, staged.manifest, lambda: staged.segment.data, rename, check)
+    return _learn(model, staged.manifest, staged.segment.data, rename, check)
 
 
 def learn_in_place(
@@ -185,27 +184,25 @@ def learn_in_place(
         manifest: Of the base that the model serves now.
         bucket_digests: Of the payloads that were loaded.
     """
+    # No memory stands for the wire: a host may have less of it than a GPU.
+    stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
     return _learn(
-        model,
-        manifest,
-        lambda: _untouched(manifest.wire_bytes),
-        rename,
-        lambda plan: _unproven(plan, manifest, bucket_digests),
+        model, manifest, stand_in, rename, lambda plan: _unproven(plan, manifest, bucket_digests)
     )
 
 
 def _learn(
     model: torch.nn.Module,
     manifest: Manifest,
-    segment: Callable[[], torch.Tensor],
+    segment: torch.Tensor,
     rename: Callable[[str], str],
     check: Callable[[DirectPlan], str],
 ) -> DirectPlan | None:
-    """Watch with ``segment()`` for the wire; ``check`` says why a plan is wrong, or ""."""
+    """Watch with ``segment`` for the wire; ``check`` says why a plan is wrong, or ""."""
     why = _not_plain(model)
     if not why:
         try:
-            plan = DirectPlan(manifest, watch(model, manifest, segment(), rename))
+            plan = DirectPlan(manifest, watch(model, manifest, segment, rename))
             why = check(plan)
         except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
             why = f"{type(error).__name__}: {error}"
@@ -225,15 +222,6 @@ def _not_plain(model: torch.nn.Module) -> str:
         if "MLA" in type(layer).__name__:
             return f"{name} derives matrices from its weights"
     return ""
-
-
-def _untouched(num_bytes: int) -> torch.Tensor:
-    """uint8 that stands for a segment while copies are watched: addresses and no memory.
-
-    Not ``torch.empty``, which fills what it makes where torch must be deterministic.
-    """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=private), dtype=torch.uint8)
 
 
 def _unproven(plan: DirectPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:

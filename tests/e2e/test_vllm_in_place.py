@@ -57,3 +57,16 @@ def test_a_transfer_that_ends_early(
     check(referee, engine.complete("tiny", PROMPT), qwen2.other)
     load(engine, "base@104", qwen2.base)
     assert engine.complete("tiny", PROMPT) == before
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["qwen2_tied", "qwen3_moe"])
+def test_packed_again_after_it(kind: str, request: pytest.FixtureRequest, referee: Referee) -> None:
+    """Corrections of a CPU's reload (``cpu_fixes``), on a thread that is not the engine's."""
+    models: TinyModels = request.getfixturevalue(kind)
+    engine = EngineProcess(models.base).start()
+    try:
+        load(engine, "base@1", models.other)
+        check(referee, engine.complete("tiny", PROMPT), models.other)
+    finally:
+        engine.stop()

@@ -244,7 +244,7 @@ def test_no_plan_where_loading_is_more_than_copying(change: Change) -> None:
 
 
 def test_no_plan_where_contents_decide() -> None:
-    """The bytes that stand for the wire while copies are watched are nobody's."""
+    """Nothing lies where the copies are watched from."""
     version = _without_gaps(staged(1))
     model = whole_columns(Model())
     model.loaders["norm"] = lambda p, w: p.data.copy_(w) if w.abs().sum() > 0 else None
