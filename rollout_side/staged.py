@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout_side.segment import Segment, SegmentRef
-from weft.contract.manifest import Manifest
+from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
 
@@ -55,13 +55,20 @@ class StagedVersion:
         The views are of shared memory that a later push may reuse once this
         version was dropped: clone what must outlive it, and never write.
         """
-        starts = bucket_starts(self.manifest)
-        data = self.segment.data if data is None else data
-        for slot in self.manifest.tensors:
-            begin = starts[slot.bucket] + slot.offset_bytes
-            raw = data[begin : begin + slot.meta.num_bytes]
-            dtype = getattr(torch, slot.meta.dtype.torch_name)
-            yield slot.meta.name, raw.view(dtype).view(slot.meta.shape)
+        yield from tensors_in(self.manifest, self.segment.data if data is None else data)
+
+
+def tensors_in(manifest: Manifest, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and view of every tensor in a segment's bytes, in manifest order; no copy."""
+    starts = bucket_starts(manifest)
+    for slot in manifest.tensors:
+        yield slot.meta.name, tensor_in(slot, data[starts[slot.bucket] :])
+
+
+def tensor_in(slot: TensorSlot, wire: torch.Tensor) -> torch.Tensor:
+    """The view of a tensor in its bucket's bytes (uint8, which may go on behind it)."""
+    raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
+    return raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)
 
 
 def bucket_starts(manifest: Manifest) -> list[int]:

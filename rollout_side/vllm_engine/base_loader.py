@@ -1,4 +1,4 @@
-"""Loading a staged base into a running model, in a worker.
+"""Loading a base into a running model, in a worker: one that is staged, here.
 
 vLLM's layerwise reload: parameters go to the meta device, each layer is rebuilt
 when its last weight has come, and its values are copied into the old storage (so
@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from rollout_side.staged import StagedVersion
 from rollout_side.vllm_engine import bridges, cpu_fixes
-from rollout_side.vllm_engine.direct_load import DirectPlan, learn
+from rollout_side.vllm_engine.direct_load import DirectPlan, learn, wait_for_copies
 from weft.contract.errors import LoadFailedError
+from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference, check_base
 
 _log = logging.getLogger(__name__)
@@ -48,38 +49,71 @@ def apply_base(
             next base that loads repairs it.
     """
     check_base([slot.meta for slot in staged.manifest.tensors], reference)
-    model = worker.model_runner.get_model()
     if plan is not None and plan.layout_digest == staged.manifest.layout_digest:
-        _copy(plan, staged)
+        with mixing(staged.version, "copying"):
+            plan.load(staged.segment.data)
         return plan
+    model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        try:
-            _reload(worker, model, staged)
-            bridges.reset_lora_state(worker.model_runner)
-        except BaseException as error:
-            _close(worker, model)
-            raise LoadFailedError(
-                f"loading {staged.version} failed midway, the weights are mixed: "
-                f"{type(error).__name__}: {error}",
-                metadata={"dirty": "true"},
-            ) from error
-        if worker.device.type != "cuda":  # a CPU holds its weights packed
+        reload_layers(worker, staged.version, staged.tensors(), len(staged.manifest.tensors))
+        if not can_learn(worker):
             return None
         return learn(model, staged, bridges.base_names(model))
 
 
-def _copy(plan: DirectPlan, staged: StagedVersion) -> None:
+def can_learn(worker: Any) -> bool:
+    """Whether there may be a plan at all: a CPU holds its weights packed."""
+    return bool(worker.device.type == "cuda")
+
+
+@contextlib.contextmanager
+def mixing(version: PolicyVersion, verb: str = "loading") -> Iterator[None]:
+    """Report what fails in it as having left mixed weights."""
     try:
-        plan.load(staged.segment.data)
+        yield
     except BaseException as error:
         raise LoadFailedError(
-            f"copying {staged.version} failed midway, the weights are mixed: "
+            f"{verb} {version} failed midway, the weights are mixed: "
             f"{type(error).__name__}: {error}",
             metadata={"dirty": "true"},
         ) from error
 
 
-def _reload(worker: Any, model: torch.nn.Module, staged: StagedVersion) -> None:
+def reload_layers(
+    worker: Any,
+    version: PolicyVersion,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    num_tensors: int,
+) -> None:
+    """Load a base by vLLM's layerwise reload, in vLLM's config context.
+
+    Returns when it is done (on CUDA, what the calling thread's current stream was given).
+
+    Args:
+        tensors: Checkpoint names and full tensors, of any device; asked for one after
+            the other. vLLM refers to a tensor until its layer is complete.
+        num_tensors: How many there must be.
+
+    Raises:
+        LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
+    """
+    model = worker.model_runner.get_model()
+    with mixing(version):
+        try:
+            _reload(worker, model, tensors, num_tensors)
+            bridges.reset_lora_state(worker.model_runner)
+            wait_for_copies(worker.device)
+        except BaseException:
+            _close(worker, model)
+            raise
+
+
+def _reload(
+    worker: Any,
+    model: torch.nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    num_tensors: int,
+) -> None:
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     if worker.device.type == "cpu":
         cpu_fixes.rebuild_moe_kernels(model)
@@ -89,15 +123,13 @@ def _reload(worker: Any, model: torch.nn.Module, staged: StagedVersion) -> None:
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_given
-        for name, tensor in staged.tensors():
+        for name, tensor in tensors:
             num_given += 1
             yield rename(name), tensor
 
     loaded = model.load_weights(given())  # type: ignore[operator]
-    if num_given != len(staged.manifest.tensors):
-        raise LoadFailedError(
-            f"the model took {num_given} of {len(staged.manifest.tensors)} tensors"
-        )
+    if num_given != num_tensors:
+        raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
     idle, tied = _layers_without_weights(model)
     if idle:
         raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
@@ -182,4 +214,6 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
             info.reset()
     with contextlib.suppress(Exception):
         bridges.reset_lora_state(worker.model_runner)
+    with contextlib.suppress(Exception):  # what comes next may use another stream
+        wait_for_copies(worker.device)
     _log.error("a base update failed midway; the weights are mixed until the next one")

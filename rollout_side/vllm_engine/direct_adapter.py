@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.staged import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine import adapter_hook
-from rollout_side.vllm_engine.direct_load import bits, storage_of
+from rollout_side.vllm_engine.copy_watch import bits, storage_of
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
 vLLM's layerwise reload costs Python and launches for every parameter, on every push.
 What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
 slice of a parameter. So they are learnt once a layout, by watching the model's own
-``load_weights`` with every copy held back, and repeated from then on.
+``load_weights`` with every copy held back, and repeated from then on: over a whole
+segment, or bucket by bucket as they arrive.
 
 A plan is believed only when it is proven: the layout was just loaded by vLLM itself,
 the copies cover every parameter once, and each destination holds its source's bits. No
@@ -13,15 +14,14 @@ plan is made for a model whose layers make something else of their weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from rollout_side.staged import StagedVersion
+from rollout_side.staged import StagedVersion, bucket_starts
+from rollout_side.vllm_engine.copy_watch import Piece, bits, watch
+from weft.contract.manifest import WSUM64, Manifest
+from weft.transport.digest import payload_digest
 
 _log = logging.getLogger(__name__)
 
@@ -30,30 +30,28 @@ _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
 _LARGE_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A copy: part of the wire's bytes to part of a parameter."""
-
-    target: torch.Tensor
-    offset: int
-    """Of the source in the segment, in elements of its dtype."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def source(self, data: torch.Tensor) -> torch.Tensor:
-        """The view of a segment's bytes that is copied from."""
-        typed = data.view(self.target.dtype)
-        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
+#: A parameter, or a part of it, and the view of the wire that belongs to it.
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class DirectPlan:
-    """The copies that load one layout into one model; proven by ``learn``."""
+    """The copies that load one layout into one model; proven by ``learn`` or
+    ``learn_in_place``.
 
-    def __init__(self, layout_digest: bytes, pieces: list[_Piece]) -> None:
-        self.layout_digest = layout_digest
+    Args:
+        manifest: The layout.
+        pieces: Of each bucket.
+    """
+
+    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
+        self.layout_digest = manifest.layout_digest
+        self.num_copies = sum(map(len, pieces))
+        self.is_readable = not any(p.is_expanded for part in pieces for p in part)
+        """Whether ``read_bucket`` can be called: every element has a place of its own."""
         self._pieces = pieces
+        self._starts = bucket_starts(manifest)
+        self._buckets = manifest.buckets
+        self.device = next(piece.target.device for part in pieces for piece in part)
 
     def load(self, data: torch.Tensor) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
@@ -61,28 +59,94 @@ class DirectPlan:
         Args:
             data: uint8, the segment; of this device, or of one that it can read.
         """
-        small: list[_Piece] = []
         with torch.no_grad():
-            for piece in self._pieces:
-                if piece.target.numel() * piece.target.element_size() < _LARGE_BYTES:
-                    small.append(piece)
-                else:
-                    piece.target.copy_(piece.source(data), non_blocking=True)
-            if small:
-                sources = [piece.source(data) for piece in small]
-                torch._foreach_copy_([piece.target for piece in small], sources)
-        device = self._pieces[0].target.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+            _launch(self._segment_pairs(data))
+        wait_for_copies(self.device)
+
+    def load_bucket(self, index: int, wire: torch.Tensor) -> None:
+        """Copy one bucket into the model's parameters.
+
+        Returns when it is done (on CUDA it waits for the calling thread's current stream
+        alone), so the bucket's memory may be reused at once.
+
+        Args:
+            wire: uint8, at least the bucket's ``wire_bytes``; of any device. Begins on a
+                multiple of the largest element's size.
+        """
+        with torch.no_grad():
+            _launch(self._pairs(index, self._payload(index, wire)))
+        wait_for_copies(self.device)
+
+    def read_bucket(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill a buffer with one bucket's payload, from the model's parameters.
+
+        What no parameter came from is zero: the gaps between tensors are so on the wire.
+        On CUDA it is a matter of the calling thread's current stream and is not waited for.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload.
+
+        Raises:
+            ValueError: Not ``is_readable``.
+        """
+        if not self.is_readable:
+            raise ValueError("parameters that were expanded cannot be read back")
+        payload = self._payload(index, out)
+        with torch.no_grad():
+            payload.zero_()
+            for target, source in self._pairs(index, payload):
+                source.copy_(target, non_blocking=True)
+        return payload
 
     def holds(self, data: torch.Tensor) -> bool:
         """Whether the model's parameters are, bit for bit, what ``load`` would make them."""
-        target = self._pieces[0].target
-        differs = torch.zeros((), dtype=torch.bool, device=target.device)
-        for piece in self._pieces:
-            source = piece.source(data).to(target.device)
-            differs |= (bits(piece.target) != bits(source)).any()
+        return self._equal(self._segment_pairs(data))
+
+    def holds_bucket(self, index: int, wire: torch.Tensor) -> bool:
+        """The same for what ``load_bucket`` would make of those that it fills."""
+        return self._equal(self._pairs(index, self._payload(index, wire)))
+
+    def _payload(self, index: int, wire: torch.Tensor) -> torch.Tensor:
+        num_bytes = self._buckets[index].payload_bytes
+        if wire.numel() < num_bytes:
+            raise ValueError(f"bucket {index} is {num_bytes} bytes long, not {wire.numel()}")
+        return wire[:num_bytes]
+
+    def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[_Pair]:
+        return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
+
+    def _segment_pairs(self, data: torch.Tensor) -> Iterator[_Pair]:
+        for index, start in enumerate(self._starts):
+            yield from self._pairs(index, self._payload(index, data[start:]))
+
+    def _equal(self, pairs: Iterable[_Pair]) -> bool:
+        differs = torch.zeros((), dtype=torch.bool, device=self.device)
+        for target, source in pairs:
+            differs |= (bits(target) != bits(source.to(self.device))).any()
         return not bool(differs)
+
+
+def _launch(pairs: Iterable[_Pair]) -> None:
+    """Begin to copy: what is large by itself, all else in one go."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for target, source in pairs:
+        if target.numel() * target.element_size() < _LARGE_BYTES:
+            targets.append(target)
+            sources.append(source)
+        else:
+            target.copy_(source, non_blocking=True)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Block until what the calling thread's current stream was given is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def learn(
@@ -96,19 +160,56 @@ def learn(
         staged: Of the base that it serves now.
         rename: From the manifest's names to those its ``load_weights`` knows.
     """
+
+    def check(plan: DirectPlan) -> str:
+        holds = plan.holds(staged.segment.data)
+        return "" if holds else "a parameter does not hold what was loaded into it"
+
+    return _learn(model, staged.manifest, staged.segment.data, rename, check)
+
+
+def learn_in_place(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    bucket_digests: Sequence[int],
+    rename: Callable[[str], str],
+) -> DirectPlan | None:
+    """The same for a version whose buckets are gone: it is proven by reading the model's
+    parameters back and digesting them as the wire was.
+
+    Allocates one buffer of the largest bucket on the model's device, for as long as it
+    runs; where there is no room for it, there is no plan.
+
+    Args:
+        manifest: Of the base that the model serves now.
+        bucket_digests: Of the payloads that were loaded.
+    """
+    # No memory stands for the wire: a host may have less of it than a GPU.
+    stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+    return _learn(
+        model, manifest, stand_in, rename, lambda plan: _unproven(plan, manifest, bucket_digests)
+    )
+
+
+def _learn(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    segment: torch.Tensor,
+    rename: Callable[[str], str],
+    check: Callable[[DirectPlan], str],
+) -> DirectPlan | None:
+    """Watch with ``segment`` for the wire; ``check`` says why a plan is wrong, or ""."""
     why = _not_plain(model)
     if not why:
         try:
-            pieces = _watch(model, staged, rename)
-            plan = DirectPlan(staged.manifest.layout_digest, pieces)
-            if not plan.holds(staged.segment.data):
-                why = "a parameter does not hold what was loaded into it"
+            plan = DirectPlan(manifest, watch(model, manifest, segment, rename))
+            why = check(plan)
         except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
             why = f"{type(error).__name__}: {error}"
     if why:
         _log.info("bases are loaded layer by layer: %s", why)
         return None
-    _log.info("bases of this layout are loaded by %d plain copies", len(pieces))
+    _log.info("bases of this layout are loaded by %d plain copies", plan.num_copies)
     return plan
 
 
@@ -123,95 +224,22 @@ def _not_plain(model: torch.nn.Module) -> str:
     return ""
 
 
-def _watch(
-    model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
-) -> list[_Piece]:
-    """What ``load_weights`` would copy.
-
-    Raises:
-        ValueError: It would do more than copy, or not fill every parameter once.
-    """
-    watcher = _Watcher(staged.segment.data, model.parameters())
-    with torch.no_grad(), watcher:
-        model.load_weights(  # type: ignore[operator]
-            (rename(name), tensor) for name, tensor in staged.tensors()
-        )
-    watcher.check_covered()
-    return watcher.pieces
-
-
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds back writes to parameters and notes where their values come from."""
-
-    def __init__(self, data: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.pieces: list[_Piece] = []
-        self._data = data
-        self._wire = storage_of(data)
-        #: Bytes of each parameter that nothing was copied to yet, by where it lies.
-        self._left = {storage_of(p): p.numel() * p.element_size() for p in parameters}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Let views through, note copies from the wire, refuse all else that would change a
-        parameter or make something of a tensor."""
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        storages = [storage_of(x) for x in given]
-        name = func.overloadpacket.__name__
-        if func._schema.is_mutable and any(where in self._left for where in storages):
-            target = given[0]
-            if name == "copy_" and storages[0] in self._left:
-                self._note(target, args[1])
-            elif storages[0] in self._left and _is_zeroing(name, args):
-                self._count(target)  # padding
-            else:
-                raise ValueError(f"its weights are loaded by {func}")
-            return target
-        if self._wire not in storages:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            raise ValueError(f"its tensors go elsewhere by {func}")
-        result = func(*args, **kwargs)
-        made = tree_leaves(result)
-        if not all(isinstance(x, torch.Tensor) and storage_of(x) == self._wire for x in made):
-            raise ValueError(f"something is computed from its tensors by {func}")
-        return result
-
-    def check_covered(self) -> None:
-        """Refuse unless every parameter is filled once."""
-        if wrong := [size for size in self._left.values() if size]:
-            raise ValueError(f"{len(wrong)} parameters are not filled exactly once by copies")
-
-    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if storage_of(source) != self._wire or source.dtype != target.dtype:
-            raise ValueError("a parameter is filled with what was computed from a tensor")
-        if source.shape != target.shape:
-            source = source.expand(target.shape)
-        # Relative to the segment: another one has the same layout, not the same place.
-        begin = source.data_ptr() - self._data.data_ptr()
-        offset, rest = divmod(begin, source.element_size())
-        if rest:
-            raise ValueError("a tensor is not aligned in its segment")
-        self._count(target)
-        self.pieces.append(_Piece(target, offset, tuple(source.shape), source.stride()))
-
-    def _count(self, target: torch.Tensor) -> None:
-        self._left[storage_of(target)] -= target.numel() * target.element_size()
-
-
-def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
-    return name == "zero_" or (name == "fill_" and float(args[1]) == 0)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins: views of it share that."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: a NaN equals itself there."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ])  # fmt: skip
+def _unproven(plan: DirectPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:
+    """Why the model does not hold, by this plan, what was digested; empty if it does."""
+    if not plan.is_readable:
+        return "parameters that were expanded cannot be read back"
+    largest = max(bucket.payload_bytes for bucket in manifest.buckets)
+    buffer = torch.empty(largest, dtype=torch.uint8, device=plan.device)
+    for index, digest in enumerate(bucket_digests):
+        payload = plan.read_bucket(index, buffer)
+        # Only this digest is known on an accelerator.
+        on_device = manifest.digest_algorithm == WSUM64
+        digested = payload if on_device else payload.cpu()
+        if payload_digest(digested, manifest.digest_algorithm) != digest:
+            return f"the parameters of bucket {index} do not hold what was loaded into them"
+        # Of two that came from the same bytes, only one was read.
+        if not plan.holds_bucket(index, payload):
+            return f"a parameter of bucket {index} does not hold what was loaded into it"
+    if len(bucket_digests) != len(manifest.buckets):
+        return f"{len(bucket_digests)} of {len(manifest.buckets)} buckets were digested"
+    return ""
