@@ -101,6 +101,15 @@ class Engine(Protocol):
     spills: bool
     """Whether it has a spill directory."""
 
+    @property
+    def dirty_reason(self) -> str:
+        """Why the weights may be mixed; empty when they are not. Set by a switch that
+        fails so, and by a load in place that ends before it is committed."""
+
+    @property
+    def loading(self) -> str:
+        """Transfer that requests are held still for, by ``load_in_place``; else empty."""
+
     async def join_group(self, spec: GroupSpec) -> None:
         """Tell the receivers to join; returns before they have joined."""
 
@@ -126,12 +135,28 @@ class Engine(Protocol):
     ) -> SwitchTimes:
         """Load a staged base under a pause that keeps running requests, reset the
         KV cache, keep every adapter served. The copy is retained, as far as
-        retention allows.
+        retention allows. One that was loaded in place is only made to be served; one
+        that is being loaded in place for another transfer is given up before.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: Metadata ``dirty`` says whether weights are mixed; then
                 the engine stays paused.
+        """
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        """Hold requests still, and load a base's buckets as they arrive; returns before
+        any has. ``apply_base`` or ``discard`` ends it: the version is served, or requests
+        go on if nothing was loaded yet, else the engine is dirty and stays paused. If
+        neither comes within the timeout it ends as by ``discard``; but what was loaded
+        whole by then can still be applied. Meanwhile no adapter can be loaded, and none
+        goes. Idempotent by transfer; one that is under way for another is given up.
+
+        Raises:
+            NotReadyError: Nothing of it was prepared, or it has ended; nothing changed.
+            LoadFailedError: As ``apply_base``.
         """
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
@@ -188,7 +213,7 @@ class Engine(Protocol):
         others beyond those that are retained."""
 
     async def discard(self, transfer_id: str) -> None:
-        """Drop what was staged; succeeds if nothing was."""
+        """Drop what was staged, end its loading in place; succeeds if nothing was."""
 
     async def hide_aliases(self, hidden: bool) -> None:
         """Refuse requests for bare names (``math``), or take them again.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
+from rollout_side.inflow import Inflow
 from rollout_side.segment import Segment
 from rollout_side.staged import bucket_starts
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
@@ -13,14 +15,66 @@ from weft.transport.digest import payload_digest
 from weft.transport.group import window
 
 
-class Landing:
-    """Buckets arrive straight in the segment where it lies on the group's device, else in
-    buffers there that are copied from.
+class Landing(Protocol):
+    """Memory that buckets are received in, one after the other, in one side group."""
+
+    ahead: int
+    """Buckets whose receives may be posted before the first of them has landed."""
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """Whether a receive to ``wire(index)`` may be posted now, every one before it having
+        been posted; with ``wait`` it blocks until one may.
+
+        Raises:
+            WeftError: It never may: why.
+        """
+
+    def wire(self, index: int) -> torch.Tensor:
+        """Where bucket ``index`` is received."""
+
+    def land(self, index: int, nonce: int) -> None:
+        """Verify a bucket that has arrived and put it where it is wanted; blocks till it is.
+
+        Raises:
+            DigestMismatchError: Other bytes arrived than were sent.
+        """
+
+
+def verify(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> int:
+    """Check a bucket that has arrived against its trailer; returns its payload's digest.
+
+    Raises:
+        DigestMismatchError: Other bytes arrived than were sent.
+    """
+    bucket = manifest.buckets[index]
+    digest = payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
+    end = bucket.payload_bytes + TRAILER_BYTES
+    check_trailer(
+        wire[bucket.payload_bytes : end].cpu().numpy().data,
+        digest=digest,
+        nonce=nonce,
+        bucket=index,
+        payload_bytes=bucket.payload_bytes,
+    )
+    return digest
+
+
+def _buffers(manifest: Manifest, count: int, device: torch.device) -> list[torch.Tensor]:
+    """Buffers, each for any bucket; no more than there are buckets."""
+    need = max(bucket.wire_bytes for bucket in manifest.buckets)
+    count = min(count, len(manifest.buckets))
+    return [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+
+
+class StagedLanding:
+    """A ``Landing`` in a segment: buckets arrive straight there where it lies on the group's
+    device, else in buffers on the device that are copied from.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
         manifest: Of the version.
+        digests: Of the buckets verified so far; grows.
         segment: For all its buckets, one after the other with their trailers.
         device: Where the side group receives.
         second: Memory on that device for another copy, of the same layout as the segment.
@@ -29,53 +83,76 @@ class Landing:
     def __init__(
         self,
         manifest: Manifest,
+        digests: list[int],
         segment: Segment,
         device: torch.device,
         second: torch.Tensor | None = None,
     ) -> None:
-        self._second = second
+        self._second, self._digests = second, digests
         self._manifest, self._data = manifest, segment.data
         self._starts = bucket_starts(manifest)
         self._buffers: Sequence[torch.Tensor] = ()
         #: Buckets whose receives may be posted before the first of them has landed.
         self.ahead = window(device)
         if segment.data.device != device:
-            need = max(bucket.wire_bytes for bucket in manifest.buckets)
-            count = min(self.ahead, len(manifest.buckets))
-            self._buffers = [
-                torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)
-            ]
+            self._buffers = _buffers(manifest, self.ahead, device)
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``Landing``: what landed is done with."""
+        return True
 
     def wire(self, index: int) -> torch.Tensor:
-        """Where bucket ``index`` is received; its buffer is that of ``index - ahead``."""
+        """See ``Landing``; its buffer is that of ``index - ahead``."""
         size = self._manifest.buckets[index].wire_bytes
         if self._buffers:
             return self._buffers[index % len(self._buffers)][:size]
         return self._data[self._starts[index] : self._starts[index] + size]
 
-    def land(self, index: int, nonce: int) -> int:
-        """Verify a bucket that has arrived and put it in its place; blocks till it is.
-
-        Returns:
-            The payload's digest.
-
-        Raises:
-            DigestMismatchError: Other bytes arrived than were sent.
-        """
-        manifest, bucket = self._manifest, self._manifest.buckets[index]
+    def land(self, index: int, nonce: int) -> None:
+        """See ``Landing``."""
         wire = self.wire(index)
-        digest = payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
-        end = bucket.payload_bytes + TRAILER_BYTES
-        check_trailer(
-            wire[bucket.payload_bytes : end].cpu().numpy().data,
-            digest=digest,
-            nonce=nonce,
-            bucket=index,
-            payload_bytes=bucket.payload_bytes,
-        )
-        place = slice(self._starts[index], self._starts[index] + bucket.wire_bytes)
+        digest = verify(wire, self._manifest, index, nonce)
+        place = slice(self._starts[index], self._starts[index] + wire.numel())
         if self._second is not None:
             self._second[place].copy_(wire)
         if self._buffers:
             self._data[place].copy_(wire)  # blocks till both are done
-        return digest
+        self._digests.append(digest)
+
+
+class InPlaceLanding:
+    """A ``Landing`` in a few buffers, from which an inflow's loader loads.
+
+    The buffers are new: an operation that a former group abandoned may still write to the
+    old ones, but for those whose buckets were put and not loaded, which had none under way.
+
+    Args:
+        inflow: Where verified buckets are put.
+        device: Where the side group receives.
+        check: Raises to end a wait for the loader, once ``inflow.wake`` was called.
+    """
+
+    def __init__(self, inflow: Inflow, device: torch.device, check: Callable[[], None]) -> None:
+        self._inflow, self._check = inflow, check
+        #: See ``Landing``. A loader that is slow leaves fewer buffers free.
+        self.ahead = window(device)
+        self._buffers = _buffers(inflow.manifest, self.ahead, device)
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``Landing``: the bucket that was in the buffer must have been loaded."""
+        before = index - len(self._buffers)
+        if before < 0 or self._inflow.is_loaded(before):
+            return True
+        if wait:
+            self._inflow.wait_loaded(before, self._check)
+        return wait
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``Landing``."""
+        size = self._inflow.manifest.buckets[index].wire_bytes
+        return self._buffers[index % len(self._buffers)][:size]
+
+    def land(self, index: int, nonce: int) -> None:
+        """See ``Landing``."""
+        wire = self.wire(index)
+        self._inflow.put(index, wire, verify(wire, self._inflow.manifest, index, nonce))

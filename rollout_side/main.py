@@ -48,7 +48,7 @@ class RolloutConfig:
     staging_memory_bytes: int = 64 * 2**30
     """Bound of staged and retained base weights, wherever they are staged."""
     staging: Staging = "auto"
-    """Where bases are staged on a GPU host."""
+    """Where bases are staged on a GPU host; "in-place" loads them as they arrive."""
     backend: BackendChoice = "auto"
     """Which side groups to join."""
     drain_seconds: float = 30.0
@@ -56,10 +56,12 @@ class RolloutConfig:
     to stop; 0 cuts them."""
     retain_base: int = 1
     """Versions of the base that a copy is kept of, the served one
-    included; others are cloned from it, and rollback goes back to it. 0 keeps none."""
+    included; others are cloned from it, and rollback goes back to it. 0 keeps none; nor does
+    loading in place."""
     spill_dir: str = ""
     """Directory that what is served is written to, so that a restart finds it; empty
-    for none. The base is written from the copy that ``retain_base`` keeps."""
+    for none. The base is written from the copy that ``retain_base`` keeps, so not where
+    it is loaded in place."""
     spill_bytes: int = 256 * 2**30
     """Bound of the versions of this base model there, of whichever replica."""
 

@@ -12,8 +12,9 @@ from weft.contract.capabilities import NCCL
 from weft.transport.group import CPU
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
-#: on the device if the model fits there twice.
-Staging = Literal["auto", "host", "device"]
+#: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
+#: arrives, and only what is read from the spill directory is staged, on the host.
+Staging = Literal["auto", "host", "device", "in-place"]
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,13 @@ class Memory:
         device: The engine's; where NCCL receives.
         base_on_device: Whether bases are staged there. Adapters never are: their store
             is host memory, which the engine loads from again after it evicted one.
+        in_place: Whether bases that come over a side group are not staged at all, but
+            loaded from the few buffers that they are received in.
     """
 
     device: torch.device = CPU
     base_on_device: bool = False
+    in_place: bool = False
 
     def place(self, *, adapter: bool) -> torch.device:
         """Where a version's bytes are put."""
@@ -59,7 +63,7 @@ def stage_on_device(
         model_bytes: Of one copy of the base.
         free_bytes: What the device has free once the engine has taken its part.
     """
-    if device.type == "cpu" or staging == "host":
+    if device.type == "cpu" or staging in ("host", "in-place"):
         return False
     return staging == "device" or model_bytes + MARGIN_BYTES <= free_bytes
 

@@ -13,19 +13,17 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import torch
-
+from rollout_side.arrival import Arrival, InPlaceArrival, Prepared, StagedArrival
 from rollout_side.engine import GroupSpec
+from rollout_side.inflow import Inflow
 from rollout_side.landing import Landing
-from rollout_side.segment import Segment
-from rollout_side.staged import PartialTransfer, StagedVersion, is_adapter
+from rollout_side.staged import PartialTransfer, is_adapter
 from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import content_digest
 from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
 from weft.transport.membership import GroupTicket, Membership
@@ -76,20 +74,6 @@ class Receiver:
             self._groups.clear()
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """A transfer that was prepared: where its bytes go."""
-
-    transfer_id: str
-    version: PolicyVersion
-    manifest: Manifest
-    nonce: int
-    deadline: float
-    segment: Segment
-    digests: list[int]
-    """Of the buckets verified so far, from the first on."""
-
-
 class _Group:
     """One membership and the thread that receives for it."""
 
@@ -101,7 +85,7 @@ class _Group:
         self._manifests = ManifestCache()
         self._directions: queue.Queue[pb.AttendResponse | None] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
-        self._prepared: _Transfer | None = None
+        self._prepared: Prepared | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"weft-receive-{spec.trainer_id}", daemon=True
         )
@@ -111,6 +95,7 @@ class _Group:
         """End the thread soon; a receive under way is abandoned."""
         if (membership := self._membership) is not None:
             membership.group.abort(TransferAbortedError("the replica left the side group"))
+        self._wake()
         self._directions.put(None)
 
     # -- on the stream's thread --------------------------------------------
@@ -121,13 +106,20 @@ class _Group:
             error = error_from_reason(abort.reason, abort.message)
             if self._membership is not None:
                 self._membership.group.abort(error)
+            self._wake()
         self._directions.put_nowait(response)
 
     def _on_closed(self, error: WeftError) -> None:
         _log.info(
             "group %s of trainer %s ended: %s", self.spec.group_id, self.spec.trainer_id, error
         )
+        self._wake()
         self._directions.put(None)
+
+    def _wake(self) -> None:
+        """Let the group's thread see that the group was aborted, wherever it waits."""
+        if (prepared := self._prepared) is not None:
+            prepared.arrival.wake()
 
     # -- on the group's own thread -----------------------------------------
 
@@ -205,87 +197,99 @@ class _Group:
         deadline = time.monotonic() + timeout_seconds
         self._drop_prepared()
         version = PolicyVersion(prepare.version.policy, prepare.version.version)
-        partial = self._store.take_partial(prepare.transfer_id, self.spec.trainer_id)
-        if partial is None:
-            manifest = self._manifests.get(
+
+        def manifest() -> Manifest:
+            return self._manifests.get(
                 prepare.layout_digest, membership.stub, membership.credential, timeout_seconds
             )
-            segment = self._store.reserve(
-                prepare.transfer_id, manifest.wire_bytes, adapter=is_adapter(version)
-            )
-            partial = PartialTransfer(
-                prepare.transfer_id, self.spec.trainer_id, manifest, segment, []
-            )
-        self._prepared = _Transfer(
-            prepare.transfer_id,
-            version,
-            partial.manifest,
-            prepare.nonce,
-            deadline,
-            partial.segment,
-            partial.digests,
+
+        arrival: Arrival
+        if self._store.memory.in_place and not is_adapter(version):
+            arrival = self._flow_in(prepare.transfer_id, version, manifest, deadline)
+        else:
+            arrival = self._stage(prepare.transfer_id, version, manifest)
+        self._prepared = Prepared(
+            transfer_id=prepare.transfer_id,
+            version=version,
+            nonce=prepare.nonce,
+            deadline=deadline,
+            arrival=arrival,
         )
         prepared = pb.Prepared(
-            transfer_id=prepare.transfer_id, num_buckets_verified=len(partial.digests)
+            transfer_id=prepare.transfer_id, num_buckets_verified=arrival.num_verified
         )
         membership.attendance.send(pb.AttendRequest(prepared=prepared))
+
+    def _stage(
+        self, transfer_id: str, version: PolicyVersion, manifest: Callable[[], Manifest]
+    ) -> Arrival:
+        partial = self._store.take_partial(transfer_id, self.spec.trainer_id)
+        if partial is None:
+            layout = manifest()
+            segment = self._store.reserve(
+                transfer_id, layout.wire_bytes, adapter=is_adapter(version)
+            )
+            partial = PartialTransfer(transfer_id, self.spec.trainer_id, layout, segment, [])
+        return StagedArrival(self._store, version, partial)
+
+    def _flow_in(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        manifest: Callable[[], Manifest],
+        deadline: float,
+    ) -> Arrival:
+        inflow = self._store.arriving.of(transfer_id)
+        if inflow is None:
+            inflow = Inflow(transfer_id, version, manifest(), deadline)
+            self._store.put_inflow(inflow)
+        else:
+            inflow.go_on(deadline)
+        return InPlaceArrival(inflow)
 
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         transfer = self._prepared
         if transfer is None or transfer.transfer_id != transfer_id:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
-        del transfer.digests[first_bucket:]  # a slower member lacks those: they come again
-        device_copy: list[torch.Tensor] = []
-        if is_adapter(transfer.version) and self._device.type != "cpu" and not transfer.digests:
-            # What the engine's slot is filled from.
-            size = transfer.manifest.wire_bytes
-            device_copy.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-        self._receive_buckets(membership, transfer, *device_copy)
+        check, manifest = membership.group.check, transfer.arrival.manifest
+        landing = transfer.arrival.land_from(first_bucket, self._device, check)
+        self._receive_buckets(membership, transfer, landing, first_bucket)
+        # Waits for the loader where it is loaded in place, so it may still be woken.
+        digest = transfer.arrival.finish(check)
         self._prepared = None
-        digest = content_digest(transfer.digests)
-        self._store.put_staged(
-            StagedVersion(
-                transfer_id,
-                transfer.version,
-                transfer.manifest,
-                transfer.segment,
-                digest,
-                tuple(transfer.digests),
-                device_copy,
-            )
-        )
         content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(transfer.manifest.digest_algorithm),
+            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
             value=digest,
-            size_bytes=transfer.manifest.total_bytes,
+            size_bytes=manifest.total_bytes,
         )
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
         _log.info(
             "staged %s: %d bytes in %.3f s, epoch %d",
             transfer.version,
-            transfer.manifest.total_bytes,
+            manifest.total_bytes,
             time.monotonic() - began,
             self.spec.epoch,
         )
 
     def _receive_buckets(
-        self, membership: Membership, transfer: _Transfer, second: torch.Tensor | None = None
+        self, membership: Membership, transfer: Prepared, landing: Landing, first_bucket: int
     ) -> None:
         """Receive, verify in order, report each bucket."""
-        num_buckets = len(transfer.manifest.buckets)
-        landing = Landing(transfer.manifest, transfer.segment, self._device, second)
+        num_buckets = len(transfer.arrival.manifest.buckets)
         posted: deque[Operation] = deque()
-        num_posted = len(transfer.digests)
-        for index in range(num_posted, num_buckets):
-            while num_posted < min(index + landing.ahead, num_buckets):
+        num_posted = first_bucket
+        for index in range(first_bucket, num_buckets):
+            # Never further: a receive that waits for its sender may hold up the device, and
+            # with it what the sender itself waits for.
+            end = min(index + landing.ahead, num_buckets)
+            while num_posted < end and landing.make_room(num_posted, wait=not posted):
                 seconds = max(1.0, transfer.deadline - time.monotonic())
-                wire = landing.wire(num_posted)
-                posted.append(membership.group.broadcast(wire, seconds))
+                posted.append(membership.group.broadcast(landing.wire(num_posted), seconds))
                 num_posted += 1
             posted.popleft().wait(transfer.deadline)
-            transfer.digests.append(landing.land(index, transfer.nonce))
+            landing.land(index, transfer.nonce)
             verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
             membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
 
@@ -293,24 +297,13 @@ class _Group:
         """Give back the memory of a transfer that was never started."""
         transfer, self._prepared = self._prepared, None
         if transfer is not None:
-            self._store.release(transfer.transfer_id, transfer.segment)
+            transfer.arrival.drop()
 
     def _keep_prepared(self) -> None:
-        """Keep what was verified: the transfer may go on in another group.
-
-        If it does not, the coordinator orders it discarded.
-        """
+        """Keep what was verified: the transfer may go on in another group."""
         transfer, self._prepared = self._prepared, None
         if transfer is not None:
-            self._store.put_partial(
-                PartialTransfer(
-                    transfer.transfer_id,
-                    self.spec.trainer_id,
-                    transfer.manifest,
-                    transfer.segment,
-                    transfer.digests,
-                )
-            )
+            transfer.arrival.keep()
 
 
 _TRANSFER_KINDS = frozenset({"prepare", "start", "abort"})

@@ -61,6 +61,18 @@ class ReplicaServicer(ReplicaServiceServicer):
             retained_base_versions=agent.serving.memory.retained_bases,
         )
 
+    async def LoadTransfer(  # noqa: N802
+        self, request: pb.LoadTransferRequest, context: _Context
+    ) -> pb.LoadTransferResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        await agent.serving.load_in_place(
+            request.transfer_id,
+            version_from_proto(request.version),
+            duration_from_proto(request.timeout),
+        )
+        return pb.LoadTransferResponse()
+
     async def SwitchVersion(  # noqa: N802
         self, request: pb.SwitchVersionRequest, context: _Context
     ) -> pb.SwitchVersionResponse:
@@ -123,7 +135,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
         self._agent.check_generation(request.coordinator_generation)
-        await self._agent.engine.discard(request.transfer_id)
+        await self._agent.serving.discard(request.transfer_id)
         return pb.DiscardTransferResponse()
 
     async def RetireVersions(  # noqa: N802

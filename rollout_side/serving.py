@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_side.engine import Engine, MemoryUse, SpillOrder, SwitchTimes
 from weft.contract.errors import LoadFailedError, NotFoundError, NotReadyError, WeftError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED = 64
@@ -44,7 +45,6 @@ class Serving:
 
     def __init__(self, engine: Engine) -> None:
         self.vector = VersionVector()
-        self.dirty_reason = ""
         #: Versions that can no longer be requested but still answer old requests.
         self.draining: set[PolicyVersion] = set()
         # Asked after each switch, not at each heartbeat: the engine answers between
@@ -62,9 +62,14 @@ class Serving:
         self._spill_order = SpillOrder()
 
     @property
+    def dirty_reason(self) -> str:
+        """Why the engine may hold mixed weights; empty when it does not."""
+        return self._engine.dirty_reason
+
+    @property
     def is_switching(self) -> bool:
-        """Whether an order to switch is being carried out."""
-        return self._switching.locked()
+        """Whether an order to switch is being carried out, or a base loaded in place."""
+        return self._switching.locked() or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
 
@@ -115,7 +120,43 @@ class Serving:
         )
         return times
 
-    async def _in_turn(self, order: Coroutine[Any, Any, SwitchTimes]) -> SwitchTimes:
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        """Hold requests still and load a base as it arrives, until it is committed or
+        discarded; see ``Engine.load_in_place``.
+
+        Raises:
+            NotReadyError: It was not prepared here, or has ended.
+            LoadFailedError: As ``Engine``.
+        """
+        await self._in_turn(self._load_in_place(transfer_id, version, timeout_seconds))
+
+    async def _load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        if transfer_id in self._failed:
+            raise NotReadyError(f"{version} failed to load here before; push it again")
+        with self._noting_failure(transfer_id):
+            await self._engine.load_in_place(transfer_id, version, timeout_seconds)
+        # A coordinator that starts anew must be told of it, to end it.
+        await self._look_at_memory(SwitchTimes())
+        _log.info("loading %s in place; requests wait", version)
+
+    async def discard(self, transfer_id: str) -> None:
+        """Drop what was staged for a transfer, and end its loading in place."""
+        if not self._engine.capabilities.loads_in_place:
+            await self._engine.discard(transfer_id)
+            return
+        await self._in_turn(self._discard(transfer_id))
+
+    async def _discard(self, transfer_id: str) -> None:
+        was_loading = self._engine.loading == transfer_id
+        await self._engine.discard(transfer_id)
+        if was_loading:
+            await self._look_at_memory(SwitchTimes())
+
+    async def _in_turn(self, order: Coroutine[Any, Any, _T]) -> _T:
         """Carry out one order at a time, to its end: cut off in the middle it would leave
         mixed weights. One whose caller went away while it waited is not begun."""
         try:
@@ -205,18 +246,15 @@ class Serving:
         with self._noting_failure(transfer_id):
             times = await load
         self.vector = self.vector.with_base(version.version)
-        self.dirty_reason = ""
         return times
 
     @contextmanager
     def _noting_failure(self, transfer_id: str = "") -> Iterator[None]:
         try:
             yield
-        except LoadFailedError as error:
+        except LoadFailedError:
             if transfer_id:
                 self._failed.append(transfer_id)
-            if error.metadata.get("dirty") == "true":
-                self.dirty_reason = error.message
             raise
 
     async def _look_at_memory(self, times: SwitchTimes) -> None:
@@ -290,7 +328,7 @@ class Serving:
         self.pins = pins
 
 
-def _log_unheard(work: asyncio.Future[SwitchTimes]) -> None:
+def _log_unheard(work: asyncio.Future[Any]) -> None:
     """What became of an order that nobody waits for any more; the heartbeat tells it."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.warning("an order whose caller had gone away failed: %s", error)

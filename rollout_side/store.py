@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from rollout_side.inflow import Inflow, InflowSlot
 from rollout_side.memory import Memory
 from rollout_side.retained import RetainedBases
 from rollout_side.segment import Segment
@@ -46,7 +47,7 @@ class Usage:
     pinned_bytes: int = 0
     """Of the retained copies, what no push may take."""
     transfer_ids: tuple[str, ...] = ()
-    """Transfers of which bytes are staged, whole or in part."""
+    """Transfers of which bytes are staged, whole or in part, or loaded in place."""
 
 
 @dataclass
@@ -67,6 +68,8 @@ class WorkerStore:
     adapter_capacity_bytes: int
     retain_base: int = 0
     memory: Memory = field(default_factory=Memory)
+    arriving: InflowSlot = field(default_factory=InflowSlot, init=False)
+    """The base that is loaded in place; put it in by ``put_inflow``."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
@@ -220,6 +223,17 @@ class WorkerStore:
         room = self.staging_capacity_bytes - waiting - num_bytes
         self._recycle_all(self._bases.give_way(room, self._is_lent))
 
+    def put_inflow(self, inflow: Inflow) -> None:
+        """Begin to load a base in place; one that was under way ends.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile.
+        """
+        with self._lock:
+            if inflow.transfer_id in self._discarded:
+                raise TransferAbortedError(f"{inflow.transfer_id} was discarded meanwhile")
+            self.arriving.put(inflow)
+
     # -- retained bases, and what is sent from here ---------------------------
 
     def keep_base(self, transfer_id: str) -> None:
@@ -344,7 +358,8 @@ class WorkerStore:
             self._recycle(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget what was staged of a transfer, whole or in part, or is still to come."""
+        """Forget what was staged of a transfer, whole or in part, or is still to come; end
+        its loading in place."""
         with self._lock:
             if transfer_id not in self._discarded:
                 self._discarded.append(transfer_id)
@@ -352,17 +367,19 @@ class WorkerStore:
                 self._reserved.pop(transfer_id, None)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)
             self._recycle(staged.segment if staged else None)
+            self.arriving.discard(transfer_id)
 
     def usage(self) -> Usage:
         """What is held now."""
         with self._lock:
             waiting = sum(s.segment.num_bytes for s in self._staged.values())
+            transfer_ids = {*self._staged, *self._partial, *self.arriving.transfer_ids}
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,
                 pinned_bytes=self._bases.num_pinned_bytes,
                 free_bytes=sum(s.num_bytes for s in self._free),
-                transfer_ids=tuple(sorted({*self._staged, *self._partial})),
+                transfer_ids=tuple(sorted(transfer_ids)),
             )
 
     def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:

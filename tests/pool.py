@@ -19,6 +19,9 @@ from rollout_side.agent import Agent
 from rollout_side.cloner import Cloner
 from rollout_side.config import AgentConfig
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.in_place_load import InPlaceLoad
+from rollout_side.inflow import Inflow
+from rollout_side.memory import Memory
 from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillFolder, SpillSettings
@@ -26,7 +29,7 @@ from rollout_side.spiller import Spiller
 from rollout_side.store import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import LoadFailedError
+from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
@@ -54,6 +57,7 @@ class EngineDouble:
         keep_base: bool = True,
         retain_base: int = 0,
         spill: SpillSettings | None = None,
+        in_place: bool = False,
         **capabilities: Any,
     ) -> None:
         self._keep_base = keep_base
@@ -70,12 +74,14 @@ class EngineDouble:
             "lora_modules": ("q_proj", "v_proj"),
             "staging_capacity_bytes": 2**32,
             "adapter_capacity_bytes": 2**30,
+            "loads_in_place": in_place,
         }
         self.capabilities = Capabilities(**settings | capabilities)
         self.store = WorkerStore(
             self.capabilities.staging_capacity_bytes,
             self.capabilities.adapter_capacity_bytes,
             retain_base,
+            Memory(in_place=in_place),
         )
         self.receiver = Receiver(self.store)
         self.cloner = Cloner(self.store)
@@ -93,6 +99,14 @@ class EngineDouble:
         self.aliases: dict[str, int] = {}
         self.running = 0
         self.refuse_reason = ""
+        self.dirty_reason = ""
+        self.load: InPlaceLoad | None = None
+        #: Called before each bucket that is loaded in place.
+        self.before_bucket: Callable[[int], None] = lambda index: None
+
+    @property
+    def loading(self) -> str:
+        return self.load.transfer_id if self.load else ""
 
     def num_requests(self) -> int:
         return self.running
@@ -126,12 +140,51 @@ class EngineDouble:
     async def apply_base(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
+        if self.loading == transfer_id:
+            return self._commit_in_place(content_digest)
         staged = self.store.staged(transfer_id, content_digest)
         self._maybe_fail()
         if self._keep_base:
             self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
+        self.dirty_reason = ""
         self.store.keep_base(transfer_id)
         return SwitchTimes(pause_seconds=0.001)
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        if self.load is not None and self.load.transfer_id == transfer_id:
+            self.load.check()
+            return
+        inflow = self.store.arriving.of(transfer_id)
+        if inflow is None:
+            raise NotReadyError(f"{transfer_id} was not prepared")
+        if self.load is not None:
+            await self.discard(self.load.transfer_id)
+        self.load = InPlaceLoad(inflow, self._take_in_place)
+
+    def _take_in_place(self, inflow: Inflow) -> None:
+        """As a model does: what arrives replaces what is served, bucket by bucket."""
+        slots = list(inflow.manifest.tensors)
+        try:
+            for index, wire in inflow.buckets():
+                self.before_bucket(index)
+                for slot in [slot for slot in slots if slot.bucket == index]:
+                    raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
+                    dtype = getattr(torch, slot.meta.dtype.torch_name)
+                    self.base[slot.meta.name] = raw.view(dtype).view(slot.meta.shape).clone()
+        except WeftError as error:
+            if not inflow.is_begun:
+                raise
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+
+    def _commit_in_place(self, content_digest: bytes) -> SwitchTimes:
+        assert self.load is not None
+        self._maybe_fail()
+        seconds = self.load.settle(content_digest)
+        self.store.arriving.forget(self.load.transfer_id)
+        self.load, self.dirty_reason = None, ""
+        return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         held = self.store.held(version)
@@ -162,6 +215,8 @@ class EngineDouble:
 
     def close(self) -> None:
         """End its threads."""
+        if self.load is not None:
+            self.load.end()
         self.receiver.close()
         self.cloner.close()
         if self.spiller is not None:
@@ -175,6 +230,11 @@ class EngineDouble:
 
     async def discard(self, transfer_id: str) -> None:
         self.store.discard(transfer_id)
+        if self.loading == transfer_id:
+            assert self.load is not None
+            changed, self.load = self.load.end(), None
+            if changed:
+                self.dirty_reason = f"loading {transfer_id} in place was given up"
 
     async def hide_aliases(self, hidden: bool) -> None:
         self.aliases_hidden = hidden
@@ -208,6 +268,8 @@ class EngineDouble:
     def _maybe_fail(self) -> None:
         error, self.fail_next_load = self.fail_next_load, None
         if error is not None:
+            if error.metadata.get("dirty") == "true":
+                self.dirty_reason = error.message
             raise error
 
 

@@ -25,7 +25,7 @@ _METHODS = frozenset(
     {
         "join_group", "load_adapter", "apply_base", "apply_retained", "set_alias", "manifest",
         "send", "discard", "hide_aliases", "retire", "memory", "holds", "pin_bases", "spill",
-        "restore",
+        "restore", "load_in_place",
     }
 )  # fmt: skip
 
@@ -39,6 +39,8 @@ class WorkerDouble:
         like = EngineDouble(weights, **settings)
         self.capabilities, self.reference = like.capabilities, like.reference
         self.spills = like.spills
+        #: As the worker told last.
+        self.dirty_reason = self.loading = ""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -73,7 +75,9 @@ class WorkerDouble:
         try:
             ok, value = await loop.run_in_executor(self._caller, self._call, method, args)
         except (EOFError, OSError) as error:
-            raise LoadFailedError("the worker has ended", metadata={"dirty": "true"}) from error
+            self.dirty_reason = "the worker has ended"
+            raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"}) from error
+        value, self.dirty_reason, self.loading = value
         if not ok:
             raise value
         return value
@@ -96,7 +100,7 @@ def _work(pipe: Connection, shapes: dict[str, tuple[int, ...]], settings: dict[s
         except EOFError:
             return
         try:
-            answer = (True, asyncio.run(getattr(engine, method)(*args)))
+            ok, value = True, asyncio.run(getattr(engine, method)(*args))
         except Exception as error:
-            answer = (False, error)
-        pipe.send(answer)
+            ok, value = False, error
+        pipe.send((ok, (value, engine.dirty_reason, engine.loading)))

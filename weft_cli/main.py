@@ -118,11 +118,14 @@ def rollout(
         typer.Option(help="Memory for base weights, staged or retained.", min=0.001),
     ] = 64.0,
     staging: Annotated[
-        Literal["auto", "host", "device"],
+        Literal["auto", "host", "device", "in-place"],
         typer.Option(
             help="Where base weights are staged on a GPU host: on the device, beside the "
             "engine's own (requests then stop only for a copy inside it), or in host memory; "
-            "auto: on the device if they fit there."
+            "auto: on the device if they fit there. in-place: nowhere, each bucket is loaded "
+            "as it arrives. Requests then wait for the whole transfer, a push that fails midway "
+            "takes the replica out of service until a base is pushed, and nothing is kept for "
+            "rollback or clones."
         ),
     ] = "auto",
     backend: Annotated[
@@ -133,7 +136,8 @@ def rollout(
         int,
         typer.Option(
             help="Versions of the base to keep a copy of, the served one included: late "
-            "replicas clone it, `weft rollback base` needs 2. 0 keeps none.",
+            "replicas clone it, `weft rollback base` needs 2. 0 keeps none, as does "
+            "--staging in-place.",
             min=0,
             max=100,
         ),

@@ -43,6 +43,7 @@ def make_capabilities(
     backends: Iterable[str],
     staging_capacity_bytes: int,
     adapter_capacity_bytes: int,
+    loads_in_place: bool = False,
 ) -> Capabilities:
     """Gather what a replica declares.
 
@@ -54,6 +55,7 @@ def make_capabilities(
         backends: Of side groups, from the workers.
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
+        loads_in_place: Whether bases are loaded as they arrive.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
     base_dtype = data_type(model.dtype)
@@ -72,4 +74,5 @@ def make_capabilities(
         lora_on_experts=any(is_expert(name) for name in expected),
         staging_capacity_bytes=staging_capacity_bytes,
         adapter_capacity_bytes=adapter_capacity_bytes,
+        loads_in_place=loads_in_place,
     )

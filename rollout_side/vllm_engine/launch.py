@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from argparse import Namespace
@@ -22,6 +23,8 @@ from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference
+
+_log = logging.getLogger(__name__)
 
 #: Mixed into vLLM's workers.
 WORKER_EXTENSION = "rollout_side.vllm_engine.worker.WeftWorker"
@@ -52,10 +55,10 @@ async def open_engine(
         http_port: 0 takes a free one; see ``VllmReplica.http_port``.
         adapter_memory_bytes: Bound of the adapter store.
         staging_memory_bytes: Bound of staged base weights, retained ones included.
-        staging: Where bases are staged on a GPU host.
+        staging: Where bases are staged on a GPU host, if they are.
         backend: Which side groups to join.
         retain_base: Versions of the base that a copy is kept of, the served one
-            included.
+            included. None is where they are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
@@ -76,6 +79,11 @@ async def open_engine(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     parts = bridges.server_parts()
     args = parse_args(vllm_args, parts)
+    in_place = staging == "in-place"
+    if in_place:
+        refuse_in_place(args)
+        _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
+        retain_base = 0
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(http_host, http_port)
         stack.callback(sock.close)
@@ -125,6 +133,7 @@ async def open_engine(
                 backends=values[0]["backends"],
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
+                loads_in_place=in_place,
             ),
             reference=described,
             model_name=app.state.openai_serving_models.base_model_paths[0].name,
@@ -198,6 +207,20 @@ def refuse_unsupported(args: Namespace) -> None:
     for flag in ("headless", "grpc", "uds"):
         if getattr(args, flag, None):
             raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
+
+
+def refuse_in_place(args: Namespace) -> None:
+    """Refuse to load bases in place where only one of several workers would get them.
+
+    Raises:
+        UnsupportedError: Names the argument and the way out.
+    """
+    if (getattr(args, "tensor_parallel_size", 1) or 1) > 1:
+        raise UnsupportedError(
+            f"--staging in-place with --tensor-parallel-size {args.tensor_parallel_size}: the "
+            "ranks share one staged copy, and in place there is none; use --staging device or "
+            "host"
+        )
 
 
 async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -12,7 +11,9 @@ from typing import Any
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.vllm_engine import adapter_hook, bridges
+from rollout_side.vllm_engine.gate import RequestGate
 from rollout_side.vllm_engine.http_server import HttpServer
+from rollout_side.vllm_engine.loads_in_place import LoadsInPlace
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
 from rollout_side.vllm_engine.worker_calls import Deadlines, WorkerCalls
@@ -83,9 +84,8 @@ class VllmReplica:
             parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
         )
         self.spills = spills
-        self._lock = asyncio.Lock()
-        self._dirty = ""
-        self._closed = ""
+        self._gate = RequestGate(parts.engine, self._workers, parts.tracker)
+        self._in_place = LoadsInPlace(self._workers, self._gate)
 
     # -- the process ----------------------------------------------------------
 
@@ -96,8 +96,13 @@ class VllmReplica:
 
     @property
     def dirty_reason(self) -> str:
-        """Why the weights may be mixed; empty when they are not."""
-        return self._dirty
+        """See ``Engine``."""
+        return self._gate.dirty_reason
+
+    @property
+    def loading(self) -> str:
+        """See ``Engine``."""
+        return self._in_place.loading
 
     @property
     def is_alive(self) -> bool:
@@ -130,6 +135,7 @@ class VllmReplica:
 
         Succeeds if it was called before.
         """
+        self._in_place.close()
         await self._http.stop(timeout_seconds)
         if self.is_alive:
             with contextlib.suppress(WeftError):
@@ -145,7 +151,14 @@ class VllmReplica:
 
     async def discard(self, transfer_id: str) -> None:
         """See ``Engine``."""
-        await self._workers.discard(transfer_id)
+        if not self.capabilities.loads_in_place:
+            await self._workers.discard(transfer_id)
+            return
+        async with self._gate.exclusive():
+            if self._in_place.is_pending(transfer_id):
+                await self._in_place.end()
+            else:
+                await self._workers.discard(transfer_id)
 
     async def memory(self) -> MemoryUse:
         """See ``Engine``."""
@@ -181,7 +194,7 @@ class VllmReplica:
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
-        async with self._lock:
+        async with self._gate.exclusive():
             self.models.set_alias(version)
 
     async def load_adapter(
@@ -196,22 +209,28 @@ class VllmReplica:
 
         Raises:
             InvalidNameError: The name stands for something else on this replica.
-            NotReadyError: Not staged, LoRA is off, or the version is being retired.
+            NotReadyError: Not staged, LoRA is off, the version is being retired, or a base
+                is being loaded in place (``TRANSFER_UNDER_WAY``).
             DigestMismatchError: Other bytes are staged or served.
             LoadFailedError: The engine refused it; nothing changed. With metadata
                 ``dirty`` it did not answer in time.
         """
-        async with self._lock:
+        async with self._gate.exclusive():
             self.models.check_new(version)
             if self.models.is_served(version, content_digest):
                 return SwitchTimes()
+            if self.loading:
+                raise NotReadyError(
+                    f"a base is being loaded in place: {version} can be loaded after it",
+                    reason="TRANSFER_UNDER_WAY",
+                )
             begin = time.perf_counter()
             await self._workers.share(transfer_id, content_digest)
             number = self.models.next_id()
             try:
                 await self._workers.load_adapter(transfer_id, config_json, content_digest, number)
             except WeftError as error:
-                if not self._note_dirty(error) and not isinstance(error, _NOTHING_DONE):
+                if not self._gate.note(error) and not isinstance(error, _NOTHING_DONE):
                     # Ranks that took it must drop it again.
                     await self._workers.drop_adapter(version, number)
                     await self._workers.discard(transfer_id)
@@ -232,43 +251,51 @@ class VllmReplica:
             LoadFailedError: With metadata ``dirty`` "true" the engine stays paused and
                 HTTP requests are refused until a base loads.
         """
-        async with self._lock:
-            await self._workers.share(transfer_id, content_digest)
+        async with self._gate.exclusive():
+            is_loaded = self._in_place.is_pending(transfer_id)
+            if not is_loaded:
+                await self._in_place.end()
+                await self._workers.share(transfer_id, content_digest)
             begin = time.perf_counter()
             try:
-                await self._workers.bounded(bridges.pause_keeping(self.engine), "pausing")
-                load_begin = time.perf_counter()
-                await self._workers.apply_base(transfer_id, content_digest)
-                load_seconds = time.perf_counter() - load_begin
+                if is_loaded:
+                    begin, load_seconds = await self._in_place.take(content_digest)
+                else:
+                    await self._gate.hold()
+                    load_begin = time.perf_counter()
+                    await self._workers.apply_base(transfer_id, content_digest)
+                    load_seconds = time.perf_counter() - load_begin
+                loaded = time.perf_counter()
                 await self._forget_old_base(version)
                 forgotten = time.perf_counter()
             except BaseException as error:
-                if isinstance(error, WeftError):
-                    self._note_dirty(error)
-                else:  # cancelled between two steps: the workers' state is unknown
-                    self._mark_dirty(f"switching to {version} was interrupted: {error!r}")
-                if not self._dirty:
-                    await self._workers.bounded(bridges.resume(self.engine), "resuming")
+                await self._gate.recover(error, f"switching to {version}")
                 raise
-            self._dirty = ""
-            self._tell_tracker()
+            self._gate.mark_clean()
             try:
                 # Still paused: later it would wait for the engine's next step, the long one
                 # that computes anew what the cache has lost.
                 memory = await self._workers.keep_base(transfer_id)
             finally:
-                await self._workers.bounded(bridges.resume(self.engine), "resuming")
+                await self._gate.let_go()
             pause_seconds = time.perf_counter() - begin
         _log.info(
-            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (to hold still %.4f, to "
+            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "
             "forget the old cache %.4f)",
             version,
             load_seconds,
             pause_seconds,
-            load_begin - begin,
-            forgotten - load_begin - load_seconds,
+            max(0.0, loaded - begin - load_seconds),
+            forgotten - loaded,
         )
         return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds, memory=memory)
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            await self._in_place.begin(transfer_id, version, timeout_seconds)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
@@ -298,7 +325,9 @@ class VllmReplica:
             served.unused_since = now
         if now - served.unused_since < GRACE_SECONDS:
             return False
-        async with self._lock:
+        async with self._gate.exclusive():
+            if self.loading:  # which leaves the workers no hand for it
+                return False
             number = served.request.lora_int_id
             await self._workers.drop_adapter(version, number)
             self.models.forget(version)
@@ -317,12 +346,7 @@ class VllmReplica:
 
     def refuse_requests(self, reason: str) -> None:
         """See ``Engine``."""
-        self._closed = reason
-        self._tell_tracker()
-
-    def _tell_tracker(self) -> None:
-        repair = f"the replica's weights are being repaired: {self._dirty}" if self._dirty else ""
-        self.tracker.refuse_reason = repair or self._closed
+        self._gate.close(reason)
 
     # -- steps ------------------------------------------------------------------
 
@@ -338,14 +362,3 @@ class VllmReplica:
                 "weights",
                 metadata={"dirty": "true"},
             )
-
-    def _note_dirty(self, error: WeftError) -> bool:
-        if error.metadata.get("dirty") == "true":
-            self._mark_dirty(error.message)
-            return True
-        return False
-
-    def _mark_dirty(self, reason: str) -> None:
-        self._dirty = reason
-        self._tell_tracker()
-        _log.error("the engine is dirty and refuses requests: %s", reason)

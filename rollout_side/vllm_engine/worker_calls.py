@@ -49,6 +49,16 @@ class HeldCopy:
         return manifest
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadEnd:
+    """What the end of a load in place leaves."""
+
+    changed: bool
+    """Whether the weights are not what they were."""
+    kept: bool
+    """Whether they are whole, and can still be committed."""
+
+
 class WorkerCalls:
     """Calls worker methods on all ranks of one engine, on its event loop.
 
@@ -85,6 +95,14 @@ class WorkerCalls:
     async def discard(self, transfer_id: str) -> None:
         """Drop what was staged."""
         await self._call("weft_discard", transfer_id)
+
+    async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
+        """End what is loaded in place, unless it is loaded whole and to be kept."""
+        values = await self._call("weft_discard", transfer_id, keep_loaded)
+        return LoadEnd(
+            changed=any(value["changed"] for value in values),
+            kept=any(value["kept"] for value in values),
+        )
 
     async def memory(self) -> MemoryUse:
         """What all ranks hold."""
@@ -176,6 +194,24 @@ class WorkerCalls:
             timeout_seconds=self._deadlines.load_seconds,
             mixed_is_dirty=True,
         )
+
+    async def load_arriving(self, transfer_id: str) -> None:
+        """Begin to load a base as it arrives; returns at once.
+
+        Raises:
+            NotReadyError: It was not prepared, or has ended.
+        """
+        await self._call("weft_load_arriving", transfer_id, mixed_is_dirty=True)
+
+    async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
+        """For the commit of a base that was loaded in place; returns how long that took.
+
+        Raises:
+            NotReadyError: It was not loaded whole; nothing changed.
+            LoadFailedError: Not whole, or other bytes: dirty.
+        """
+        values = await self._call("weft_loaded", transfer_id, content_digest, mixed_is_dirty=True)
+        return max(float(value["load_seconds"]) for value in values)
 
     async def keep_base(self, transfer_id: str) -> MemoryUse:
         """Retain the copy of a base that was loaded; tells what all ranks hold then."""

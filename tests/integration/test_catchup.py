@@ -193,7 +193,7 @@ def test_a_replica_alone_is_repaired_from_its_own_copy(pool: Pool, publisher: Pu
     agent = pool.add_replica("replica-0", engine)
     publisher.push_base(Model(1))
     engine.base = weights(Model(9))
-    agent.serving.dirty_reason = "a layer burned"
+    engine.dirty_reason = "a layer burned"
     until(lambda: not agent.serving.dirty_reason and is_ready(pool, "replica-0"))
     assert same(engine.base, weights(Model(1)))
 

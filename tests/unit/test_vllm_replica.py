@@ -83,7 +83,12 @@ class FakeEngine:
             await self.hang[method].wait()
         if method in self.answers:
             return self.answers[method]()
-        values = {"weft_handle": {"handle": b"h"}, "weft_keep_base": HELD}
+        values = {
+            "weft_handle": {"handle": b"h"},
+            "weft_keep_base": HELD,
+            "weft_discard": {"changed": False, "kept": False},
+            "weft_loaded": {"load_seconds": 2.0},
+        }
         value = values.get(method, {})
         return [ok(rank, **value) for rank in range(self.num_ranks)]
 
@@ -108,6 +113,7 @@ def make_replica(
     load_seconds: float = 5.0,
     restore_seconds: float = 5.0,
     spills: bool = False,
+    in_place: bool = False,
 ) -> VllmReplica:
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
@@ -126,6 +132,7 @@ def make_replica(
             base_dtype=DataType.FLOAT32,
             adapter_dtype=DataType.FLOAT32,
             tensor_parallel_size=engine.num_ranks,
+            loads_in_place=in_place,
         ),
         reference=Reference("", ()),
         model_name="tiny",

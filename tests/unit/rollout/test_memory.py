@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_side.landing import Landing
+from rollout_side.landing import Landing, StagedLanding
 from rollout_side.memory import MARGIN_BYTES, Memory, Staging, stage_on_device
 from rollout_side.staged import PartialTransfer, StagedVersion
 from rollout_side.store import WorkerStore
@@ -35,6 +35,7 @@ NONCE = 7
         ("host", GPU, 100 * GIB, False),
         ("auto", CPU, 100 * GIB, False),
         ("device", CPU, 100 * GIB, False),
+        ("in-place", GPU, 100 * GIB, False),
     ],
 )
 def test_a_base_is_staged_on_the_device_if_it_fits(
@@ -109,7 +110,7 @@ def send(landing: Landing, index: int, nonce: int = NONCE) -> torch.Tensor:
 def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
     second = torch.zeros(SIZE, dtype=torch.uint8)
-    landing = Landing(MANIFEST, segment, device, second)
+    landing = StagedLanding(MANIFEST, [], segment, device, second)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
         payload = send(landing, index)
@@ -122,7 +123,7 @@ def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
 
 def test_a_bucket_of_another_transfer_does_not_land() -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
-    landing = Landing(MANIFEST, segment, ELSEWHERE)
+    landing = StagedLanding(MANIFEST, [], segment, ELSEWHERE)
     send(landing, 0, nonce=8)
     with pytest.raises(DigestMismatchError, match="nonce"):
         landing.land(0, NONCE)

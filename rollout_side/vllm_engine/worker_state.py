@@ -1,0 +1,108 @@
+"""What a worker process keeps for Weft between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rollout_side.cloner import Cloner
+from rollout_side.engine import GroupSpec
+from rollout_side.in_place_load import InPlaceLoad
+from rollout_side.inflow import Inflow
+from rollout_side.spiller import Spiller
+from rollout_side.store import WorkerStore
+from rollout_side.vllm_engine.direct_adapter import AdapterLoader
+from rollout_side.vllm_engine.direct_load import DirectPlan
+from rollout_side.vllm_engine.in_place import load_in_place
+from weft.contract.errors import LoadFailedError, NotReadyError
+from weft.contract.reference import Reference
+from weft.transport.group import on_device
+
+
+class ReceiverLike(Protocol):
+    """What a worker needs of ``rollout_side.receiver.Receiver``."""
+
+    def join(self, spec: GroupSpec) -> None:
+        """Join a side group in a thread of its own; returns at once."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+@dataclass
+class WorkerState:
+    """What a worker process keeps for Weft."""
+
+    store: WorkerStore
+    reference: Reference
+    receiver: ReceiverLike | None = None
+    cloner: Cloner | None = None
+    """On the receiving rank, which holds every copy."""
+    spiller: Spiller | None = None
+    """There, too, if the replica has a spill directory."""
+    adapters: AdapterLoader = field(default_factory=AdapterLoader)
+    plan: DirectPlan | None = None
+    """How the base that was loaded last can be loaded by copies alone."""
+    load: InPlaceLoad | None = None
+    """Of the base that is loaded in place, or was and waits for its commit."""
+
+    def check_idle(self) -> None:
+        """Refuse to touch weights beside a loader that did not end when it was told to.
+
+        Raises:
+            LoadFailedError: Metadata ``dirty`` "true".
+        """
+        if self.load is not None and self.load.is_running:
+            raise LoadFailedError(
+                f"{self.load.inflow.version} is still being loaded in place",
+                metadata={"dirty": "true"},
+            )
+
+
+def state_of(worker: Any) -> WorkerState:
+    state: WorkerState | None = getattr(worker, "weft_state", None)
+    if state is None:
+        raise NotReadyError("weft_open has not been called on this worker")
+    return state
+
+
+def memory_of(state: WorkerState) -> dict[str, Any]:
+    if state.receiver is None:
+        return {
+            "adapter_bytes": 0,
+            "staging_bytes": 0,
+            "transfer_ids": [],
+            "retained_bases": [],
+            "spilled": [],
+            "pinned_base_bytes": 0,
+        }
+    usage = state.store.usage()
+    loading = {state.load.transfer_id} if state.load is not None else set()
+    return {
+        "adapter_bytes": usage.adapter_bytes,
+        "staging_bytes": usage.staging_bytes + usage.free_bytes,
+        "transfer_ids": sorted({*usage.transfer_ids, *loading}),
+        "retained_bases": list(state.store.retained_bases()),
+        "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
+        "pinned_base_bytes": usage.pinned_bytes,
+    }
+
+
+def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
+    """What loads an inflow on a thread of its own, after all that the engine's thread, which
+    calls this, has given to the device."""
+    device: torch.device = worker.device
+    given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def load(inflow: Inflow) -> None:
+        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        plan, state.plan = state.plan, None
+        with on_device(device):
+            if given is not None:
+                torch.cuda.current_stream(device).wait_event(given)
+            state.plan = load_in_place(worker, inflow, state.reference, plan)
+
+    return load
