@@ -9,6 +9,7 @@ from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
+from weft.coordinator.in_place import is_loading
 from weft.coordinator.state import (
     ContentDigest,
     Errand,
@@ -148,7 +149,7 @@ class Checks:
         if pool.missing_from(beat.vector) and pool.missing_from(replica.vector):
             lacking = pool.missing_from(replica.vector)
             fail(f"{beat.replica_id} was told that it is ready and lacks {lacking}")
-        if beat.dirty_reason and replica.dirty_reason:
+        if beat.dirty_reason and replica.dirty_reason and not is_loading(state, replica.name):
             fail(f"{beat.replica_id} was told that it is ready and is dirty")
 
     def group_opened(self, group: Group) -> None:
