@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--bucket-mib", type=int, default=None)
+    parser.add_argument("--staging", default="device", help="of the replicas: device, in-place")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
     parser.add_argument("--native", action="store_true", help="measure vLLM's own ways, too")
     parser.add_argument("--work", type=Path, default=None)
@@ -157,10 +158,12 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     began = time.monotonic()
     names = [f"replica-{number}" for number in range(args.replicas)]
     for number, name in enumerate(names):
-        pool.launch(name, str(number + 1), model_dir, *vllm)
+        options = ("--staging", args.staging)
+        pool.launch(name, str(number + 1), model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
-    print(f"{len(names)} replicas serve after {time.monotonic() - began:.1f} s", flush=True)
+    took = time.monotonic() - began
+    print(f"{len(names)} replicas, staging {args.staging}, serve after {took:.1f} s", flush=True)
     pool.wait_ready(len(names), 30)
     for name in names[1:]:
         pool.set_apart(name)

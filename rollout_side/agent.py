@@ -110,7 +110,7 @@ class Agent:
 
     def _holdings(self) -> Holdings:
         now, drain = self.serving, self._drain.note()
-        return Holdings(now.vector, now.memory, now.dirty_reason, drain, now.pins)
+        return Holdings(now.vector, now.memory, now.mixed_reason, drain, now.pins)
 
     # -- leaving it in good order ----------------------------------------------
 

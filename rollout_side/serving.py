@@ -63,8 +63,17 @@ class Serving:
 
     @property
     def dirty_reason(self) -> str:
-        """Why the engine may hold mixed weights; empty when it does not."""
+        """Why the engine may hold mixed weights; empty when it does not, or as long as it
+        is meant to: see ``mixed_reason``."""
         return self._engine.dirty_reason
+
+    @property
+    def mixed_reason(self) -> str:
+        """The same, and said as well while a base is loaded in place: nobody but who
+        ordered that may rely on these weights."""
+        if self.dirty_reason or not self._engine.loading:
+            return self.dirty_reason
+        return "a base is being loaded in place"
 
     @property
     def is_switching(self) -> bool:

@@ -141,6 +141,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.join_error: WeftError | None = None
         self.stage_failure: tuple[str, str] | None = None
         self.breaks_at = ""
+        self.load_error: WeftError | None = None
+        self.loads: list[replica_pb2.LoadTransferRequest] = []
         self.commit_error: WeftError | None = None
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
@@ -233,6 +235,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             pause=duration_to_proto(0.25),
             retained_base_versions=self.retained,
         )
+
+    async def LoadTransfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls.append("load")
+        self.loads.append(request)
+        if self.load_error:
+            raise self.load_error
+        return replica_pb2.LoadTransferResponse()
 
     async def SwitchVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("switch")

@@ -307,3 +307,29 @@ async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
         inspect_pb2.GetTransferRequest(transfer_id=first.transfer_id)
     )
     assert fetched.transfer.state == publish_pb2.TRANSFER_STATE_COMMITTED
+
+
+async def test_replicas_that_load_in_place_are_told_to(pool: Pool) -> None:
+    replicas = [await pool.replica("r0", loads_in_place=True), await pool.replica("r1")]
+    trainer = await pool.trainer(policy="base")
+    transfer = await trainer.push()
+    assert transfer.state == publish_pb2.TRANSFER_STATE_COMMITTED
+    assert [sorted(r.calls) for r in replicas] == [["commit", "join", "load"], ["commit", "join"]]
+    (order,) = replicas[0].loads
+    assert order.transfer_id == transfer.transfer_id
+    assert (order.version.policy, order.version.version) == ("base", 1)
+    assert order.coordinator_generation > 0
+    assert 0 < order.timeout.ToTimedelta().total_seconds() < 3600
+
+
+async def test_one_that_cannot_load_in_place_is_named(pool: Pool) -> None:
+    replica = await pool.replica("r0", loads_in_place=True)
+    replica.load_error = CapacityError("the engine does not hold still")
+    replica.breaks_at = "never-staged"
+    trainer = await pool.trainer(policy="base")
+    error = await _fails(trainer.push())
+    assert "r0 does not load in place: the engine does not hold still" in error.message
+    assert error.metadata["dirty"] == "true"
+    assert not await replica.heartbeat()
+    status = await trainer.inspect.ListReplicas(inspect_pb2.ListReplicasRequest())
+    assert "base@1 was not loaded whole" in status.replicas[0].state_reason

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_pool import GpuPool
+from tests.gpu.conftest import Note
 from tests.models import draw_adapter, draw_base, make_tokenizer
 from trainer_side import Publisher
 
@@ -95,26 +96,42 @@ def answers(url: str, model: str) -> list[tuple[list[str], list[float]]]:
 
 @dataclass
 class Place:
-    """One kind of model: a replica that is pushed to, a fresh engine, and its weights."""
+    """One kind of model: replicas that are pushed to, a fresh engine, and its weights."""
 
     kind: str
-    pool: GpuPool
-    pushed: str
+    pushed: Pushed
+    in_place: Pushed | None
+    """Beside it on the same GPU, in a pool of its own: it loads bases as they come."""
     fresh: str
     model: Any
-    path: Path
     adapter: Path | None
 
+
+@dataclass
+class Pushed:
+    """A pool of one replica that began with other weights."""
+
+    pool: GpuPool
+    url: str
+
+    def publisher(self, **settings: Any) -> Publisher:
+        """The trainer, which is this process."""
+        return Publisher(
+            self.pool.target, trainer_id="test", progress=None, timeout_seconds=90, **settings
+        )
+
     def log(self) -> str:
-        """Of the replica that is pushed to."""
+        """Of the replica."""
         return self.pool.replicas["pushed"].log_path.read_text()
+
+    def how(self) -> str:
+        """How bases were loaded last, as its log says."""
+        found = re.findall(r"(\d+ plain copies|layer by layer: .*)", self.log())
+        return str(found[-1]) if found else "by vLLM's reload"
 
 
 def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
-    """A pool of one replica that began with other weights; beside it a fresh engine."""
-    pool, beside = GpuPool(work / "pool"), GpuPool(work / "beside")
-    for each in (pool, beside):
-        each.work.mkdir()
+    """Pools of one replica that began with other weights; beside them a fresh engine."""
     model = make_model(kind, 1)
     path = save(model, work / "weights")
     began_with = save(make_model(kind, 0), work / "other")
@@ -130,17 +147,32 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         adapter = work / "adapter"
         wrapped.to(torch.bfloat16).save_pretrained(adapter)
         fresh_lora = ["--lora-modules", f"math={adapter}"]
+    gpus = ",".join(str(i + 1) for i in range(tp))
+    own = ",".join(str(i + 2) for i in range(tp)) if tp > 1 else "0"
+    args = [*VLLM, *lora, "--tensor-parallel-size", str(tp),
+            *(["--quantization", "fp8"] if kind == "fp8" else [])]  # fmt: skip
+    pools = [GpuPool(work / name) for name in ("pool", "beside", "in-place")[: 3 if tp == 1 else 2]]
     try:
-        gpus = ",".join(str(i + 1) for i in range(tp))
-        parallel = ("--tensor-parallel-size", str(tp))
-        own = ",".join(str(i + 2) for i in range(tp)) if tp > 1 else "0"
-        args = [*VLLM, *lora, *parallel, *(["--quantization", "fp8"] if kind == "fp8" else [])]
-        pool.start().launch("pushed", gpus, began_with, *args)
-        beside.start().launch("fresh", own, path, *args, *fresh_lora)
-        yield Place(kind, pool, pool.url("pushed"), beside.url("fresh"), model, path, adapter)
+        for each in pools:
+            each.work.mkdir()
+            each.start()
+        pools[0].launch("pushed", gpus, began_with, *args)
+        pools[1].launch("fresh", own, path, *args, *fresh_lora)
+        for pool in pools[2:]:
+            options = ("--staging", "in-place")
+            pool.launch("pushed", gpus, began_with, *args, options=options)
+        pushed = [Pushed(pool, pool.url("pushed")) for pool in (pools[0], *pools[2:])]
+        yield Place(
+            kind,
+            pushed[0],
+            pushed[1] if pushed[1:] else None,
+            pools[1].url("fresh"),
+            model,
+            adapter,
+        )
     finally:
-        pool.stop()
-        beside.stop()
+        for each in pools:
+            each.stop()
 
 
 @pytest.fixture(scope="module", params=["dense", "moe", "fp8"])
@@ -157,53 +189,68 @@ def wide(tmp_path_factory: Any) -> Iterator[Place]:
     yield from _place("dense", 2, tmp_path_factory.mktemp("wide"))
 
 
-def check_base(place: Place) -> None:
+def check_base(place: Place, pushed: Pushed, **settings: Any) -> str:
     """First by vLLM's own reload, then by copies; there and back again."""
     other = make_model(place.kind, 2)
     expected = answers(place.fresh, "base-model")
-    assert answers(place.pushed, "base-model") != expected
-    with Publisher(place.pool.target, trainer_id="test", progress=None,
-                   timeout_seconds=90) as publisher:  # fmt: skip
+    assert answers(pushed.url, "base-model") != expected
+    with pushed.publisher(**settings) as publisher:
         for number in range(2):
             publisher.push_base(place.model)
-            assert answers(place.pushed, "base-model") == expected, f"push {number}"
+            assert answers(pushed.url, "base-model") == expected, f"push {number}"
             publisher.push_base(other)
-            assert answers(place.pushed, "base-model") != expected, f"push {number}"
+            assert answers(pushed.url, "base-model") != expected, f"push {number}"
         publisher.push_base(place.model)
-        assert answers(place.pushed, "base-model") == expected
+        assert answers(pushed.url, "base-model") == expected
+    tokens = sum(len(found) for found, _ in expected)
+    return f"{tokens} tokens and log-probabilities bitwise a fresh engine's; {pushed.how()}"
 
 
-def test_a_pushed_base_answers_as_a_fresh_engine(place: Place) -> None:
-    check_base(place)
+def check_how(place: Place, pushed: Pushed) -> None:
+    """What is loaded as it is held was loaded by copies."""
     if not DRY:
-        how = "layer by layer" if place.kind == "fp8" else "plain copies"
-        assert how in place.log()
+        assert ("layer by layer" if place.kind == "fp8" else "plain copies") in pushed.how()
 
 
-def test_an_adapter_answers_as_one_from_disk(place: Place) -> None:
+def test_a_pushed_base_answers_as_a_fresh_engine(place: Place, note: Note) -> None:
+    note(place.kind, "5 bases, staged on the GPU", check_base(place, place.pushed))
+    check_how(place, place.pushed)
+
+
+def test_a_base_loaded_in_place_answers_as_a_fresh_engine(place: Place, note: Note) -> None:
+    assert place.in_place is not None
+    found = check_base(place, place.in_place, bucket_bytes=4 * 2**20)  # several a push
+    note(place.kind, "5 bases, in place", found)
+    check_how(place, place.in_place)
+
+
+@pytest.mark.parametrize("where", ["pushed", "in_place"])
+def test_an_adapter_answers_as_one_from_disk(place: Place, where: str, note: Note) -> None:
     if place.adapter is None:
         pytest.skip("this model takes no adapters here")
+    pushed: Pushed = getattr(place, where)
     expected = answers(place.fresh, "math")
     assert expected != answers(place.fresh, "base-model")
-    with Publisher(place.pool.target, trainer_id="test", progress=None,
-                   timeout_seconds=90) as publisher:  # fmt: skip
+    with pushed.publisher() as publisher:
         publisher.push_base(place.model)
         for _ in range(2):
             version = publisher.push_adapter(place.adapter, "math")
-            assert answers(place.pushed, str(version)) == expected
+            assert answers(pushed.url, str(version)) == expected
         publisher.push_base(place.model)  # by copies: adapters stay served
-        assert answers(place.pushed, str(version)) == expected
+        assert answers(pushed.url, str(version)) == expected
+    found = "bitwise vLLM's own from a directory, before and after a base"
+    note(place.kind, f"2 adapters beside bases, {where.replace('_', ' ')}", found)
 
 
-def test_bytes_move_over_nccl(place: Place) -> None:
+def test_bytes_move_over_nccl(place: Place, note: Note) -> None:
     if DRY:
         pytest.skip("no GPU")
-    assert re.search(r"staged base@\d+", place.log())
-    with Publisher(place.pool.target, trainer_id="test", backend="gloo", progress=None,
-                   timeout_seconds=90) as publisher:  # fmt: skip
+    assert re.search(r"staged base@\d+", place.pushed.log())
+    with place.pushed.publisher(backend="gloo") as publisher:
         publisher.push_base(place.model)  # the other way is open, too
-    assert answers(place.pushed, "base-model") == answers(place.fresh, "base-model")
+    assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
+    note(place.kind, "a base over gloo after those over NCCL", "bitwise a fresh engine's")
 
 
-def test_both_ranks_get_what_one_received(wide: Place) -> None:
-    check_base(wide)
+def test_both_ranks_get_what_one_received(wide: Place, note: Note) -> None:
+    note("dense, TP 2", "5 bases, staged on the GPU", check_base(wide, wide.pushed))

@@ -9,6 +9,7 @@ from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
+from weft.coordinator.in_place import is_loading
 from weft.coordinator.state import (
     ContentDigest,
     Errand,
@@ -113,9 +114,12 @@ class Checks:
             self._has_staged(state, transfer, replica_id, record.content_digest)
             for replica_id in transfer.targets
         )
-        if num_staged < len(transfer.targets) or num_staged < transfer.min_replicas:
+        # What is loaded in place already is committed by those that are left.
+        wanted = 1 if transfer.loading else transfer.min_replicas
+        if num_staged < len(transfer.targets) or num_staged < wanted:
             fail(f"{record.version} was committed with {num_staged} replicas that have it")
-        if transfer.require_all and transfer.targets != self._begun.get(transfer.transfer_id):
+        was_begun_by = self._begun.get(transfer.transfer_id)
+        if transfer.require_all and not transfer.loading and transfer.targets != was_begun_by:
             fail(f"{record.version} requires all and was committed without one")
         if transfer.lost:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
@@ -145,7 +149,7 @@ class Checks:
         if pool.missing_from(beat.vector) and pool.missing_from(replica.vector):
             lacking = pool.missing_from(replica.vector)
             fail(f"{beat.replica_id} was told that it is ready and lacks {lacking}")
-        if beat.dirty_reason and replica.dirty_reason:
+        if beat.dirty_reason and replica.dirty_reason and not is_loading(state, replica.name):
             fail(f"{beat.replica_id} was told that it is ready and is dirty")
 
     def group_opened(self, group: Group) -> None:

@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 TICK_SECONDS = 0.25
-_CALL_SECONDS = {"join": 10.0, "discard": 5.0, "retire": 10.0}
+_CALL_SECONDS = {"join": 10.0, "load": 30.0, "discard": 5.0, "retire": 10.0}
 _DESCRIBE_SECONDS = 10.0
 _Switch = effects.CallCommit | effects.CallSwitch
 _ReplicaCall = (
-    effects.CallJoin | effects.CallSend | effects.CallDiscard | effects.CallRetire | _Switch
+    effects.CallJoin
+    | effects.CallLoad
+    | effects.CallSend
+    | effects.CallDiscard
+    | effects.CallRetire
+    | _Switch
 )
 
 
@@ -123,6 +128,12 @@ class SimCoordinator(Process):
                     "join",
                     effect,
                     lambda v, f: events.JoinAnswered(effect.transfer_id, effect.replica_id, f),
+                )
+            case effects.CallLoad():
+                self._call(
+                    "load",
+                    effect,
+                    lambda v, f: events.LoadAnswered(effect.transfer_id, effect.replica_id, f),
                 )
             case effects.CallCommit() | effects.CallSwitch():
                 self._call("switch", effect, lambda v, f: self._has_switched(effect, v, f))

@@ -104,9 +104,11 @@ class Network:
             future.then(answered)
 
         def repeat() -> None:
-            # To flip a name is no transfer, which a replica would know again; but gRPC
-            # repeats a call only until it has its answer.
-            if not (answer.done and isinstance(args.get("order"), CallSwitch)):
+            # To flip a name is no transfer, which a replica would know again, and to register
+            # is to be told what is wanted; but gRPC repeats a call only until it has its
+            # answer.
+            heard = method == "register" or isinstance(args.get("order"), CallSwitch)
+            if not (answer.done and heard):
                 deliver()
 
         deadline = self.clock.now + max(0.0, timeout)

@@ -109,7 +109,9 @@ def _is_lacked(state: State, version: PolicyVersion) -> bool:
     for replica in state.replicas.values():
         if replica.lost or out_of_transfers(state, replica):
             continue
-        lacking = state.vector.missing_from(replica.vector)
-        if str(version) in lacking and (version.policy == "base" or not replica.dirty_reason):
+        lacking = str(version) in state.vector.missing_from(replica.vector)
+        if version.policy == "base" and (lacking or replica.dirty_reason):
+            return True
+        if lacking and not replica.dirty_reason:
             return True
     return False

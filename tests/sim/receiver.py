@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, any_of
 from tests.sim.data import digest_over
+from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
+    LoadFailedError,
     PeerUnavailableError,
     TransferAbortedError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.state import Group, Transfer
+from weft.coordinator.state import Group, PolicyKind, Transfer
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
@@ -122,6 +124,8 @@ class Receiver:
         if store.num_held(self.index) >= _STAGING_ROOM:
             raise CapacityError("staging is full")
         self._prepared = transfer, partial
+        if self._in_place(transfer):
+            self.replica.in_place.prepare(transfer.transfer_id)
         self.stream.up(("prepared", transfer.transfer_id, len(partial.contents)))
 
     def _receive(self, transfer_id: str, first_bucket: int) -> Generator[Any, Any, None]:
@@ -132,12 +136,31 @@ class Receiver:
         contents = partial.contents
         del contents[first_bucket:]  # a slower member lacks those: they come again
         yield from self._receive_buckets(transfer, contents)
+        if self._in_place(transfer):
+            yield from self._await_loaded(transfer)
         self._prepared = None
         digest = digest_over(contents, transfer.layout)
         copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents))
         self.replica.store.put_staged(copy, self.index)
         self.world.checks.staging(self, transfer_id, digest)
         self.stream.up(("staged", transfer_id, digest))
+
+    def _in_place(self, transfer: Transfer) -> bool:
+        return self.replica.kind.in_place and transfer.kind is PolicyKind.BASE
+
+    def _await_loading(self, transfer: Transfer) -> Generator[Any, Any, None]:
+        """Until what was received is loaded, its memory is not received into again."""
+        late = TransferTimeoutError("requests are not held still")
+        left = self._deadline - self.world.clock.now
+        opened = self.replica.in_place.opened(transfer.transfer_id)
+        yield any_of(self.world.clock, left, opened, self._aborted, late=late)
+
+    def _await_loaded(self, transfer: Transfer) -> Generator[Any, Any, None]:
+        yield from self._await_loading(transfer)
+        outcome = self.world.load_outcome()
+        yield self.world.random.uniform(0.001, outcome.seconds)
+        if outcome.failure:
+            raise LoadFailedError("the engine broke", metadata={"dirty": "true"})
 
     def _receive_buckets(
         self, transfer: Transfer, contents: list[bytes]
@@ -147,6 +170,8 @@ class Receiver:
         data = world.data_of(self.group, transfer.transfer_id, sender)
         late = TransferTimeoutError("the bytes did not come")
         for number in range(transfer.layout.num_buckets - len(contents)):
+            if self._in_place(transfer) and len(contents) >= AHEAD:
+                yield from self._await_loading(transfer)
             arrives, left = data.operation(number), self._deadline - world.clock.now
             bucket, content = yield any_of(
                 world.clock, left, arrives, data.broken, self._aborted, late=late
@@ -163,6 +188,8 @@ class Receiver:
                 content = b"corrupt!"
             world.checks.receiving(self, transfer.transfer_id, bucket, len(contents))
             contents.append(content)
+            if self._in_place(transfer):
+                self.replica.in_place.verified(transfer.transfer_id, len(contents))
             self.stream.up(("verified", transfer.transfer_id, bucket))
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import layout_of
 from tests.sim.drain import SimDrain
+from tests.sim.in_place import InPlace
 from tests.sim.receiver import Receiver
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
@@ -45,6 +46,8 @@ class Kind:
 
     num_receivers: int
     retain_base: int
+    in_place: bool = False
+    """It loads bases as they come and retains none; it has one receiver."""
 
 
 class SimReplica(Process):
@@ -58,6 +61,7 @@ class SimReplica(Process):
         self.vector = VersionVector()
         self.served: dict[PolicyVersion, ContentDigest] = {}
         self.store = Store(kind.num_receivers, kind.retain_base)
+        self.in_place = InPlace(self)
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
@@ -115,13 +119,17 @@ class SimReplica(Process):
                 yield 1.0
 
     def _register(self) -> Generator[Any, Any, float]:
-        receivers = self.kind.num_receivers
+        capabilities = dataclasses.replace(
+            CAPABILITIES,
+            num_receivers=self.kind.num_receivers,
+            loads_in_place=self.kind.in_place,
+        )
         answer = yield self._call(
             "register",
             replica_id=self.name,
             incarnation=self.incarnation,
             address=self.name,
-            capabilities=dataclasses.replace(CAPABILITIES, num_receivers=receivers),
+            capabilities=capabilities,
             vector=self.vector,
             retained=self._memory[0],
             dirty_reason=self.dirty_reason,
@@ -155,8 +163,11 @@ class SimReplica(Process):
                 future.set(True)
             case effects.CallSend():
                 self._send(order, future)
+            case effects.CallLoad():
+                self._load_in_place(order, future)
             case effects.CallDiscard():
                 self.store.discard(order.transfer_id)
+                self.in_place.discard(order.transfer_id)
                 future.set(True)
             case effects.CallRetire():
                 self._retire(order.versions)
@@ -176,6 +187,13 @@ class SimReplica(Process):
                 old.leave()
             receiver = Receiver(self, group, first_rank + index, index, old)
             self.receivers[group.trainer_id, index] = receiver
+
+    def _load_in_place(self, order: effects.CallLoad, answer: Future) -> None:
+        try:
+            self.in_place.order(order)
+            answer.set(True)
+        except NotReadyError as error:
+            answer.set(error=error)
 
     def _retire(self, versions: tuple[PolicyVersion, ...]) -> None:
         for version in versions:
@@ -268,6 +286,7 @@ class SimReplica(Process):
         self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
         self.vector = self.vector.with_base(copy.version.version)
         self.dirty_reason = ""
+        self.in_place.discard(copy.transfer_id)  # it is loaded
         before = self.store.bases
         self.store.keep(copy)
         self.served[copy.version] = copy.digest

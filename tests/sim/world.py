@@ -73,10 +73,15 @@ class World:
         self.trainers: dict[str, SimTrainer] = {}
         self.start_coordinator()
         retain_base = self.random.choice([0, 1, 1, 2, 2, 3])
+        in_place = self.random.choice([0.0, 0.0, 0.7, 1.0])
         for i in range(self.random.choice([1, 2, 2, 3, 3, 4])):
             unlike = self.random.random() < 0.1
             retain = self.random.choice([0, 1, 2]) if unlike else retain_base
-            self.start_replica(f"r{i}", Kind(self.random.choice([1, 1, 2]), retain))
+            if self.random.random() < in_place:
+                kind = Kind(1, 0, in_place=True)
+            else:
+                kind = Kind(self.random.choice([1, 1, 2]), retain)
+            self.start_replica(f"r{i}", kind)
         for i in range(self.random.choice([1, 2, 2, 3])):
             wanted = self.random.sample(POLICIES, self.random.choice([1, 2]))
             self.start_trainer(f"t{i}", sorted(wanted))

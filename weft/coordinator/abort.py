@@ -1,10 +1,10 @@
-"""Giving a transfer up before its commit point: nothing changed anywhere."""
+"""Giving a transfer up before its commit point: nothing that is served has changed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.coordinator import setbacks
+from weft.coordinator import in_place, setbacks
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import DropGroup, SaveVersion, SendAbort
@@ -19,6 +19,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     is recorded. The group goes too, since a collective may be half done in it.
     """
     assert transfer.uncommitted
+    failure = in_place.with_price(transfer, failure)
     error = failure.error()
     change.refuse((*transfer.begin_tickets, *transfer.await_tickets), error)
     if transfer.phase is Phase.WAITING:
@@ -42,6 +43,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
     close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
     discard(change, transfer.transfer_id, transfer.targets)
+    in_place.abandon(change, transfer, transfer.targets, failure)
     change.announce(
         "clone_failed" if transfer.errand is Errand.CLONE else "transfer_aborted",
         transfer.transfer_id,

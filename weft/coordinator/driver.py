@@ -219,6 +219,7 @@ class Driver:
                 self._feed.publish(wall, effect.kind, effect.subject, effect.message)
             case (
                 effects.CallJoin()
+                | effects.CallLoad()
                 | effects.CallCommit()
                 | effects.CallSend()
                 | effects.CallSwitch()

@@ -276,6 +276,17 @@ class CallJoin:
 
 
 @dataclass(frozen=True)
+class CallLoad:
+    """LoadTransfer; answered as LoadAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    version: PolicyVersion
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
 class CallCommit:
     """CommitTransfer."""
 
@@ -405,6 +416,7 @@ Effect = (
     | SendReform
     | SendAbort
     | CallJoin
+    | CallLoad
     | CallCommit
     | CallSend
     | CallSwitch

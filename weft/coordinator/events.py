@@ -242,6 +242,15 @@ class JoinAnswered:
 
 
 @dataclass(frozen=True)
+class LoadAnswered:
+    """A replica loads a base as it comes, or could not be told to."""
+
+    transfer_id: str
+    replica_id: str
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
 class CommitAnswered:
     """A replica serves a version (``vector`` is set), or says why not."""
 
@@ -379,6 +388,7 @@ Event = (
     | RankStaged
     | RankFailed
     | JoinAnswered
+    | LoadAnswered
     | CommitAnswered
     | RetireAnswered
     | DiscardAnswered

@@ -79,6 +79,6 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
 
 
 def _is_wanted(state: State, replica: Replica, record: VersionRecord) -> bool:
-    if record.state is not VersionState.COMMITTED or replica.dirty_reason:
+    if record.state is not VersionState.COMMITTED:
         return False
     return record.version in wants(state, replica) and not replica.vector.holds(record.version)

@@ -13,7 +13,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import check_name
-from weft.coordinator import abort, drains, events, leftovers, reform
+from weft.coordinator import abort, drains, events, in_place, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.discard import tell_at_registration
@@ -168,19 +168,22 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         pins_obeyed=event.pins_obeyed,
         pinned_bytes=event.pinned_bytes,
     )
+    # While it loads in place its weights are mixed, as they must be.
+    loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
         replica = replace(
             replica,
             vector=event.vector,
             retained=event.retained,
-            dirty_reason=event.dirty_reason,
+            dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
         )
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
     # What it says of itself now counts at once against it, though not yet for it.
-    change.reply(event.ticket, replace(answer, ready=answer.ready and not event.dirty_reason))
+    whole = loading or not event.dirty_reason
+    change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
 
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:

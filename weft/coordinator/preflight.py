@@ -14,7 +14,7 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import Manifest
 from weft.contract.reference import Reference, check_base
-from weft.coordinator import events
+from weft.coordinator import events, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CheckFit
 from weft.coordinator.state import (
@@ -118,6 +118,8 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
+        if in_place.loads_in_place(replica, transfer.kind):
+            continue
         if transfer.kind is PolicyKind.BASE:
             room = capabilities.staging_capacity_bytes - replica.pinned_bytes
             what = "staging"

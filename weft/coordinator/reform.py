@@ -2,7 +2,8 @@
 
 The sender keeps every bucket until all have verified it, so the survivors go on
 from the oldest bucket that one of them lacks and no source is rewound. Whether a
-push may go on is the trainer's choice (``weft.v1.Requirement``).
+push may go on is the trainer's choice (``weft.v1.Requirement``), unless it is loaded in
+place (see in_place.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from weft.coordinator import abort
+from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard, CallJoin, OpenGroup, SaveEpoch, SendReform
 from weft.coordinator.state import Errand, Failure, Group, Member, Phase, Replica, Transfer
@@ -35,7 +36,10 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
     if replica is not None:
         # Most often its process is dead: no push waits for it until it is heard again.
         change.put_replica(replace(replica, suspicion=failure.message))
-    if transfer.require_all or len(survivors) < transfer.min_replicas:
+    in_place.abandon(change, transfer, [replica_id], failure)
+    may_go_on = transfer.loading or not transfer.require_all
+    enough = 1 if transfer.loading else transfer.min_replicas
+    if not may_go_on or len(survivors) < enough:
         abort.abort(change, transfer, failure)
     else:
         _reform(change, transfer, group, survivors, replica_id, failure)

@@ -30,6 +30,8 @@ from weft.v1 import replica_pb2, replica_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 10.0
+# To hold requests still, a replica waits for its engine's step.
+_LOAD_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
 _BEGUN_AT_ONCE: Final = 16
@@ -39,6 +41,7 @@ _DESCRIBE_SECONDS: Final = 60.0
 
 ReplicaCall = (
     effects.CallJoin
+    | effects.CallLoad
     | effects.CallCommit
     | effects.CallSend
     | effects.CallSwitch
@@ -92,6 +95,8 @@ class ReplicaCaller:
         match call:
             case effects.CallJoin():
                 await self._join(call)
+            case effects.CallLoad():
+                await self._load(call)
             case effects.CallCommit():
                 await self._commit(call)
             case effects.CallSend():
@@ -149,6 +154,20 @@ class ReplicaCaller:
         except grpc.RpcError as error:
             failure = _failure(error, call.replica_id)
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def _load(self, call: effects.CallLoad) -> None:
+        request = replica_pb2.LoadTransferRequest(
+            coordinator_generation=self._generation,
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            timeout=duration_to_proto(call.timeout_seconds),
+        )
+        failure = None
+        try:
+            await self._stub(call.address).LoadTransfer(request, timeout=_LOAD_SECONDS)
+        except grpc.RpcError as error:
+            failure = _failure(error, call.replica_id)
+        self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _commit(self, call: effects.CallCommit) -> None:
         request = replica_pb2.CommitTransferRequest(

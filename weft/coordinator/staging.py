@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.coordinator import abort, events, reform
+from weft.coordinator import abort, events, in_place, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import commit
 from weft.coordinator.effects import SendPrepare, SendStart
@@ -72,7 +72,17 @@ def rank_prepared(change: Change, event: events.RankPrepared) -> None:
                 min(min(prepared.values()), transfer.layout.num_buckets),
             )
         )
+        transfer = in_place.order_loads(change, transfer)
     change.put_transfer(transfer)
+
+
+def load_answered(change: Change, event: events.LoadAnswered) -> None:
+    """A replica that cannot load in place, or cannot be told to, is lost to the push."""
+    transfer = change.state.transfers.get(event.transfer_id)
+    if event.failure and transfer and transfer.uncommitted:
+        why = f"{event.replica_id} does not load in place: {event.failure.message}"
+        failure = Failure(event.failure.reason, why, {"member": event.replica_id})
+        reform.lose_replica(change, transfer, event.replica_id, failure)
 
 
 def rank_staged(change: Change, event: events.RankStaged) -> None:
@@ -100,13 +110,11 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
 
 
 def _mismatch(member: str, what: str) -> Failure:
-    return Failure(
-        "DIGEST_MISMATCH", f"{member} has {what}; nothing was changed", {"member": member}
-    )
+    return Failure("DIGEST_MISMATCH", f"{member} has {what}", {"member": member})
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
-    """A rank cannot go on: nor can the transfer."""
+    """A rank cannot go on: nor can the transfer, unless it is loaded in place already."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None:
         return
@@ -114,7 +122,10 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
     member = group.member_name(event.rank)
     failure = Failure(event.reason or "INTERNAL", f"{member}: {event.message}", {"member": member})
     if failure.reason != "PEER_GONE":
-        abort.abort(change, transfer, failure)
+        if transfer.loading and event.rank:
+            reform.lose_replica(change, transfer, member, failure)
+        else:
+            abort.abort(change, transfer, failure)
         return
     judge_at = transfer.judge_at or change.now + JUDGE_AFTER_SECONDS
     accusations = {**transfer.accusations, event.rank: failure}

@@ -374,6 +374,8 @@ class Transfer:
     prepared: Mapping[int, int] = field(default_factory=dict)
     """Buckets that each receiver has verified already, by rank."""
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
+    loading: frozenset[str] = frozenset()
+    """Replicas that were told to load it in place, in this epoch or a former one."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0

@@ -116,6 +116,8 @@ def _apply(change: Change, event: events.Event) -> None:
             staging.rank_failed(change, event)
         case events.JoinAnswered():
             admission.join_answered(change, event)
+        case events.LoadAnswered():
+            staging.load_answered(change, event)
         case events.CommitAnswered():
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:

@@ -1,0 +1,131 @@
+"""Pools that load in place: a real coordinator gives the orders, over real gRPC and gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.integration.models import Model, same, until, weights
+from tests.pool import EngineDouble, Pool, running_pool
+from trainer_side import Publisher
+from weft.contract.errors import LoadFailedError, WeftError
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with running_pool(tmp_path / "weft.db") as running:
+        yield running
+
+
+def add(pool: Pool, replica_id: str, *, in_place: bool = True) -> EngineDouble:
+    engine = EngineDouble(weights(Model(50)), in_place=in_place, retain_base=1)
+    pool.add_replica(replica_id, engine)
+    return engine
+
+
+def trainer(pool: Pool, seconds: float = WAIT_SECONDS) -> Publisher:
+    return Publisher(
+        pool.target, trainer_id="trainer-a", timeout_seconds=seconds, bucket_bytes=2048
+    )
+
+
+def standing(pool: Pool, replica_id: str) -> tuple[pb.ReplicaState, str]:
+    with open_channel(pool.target) as channel:
+        replicas = InspectServiceStub(channel).ListReplicas(pb.ListReplicasRequest()).replicas
+    found = next(r for r in replicas if r.replica_id == replica_id)
+    return found.state, found.state_reason
+
+
+def is_ready(pool: Pool, replica_id: str) -> bool:
+    return standing(pool, replica_id)[0] == pb.REPLICA_STATE_READY
+
+
+def at_bucket(engine: EngineDouble, index: int, do: Callable[[], object]) -> None:
+    """Once, before a bucket is loaded."""
+    waiting = [do]
+
+    def before(number: int) -> None:
+        if number == index and waiting:
+            waiting.pop()()
+
+    engine.before_bucket = before
+
+
+def test_they_serve_with_others_what_is_pushed(pool: Pool) -> None:
+    engines = [add(pool, "replica-0"), add(pool, "replica-1", in_place=False)]
+    with trainer(pool) as publisher:
+        for seed in (1, 2, 3):
+            publisher.push_base(Model(seed))
+            for engine in engines:
+                assert same(engine.base, weights(Model(seed)))
+    assert engines[0].store.retained_bases() == ()
+    assert is_ready(pool, "replica-0")
+
+
+def test_one_that_is_lost_midway_does_not_cost_the_others_their_weights(pool: Pool) -> None:
+    """``require="all"``, which counts when the push begins."""
+    engine = add(pool, "replica-0")
+    add(pool, "replica-1")
+    at_bucket(engine, 2, lambda: pool.remove_replica("replica-1"))
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+        report = publisher.last_report
+    assert report is not None
+    assert report.num_replicas == 1
+    assert same(engine.base, weights(Model(1)))
+
+
+def test_one_whose_engine_fails_is_repaired_by_the_next_push(pool: Pool) -> None:
+    good, bad = add(pool, "replica-0"), add(pool, "replica-1")
+
+    def burn() -> None:
+        raise LoadFailedError("a layer burned", metadata={"dirty": "true"})
+
+    at_bucket(bad, 2, burn)
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+        assert same(good.base, weights(Model(1)))
+        until(lambda: standing(pool, "replica-1")[0] == pb.REPLICA_STATE_QUARANTINED)
+        publisher.push_base(Model(2))
+    assert same(bad.base, weights(Model(2)))
+    until(lambda: is_ready(pool, "replica-1"))
+
+
+def test_a_push_that_runs_out_of_time_leaves_them_out_of_service(pool: Pool) -> None:
+    """The staged replica serves on, and lends its copy to the one that cannot."""
+    in_place, staged = add(pool, "replica-0"), add(pool, "replica-1", in_place=False)
+    late = threading.Event()
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+    with ThreadPoolExecutor(1) as threads, trainer(pool, 2.0) as publisher:
+        at_bucket(in_place, 2, lambda: late.wait(WAIT_SECONDS))
+        push = threads.submit(publisher.push_base, Model(2))
+        with pytest.raises(WeftError) as failed:
+            push.result(WAIT_SECONDS)
+        late.set()
+    assert (failed.value.reason, failed.value.metadata["dirty"]) == ("DEADLINE", "true")
+    assert same(staged.base, weights(Model(1)))
+    until(lambda: is_ready(pool, "replica-0"), WAIT_SECONDS)
+    assert same(in_place.base, weights(Model(1)))
+
+
+def test_a_coordinator_that_dies_midway_finds_them_dirty(pool: Pool) -> None:
+    engine = add(pool, "replica-0")
+    at_bucket(engine, 2, pool.stop_coordinator)
+    with trainer(pool, 5.0) as publisher:
+        with pytest.raises(WeftError):
+            publisher.push_base(Model(1))
+        pool.start_coordinator()
+        until(lambda: bool(engine.dirty_reason), WAIT_SECONDS)
+        publisher.push_base(Model(2))
+    assert same(engine.base, weights(Model(2)))
+    until(lambda: is_ready(pool, "replica-0"), WAIT_SECONDS)

@@ -1,0 +1,74 @@
+"""A replica's loading in place: a model of ``rollout_side.inflow`` and what drives it.
+
+The first bucket that is loaded makes the weights mixed; only a base that is committed
+makes them whole again. Told to load, a replica holds requests still.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.sim.clock import Future
+from weft.contract.errors import NotReadyError, TransferAbortedError
+from weft.coordinator import effects
+
+if TYPE_CHECKING:
+    from tests.sim.replica import SimReplica
+
+#: Buckets that are received before the first must be loaded.
+AHEAD = 2
+
+
+class InPlace:
+    """At most one transfer at a time is loaded."""
+
+    def __init__(self, replica: SimReplica) -> None:
+        self._replica = replica
+        self._transfer_id = ""
+        self._version = ""
+        self._num_verified = 0
+        self._opened = Future()
+
+    def prepare(self, transfer_id: str) -> None:
+        """A receiver is ready; what was loaded before is not gone on with."""
+        if transfer_id != self._transfer_id:
+            self._end()
+            self._transfer_id, self._num_verified = transfer_id, 0
+            self._opened = Future()
+
+    def order(self, order: effects.CallLoad) -> None:
+        """Requests are held still, and what has come is loaded."""
+        if order.transfer_id != self._transfer_id:
+            raise NotReadyError(f"{order.transfer_id} was not prepared here", reason="NOT_STAGED")
+        if not self._opened.done:
+            self._version = str(order.version)
+            self._opened.set()
+            self._touch()
+
+    def opened(self, transfer_id: str) -> Future:
+        """Done once a transfer's buckets are loaded as they come; fails if they never are."""
+        if transfer_id != self._transfer_id:
+            gone = Future()
+            gone.set(error=TransferAbortedError("it is not loaded any more"))
+            return gone
+        return self._opened
+
+    def verified(self, transfer_id: str, num_buckets: int) -> None:
+        """So many are there."""
+        if transfer_id == self._transfer_id:
+            self._num_verified = num_buckets
+            self._touch()
+
+    def discard(self, transfer_id: str) -> None:
+        """What was loaded of it stays where it is."""
+        if transfer_id == self._transfer_id:
+            self._end()
+
+    def _end(self) -> None:
+        self._transfer_id = ""
+        self._opened.set(error=TransferAbortedError("it is not loaded any more"))
+
+    def _touch(self) -> None:
+        if self._opened.done and self._num_verified:
+            self._replica.world.trace(self._replica.name, f"loads {self._version} in place")
+            self._replica.dirty_reason = f"{self._version} is being loaded in place"

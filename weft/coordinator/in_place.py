@@ -1,0 +1,74 @@
+"""Replicas that load a base as it comes: they hold one copy, and no room for another.
+
+They are told to load when bytes may flow, and hold requests still until their switch.
+The commit point stays where it is: after every rank has reported the same digest, and
+before any replica answers with the new weights. A push that ends sooner is served
+nowhere, as ever; but what has begun to load cannot go back, so its replica is taken out
+of service until a base repairs it. Hence a push that loads in place is not given up
+because of one replica, whatever its trainer requires: that is asked when it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from weft.coordinator.change import Change
+from weft.coordinator.effects import CallLoad
+from weft.coordinator.state import Failure, PolicyKind, Replica, State, Transfer
+
+
+def loads_in_place(replica: Replica, kind: PolicyKind) -> bool:
+    """Whether a replica has no copy of what it received before it switches."""
+    return kind is PolicyKind.BASE and replica.capabilities.loads_in_place
+
+
+def order_loads(change: Change, transfer: Transfer) -> Transfer:
+    """Bytes may flow: have replicas that load in place begin to.
+
+    In a new group they are told again; those that load already answer at once.
+    """
+    seconds = transfer.deadline - change.now
+    replicas = [change.state.replicas[replica_id] for replica_id in transfer.targets]
+    loading = [r for r in replicas if loads_in_place(r, transfer.kind)]
+    for replica in loading:
+        change.emit(
+            CallLoad(
+                transfer.transfer_id,
+                replica.replica_id,
+                replica.address,
+                transfer.policy_version,
+                seconds,
+            )
+        )
+    ids = frozenset(replica.replica_id for replica in loading)
+    return replace(transfer, loading=transfer.loading | ids)
+
+
+def is_loading(state: State, replica_id: str) -> bool:
+    """Whether a replica's weights are mixed because a transfer under way loads them."""
+    return any(
+        replica_id in transfer.loading and replica_id in transfer.targets
+        for transfer in state.transfers.values()
+    )
+
+
+def abandon(
+    change: Change, transfer: Transfer, replica_ids: Iterable[str], failure: Failure
+) -> None:
+    """Take replicas that were loading a transfer for dirty, until they say what they are."""
+    for replica_id in transfer.loading.intersection(replica_ids):
+        replica = change.state.replicas.get(replica_id)
+        if replica is not None:
+            why = f"{transfer.policy_version} was not loaded whole: {failure.message}"
+            change.put_replica(replace(replica, dirty_reason=why, vector_set_at=change.now))
+
+
+def with_price(transfer: Transfer, failure: Failure) -> Failure:
+    """The failure of a transfer that was loading in place, saying what it has cost."""
+    names = ", ".join(sorted(transfer.loading.intersection(transfer.targets)))
+    if not names:
+        return failure
+    price = f"{names} had begun to load it in place: out of service until a base is loaded whole"
+    text = f"{failure.message}; {price}"
+    return Failure(failure.reason, text, {**failure.metadata, "dirty": "true"})
