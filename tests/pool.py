@@ -181,9 +181,14 @@ class EngineDouble:
     def _commit_in_place(self, content_digest: bytes) -> SwitchTimes:
         assert self.load is not None
         self._maybe_fail()
-        seconds = self.load.settle(content_digest)
-        self.store.arriving.forget(self.load.transfer_id)
-        self.load, self.dirty_reason = None, ""
+        load, self.load = self.load, None
+        self.store.arriving.forget(load.transfer_id)
+        try:
+            seconds = load.settle(content_digest)
+        except LoadFailedError as error:
+            self.dirty_reason = error.message
+            raise
+        self.dirty_reason = ""
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:

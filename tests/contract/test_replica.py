@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +12,11 @@ import grpc
 import pytest
 import pytest_asyncio
 import torch
+from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
+from rollout_side.inflow import Inflow
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.staged import StagedVersion
 from tests.pool import EngineDouble
@@ -25,6 +29,7 @@ from weft.rpc.codec import vector_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.server import Servicer, bind, make_server
 from weft.rpc.status import error_from_rpc
+from weft.transport.digest import content_digest
 from weft.v1 import publish_pb2, replica_pb2, replica_pb2_grpc, types_pb2
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8, 8))])
@@ -63,8 +68,9 @@ class Served:
 
 
 @pytest_asyncio.fixture
-async def served() -> AsyncIterator[Served]:
-    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2)
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    in_place = getattr(request, "param", False)
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2, in_place=in_place)
     agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
     servicer = Servicer(
         "weft.v1.ReplicaService",
@@ -76,7 +82,7 @@ async def served() -> AsyncIterator[Served]:
     await server.start()
     async with open_aio_channel(agent.address) as channel:
         yield Served(agent, engine, replica_pb2_grpc.ReplicaServiceStub(channel))
-    engine.cloner.close()
+    engine.close()
     await server.stop(None)
 
 
@@ -142,6 +148,64 @@ async def test_sending_what_is_not_held(served: Served) -> None:
     assert await _refused(served.stub.SendVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
+def _load(transfer_id: str = "t1", **fields: Any) -> replica_pb2.LoadTransferRequest:
+    return replica_pb2.LoadTransferRequest(
+        transfer_id=transfer_id, version=BASE_1, timeout=Duration(seconds=60), **fields
+    )
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
+    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_inflow(arriving)
+    for _ in range(2):  # idempotent
+        await served.stub.LoadTransfer(_load())
+    wire = torch.full((MANIFEST.wire_bytes,), 7, dtype=torch.uint8)
+    arriving.put(0, wire, 99)
+    await asyncio.to_thread(arriving.wait_complete, lambda: None)
+    commit = replica_pb2.CommitTransferRequest(transfer_id="t1", version=BASE_1)
+    commit.content_digest.value = content_digest([99])
+    response = await served.stub.CommitTransfer(commit)
+    assert vector_from_proto(response.version_vector).base == 1
+    assert list(response.retained_base_versions) == []
+    assert response.pause.ToTimedelta() >= response.load.ToTimedelta()
+    assert served.engine.base["w"].view(torch.uint8).eq(7).all()
+    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
+    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_inflow(arriving)
+    await served.stub.LoadTransfer(_load())
+    arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), 99)
+    await asyncio.to_thread(arriving.wait_complete, lambda: None)
+    for _ in range(2):  # idempotent
+        await served.stub.DiscardTransfer(replica_pb2.DiscardTransferRequest(transfer_id="t1"))
+    status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
+    assert "in place" in status.dirty_reason
+    assert vector_from_proto(status.version_vector).base == 0
+    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+
+
+@pytest.mark.parametrize("served", [True], indirect=True)
+async def test_other_bytes_than_those_to_be_committed_are_dirty(served: Served) -> None:
+    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_inflow(arriving)
+    await served.stub.LoadTransfer(_load())
+    arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), 99)
+    await asyncio.to_thread(arriving.wait_complete, lambda: None)
+    commit = replica_pb2.CommitTransferRequest(transfer_id="t1", version=BASE_1)
+    commit.content_digest.value = content_digest([98])
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.CommitTransfer(commit)
+    error = error_from_rpc(refused.value)
+    assert (error.reason, error.metadata["dirty"]) == ("LOAD_FAILED", "true")
+    status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
+    assert status.dirty_reason == error.message
+
+
 async def test_orders_of_an_older_coordinator_are_fenced(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,5 +216,6 @@ async def test_orders_of_an_older_coordinator_are_fenced(
     for call in (
         served.stub.SwitchVersion(_switch("base", 1, coordinator_generation=4)),
         served.stub.SendVersion(replica_pb2.SendVersionRequest(coordinator_generation=4)),
+        served.stub.LoadTransfer(_load(coordinator_generation=4)),
     ):
         assert await _refused(call) == "ABORTED/EPOCH_FENCED"

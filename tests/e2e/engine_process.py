@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.memory import Staging
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
 from weft.contract.names import PolicyVersion
@@ -60,6 +61,7 @@ class EngineProcess:
 
     model: Path
     args: tuple[str, ...] = ()
+    staging: Staging = "auto"
     process: Any = None
     port: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +73,9 @@ class EngineProcess:
         self._ids, self._waiting = itertools.count(), dict[int, Future[Any]]()
         self._lock = threading.Lock()
         argv = [str(self.model), *_ARGS, *self.args]
-        self.process = context.Process(target=_child, args=(theirs, argv), name="engine")
+        self.process = context.Process(
+            target=_child, args=(theirs, argv, self.staging), name="engine"
+        )
         self.process.start()
         theirs.close()
         ready: Future[Any] = Future()
@@ -155,6 +159,20 @@ class EngineProcess:
         )
         return times
 
+    def arrive(
+        self, version: str, model: Path, *, seconds: float = 60.0, num_buckets: int = 10**6
+    ) -> None:
+        """Have a saved model loaded in place, as transfer ``t-VERSION``, so far as it comes."""
+        order = StageOrder(
+            transfer_id=f"t-{version}",
+            version=version,
+            file=str(model / "model.safetensors"),
+            in_place=True,
+            num_buckets=num_buckets,
+        )
+        self.call("join_group", order.spec())
+        self.call("load_in_place", f"t-{version}", PolicyVersion.parse(version), seconds)
+
     def retire(self, version: str) -> bool:
         """``Engine.retire``."""
         return bool(self.call("retire", PolicyVersion.parse(version)))
@@ -197,12 +215,12 @@ class EngineProcess:
                 future.set_exception(ConnectionError("the engine's process has ended"))
 
 
-def _child(pipe: Connection, argv: list[str]) -> None:
+def _child(pipe: Connection, argv: list[str], staging: Staging) -> None:
     os.environ.update(_ENVIRONMENT)
-    asyncio.run(_serve(pipe, argv))
+    asyncio.run(_serve(pipe, argv, staging))
 
 
-async def _serve(pipe: Connection, argv: list[str]) -> None:
+async def _serve(pipe: Connection, argv: list[str], staging: Staging) -> None:
     from rollout_side.vllm_engine.launch import open_engine
 
     try:
@@ -212,6 +230,7 @@ async def _serve(pipe: Connection, argv: list[str]) -> None:
             http_port=0,
             adapter_memory_bytes=2**26,
             staging_memory_bytes=2**26,
+            staging=staging,
             retain_base=2,
             receiver_factory=FACTORY,
         )

@@ -6,9 +6,13 @@ runs in vLLM's worker, so this module imports nothing that a worker has not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import GroupSpec
+from rollout_side.inflow import Inflow
 from rollout_side.staged import StagedVersion, bucket_starts
 from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import bridges
+from tests.e2e.arriving_file import FromFile
 from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 
@@ -30,7 +37,8 @@ FACTORY = f"{__name__}:StagingReceiver"
 class StageOrder:
     """What to stage; or ``scribble``, to overwrite all memory that is free for reuse or
     retained;
-    or ``break_load_after`` so many tensors, once."""
+    or ``break_load_after`` so many tensors, once; or what is to arrive: a file whose buckets
+    are given to an engine that loads ``in_place``."""
 
     transfer_id: str = ""
     version: str = ""
@@ -39,6 +47,9 @@ class StageOrder:
     """Tensors to leave out."""
     scribble: bool = False
     break_load_after: int = 0
+    in_place: bool = False
+    num_buckets: int = 10**6
+    """How many of them come; the rest never do."""
 
     def spec(self) -> GroupSpec:
         """As an argument of ``Engine.join_group``."""
@@ -81,11 +92,29 @@ class StagingReceiver:
         if order.break_load_after:
             break_next_load(order.break_load_after)
             return
+        if order.in_place:
+            self._arrive(order)
+            return
         tensors = {n: t for n, t in load_file(order.file).items() if n not in order.drop}
         self._stage(order, tensors)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """What is put from here ends with the inflow that it is put to."""
+
+    def _arrive(self, order: StageOrder) -> None:
+        """Put a file's buckets through memory of one, in a thread as the receiver's."""
+        arriving = FromFile(PolicyVersion.parse(order.version), Path(order.file))
+        deadline = time.monotonic() + 60
+        inflow = Inflow(order.transfer_id, arriving.version, arriving.manifest, deadline)
+        self._store.put_inflow(inflow)
+
+        def put() -> None:
+            with contextlib.suppress(WeftError):  # it was discarded
+                for index, wire in itertools.islice(arriving.buckets(), order.num_buckets):
+                    inflow.put(index, wire, arriving.bucket_digests[index])
+                    inflow.wait_loaded(index, lambda: None)
+
+        threading.Thread(target=put, name="arriving", daemon=True).start()
 
     def _stage(self, order: StageOrder, tensors: dict[str, Any]) -> None:
         version = PolicyVersion.parse(order.version)

@@ -18,6 +18,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_load_adapter", ("t-unknown", "{}", b"", 1), "nothing is staged"),
     ("weft_drop_adapter", ("x",), "TypeError"),
     ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),
+    ("weft_load_arriving", ("t-unknown",), "was not prepared here"),
+    ("weft_loaded", ("t-unknown", b""), "is not loaded in place here"),
     ("weft_keep_base", (), "TypeError"),
     ("weft_pin_bases", (1,), "TypeError"),
     ("weft_held", ("base", 99), "no copy of base@99"),
