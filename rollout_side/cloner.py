@@ -15,7 +15,7 @@ import time
 import torch
 
 from rollout_side.engine import SendOrder
-from rollout_side.staged import StagedVersion, bucket_starts
+from rollout_side.staged import Sendable
 from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.manifest import pack_trailer
@@ -36,7 +36,7 @@ class Cloner:
     way, since the coordinator serialises them.
 
     Args:
-        store: Where adapters and retained bases lie.
+        store: What knows adapters, retained bases, and the base that is served.
     """
 
     def __init__(self, store: WorkerStore) -> None:
@@ -50,7 +50,7 @@ class Cloner:
         Raises:
             NotFoundError: The version is not held.
         """
-        self._store.held(PolicyVersion(order.policy, order.version))
+        self._store.sendable(PolicyVersion(order.policy, order.version))
         with self._lock:
             self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
             if order.group.group_id not in self._sending:
@@ -137,14 +137,13 @@ class _Sending:
         )
 
 
-def compose(copy: StagedVersion, nonce: int, device: torch.device = CPU) -> WireBytes:
+def compose(copy: Sendable, nonce: int, device: torch.device = CPU) -> WireBytes:
     """A held version's buckets as they travel, under a new nonce.
 
     The copy is only read. The tensors are ``window(device)`` buffers there, used in turn, each
     as large as the largest bucket.
     """
     manifest = copy.manifest
-    starts = bucket_starts(manifest)
     need = max(bucket.wire_bytes for bucket in manifest.buckets)
     num_buffers = min(window(device), len(manifest.buckets))
     fresh = range(num_buffers)
@@ -152,9 +151,8 @@ def compose(copy: StagedVersion, nonce: int, device: torch.device = CPU) -> Wire
 
     def wire_bytes(index: int) -> tuple[torch.Tensor, int]:
         bucket, buffer = manifest.buckets[index], buffers[index % num_buffers]
-        at, size = starts[index], bucket.payload_bytes
-        payload = buffer[:size].copy_(copy.segment.data[at : at + size])
-        digest = payload_digest(payload, manifest.digest_algorithm)
+        size = bucket.payload_bytes
+        digest = payload_digest(copy.payload(index, buffer), manifest.digest_algorithm)
         trailer = pack_trailer(digest, nonce, index, size)
         buffer[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
         return buffer[: bucket.wire_bytes], digest

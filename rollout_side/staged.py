@@ -5,14 +5,63 @@ Nothing here knows vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from rollout_side.segment import Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion
+
+
+class Sendable(Protocol):
+    """A whole version that can be sent to another replica."""
+
+    @property
+    def transfer_id(self) -> str:
+        """What brought it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its layout."""
+
+    @property
+    def content_digest(self) -> bytes:
+        """Of its bytes."""
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """Copy one bucket's payload; only reads what is served.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload; on an accelerator once the calling
+            thread's current stream is done.
+        """
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """The base that the engine serves, read back from the engine: where it was loaded by
+    plain copies, and no copy was kept. Gone with the next load.
+
+    Args:
+        read: As ``Sendable.payload``.
+    """
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    content_digest: bytes
+    read: Callable[[int, torch.Tensor], torch.Tensor]
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """See ``Sendable``."""
+        return self.read(index, out)
 
 
 @dataclass(frozen=True)
@@ -34,6 +83,15 @@ class StagedVersion:
     """At most one, of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
     """What ``own_bytes`` is going to return."""
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """See ``Sendable``."""
+        at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
+        return out[:size].copy_(self.segment.data[at : at + size])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return bucket_starts(self.manifest)
 
     def take_device_copy(self) -> torch.Tensor | None:
         """The copy on the device, which is then the caller's; None if there is none."""

@@ -19,6 +19,8 @@ from rollout_side.segment import Segment
 from rollout_side.staged import (
     AdapterEntry,
     PartialTransfer,
+    Sendable,
+    ServedBase,
     StagedHandle,
     StagedVersion,
     is_adapter,
@@ -78,6 +80,7 @@ class WorkerStore:
     _free: list[Segment] = field(default_factory=list)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _bases: RetainedBases = field(init=False)
+    _served: ServedBase | None = None
     _last_adapter_bytes: int = 0
     _lent: Counter[int] = field(default_factory=Counter)
     """Segments that are being sent, by id: never handed out meanwhile."""
@@ -255,10 +258,17 @@ class WorkerStore:
         names = sorted(map(str, self._bases.pinned))
         return f", {', '.join(names)} pinned" if names else ""
 
-    def retained_bases(self) -> tuple[int, ...]:
-        """Versions of the base that a copy is held of, last used first."""
+    def set_served(self, base: ServedBase | None) -> None:
+        """Let the base that the engine serves be read back from it; None before it is
+        loaded anew."""
         with self._lock:
-            return self._bases.versions
+            self._served = base
+
+    def retained_bases(self) -> tuple[int, ...]:
+        """Versions of the base that can be sent from here, last used first."""
+        with self._lock:
+            served = (self._served.version.version,) if self._served is not None else ()
+            return (*served, *(v for v in self._bases.versions if v not in served))
 
     def held(self, version: PolicyVersion) -> StagedVersion:
         """A copy of a version: an adapter that can be served, or a retained base.
@@ -278,22 +288,38 @@ class WorkerStore:
             raise NotFoundError(f"no copy of {version} is held here")
         return base
 
-    @contextmanager
-    def lend(self, version: PolicyVersion) -> Iterator[StagedVersion]:
-        """A held copy whose memory is not reused inside the ``with``, even if the
-        version is dropped meanwhile.
+    def sendable(self, version: PolicyVersion) -> Sendable:
+        """A held copy, or the base that is served.
 
         Raises:
             NotFoundError: None is held.
         """
         with self._lock:
-            copy = self._held(version)
-            self._lent[id(copy.segment)] += 1
+            return self._sendable(version)
+
+    def _sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
+        if self._served is not None and self._served.version == version:
+            return self._served
+        return self._held(version)
+
+    @contextmanager
+    def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
+        """What ``sendable`` tells. A copy's memory is not reused inside the ``with``, even
+        if the version is dropped meanwhile; a served base that is loaded anew meanwhile
+        is found out by its digest.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            copy = self._sendable(version)
+            lent = id(copy.segment if isinstance(copy, StagedVersion) else copy)
+            self._lent[lent] += 1
         try:
             yield copy
         finally:
             with self._lock:
-                self._lent -= Counter([id(copy.segment)])
+                self._lent -= Counter([lent])
 
     def _is_lent(self, copy: StagedVersion) -> bool:
         return self._lent[id(copy.segment)] > 0

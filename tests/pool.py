@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
+from rollout_side.staged import ServedBase
 from rollout_side.store import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
@@ -58,9 +60,12 @@ class EngineDouble:
         retain_base: int = 0,
         spill: SpillSettings | None = None,
         in_place: bool = False,
+        is_readable: bool = False,
         **capabilities: Any,
     ) -> None:
         self._keep_base = keep_base
+        #: Whether what was loaded in place can be read back, to be cloned.
+        self._is_readable = is_readable
         metas = make_metas(weights, CastRule(enabled=False))
         self.reference = Reference("Model", metas)
         settings: dict[str, Any] = {
@@ -161,6 +166,7 @@ class EngineDouble:
             raise NotReadyError(f"{transfer_id} was not prepared")
         if self.load is not None:
             await self.discard(self.load.transfer_id)
+        self.store.set_served(None)
         self.load = InPlaceLoad(inflow, self._take_in_place)
 
     def _take_in_place(self, inflow: Inflow) -> None:
@@ -189,7 +195,20 @@ class EngineDouble:
             self.dirty_reason = error.message
             raise
         self.dirty_reason = ""
+        if self._is_readable:
+            inflow = load.inflow
+            manifest, of = inflow.manifest, (inflow.transfer_id, inflow.version)
+            served = ServedBase(*of, manifest, content_digest, partial(self._read, manifest))
+            self.store.set_served(served)
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
+
+    def _read(self, manifest: Manifest, index: int, out: torch.Tensor) -> torch.Tensor:
+        payload = out[: manifest.buckets[index].payload_bytes].zero_()
+        for slot in manifest.tensors:
+            if slot.bucket == index:
+                raw = self.base[slot.meta.name].contiguous().view(-1).view(torch.uint8)
+                payload[slot.offset_bytes :][: slot.meta.num_bytes] = raw
+        return payload
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         held = self.store.held(version)
@@ -200,7 +219,7 @@ class EngineDouble:
         self.aliases[version.policy] = version.version
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
-        return self.store.held(version).manifest
+        return self.store.sendable(version).manifest
 
     async def spill(self, order: SpillOrder) -> None:
         assert self.spiller is not None

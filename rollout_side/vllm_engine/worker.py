@@ -31,7 +31,13 @@ from rollout_side.vllm_engine import adapter_hook, cpu_fixes, orphans
 from rollout_side.vllm_engine.answers import guarded
 from rollout_side.vllm_engine.base_loader import apply_base
 from rollout_side.vllm_engine.worker_config import OpenConfig, plan_memory, usable_backends
-from rollout_side.vllm_engine.worker_state import WorkerState, loader, memory_of, state_of
+from rollout_side.vllm_engine.worker_state import (
+    WorkerState,
+    loader,
+    memory_of,
+    served_base,
+    state_of,
+)
 from weft.contract import logs
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.names import PolicyVersion
@@ -159,6 +165,7 @@ class WeftWorker:
         state = state_of(self)
         state.check_idle()
         staged = state.store.staged(transfer_id, content_digest)
+        state.store.set_served(None)
         begin = time.perf_counter()
         # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
         plan, state.plan = state.plan, None
@@ -177,6 +184,7 @@ class WeftWorker:
         inflow = state.store.arriving.of(transfer_id)
         if inflow is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
+        state.store.set_served(None)
         state.load = InPlaceLoad(inflow, loader(self, state))
 
     @guarded
@@ -192,6 +200,7 @@ class WeftWorker:
         finally:
             state.store.arriving.forget(transfer_id)
             state.load = load if load.is_running else None
+        state.store.set_served(served_base(state, load.inflow, content_digest))
         return {"load_seconds": seconds}
 
     @guarded
@@ -212,12 +221,12 @@ class WeftWorker:
 
     @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
-        """A held copy, for ``weft_apply_base`` and its manifest; empty from those ranks
-        that do not receive."""
+        """What is held of a version, for ``weft_apply_base`` and its manifest; empty from
+        those ranks that do not receive."""
         state = state_of(self)
         if state.receiver is None:
             return {"transfer_id": "", "content_digest": b"", "manifest": b""}
-        held = state.store.held(PolicyVersion(policy, version))
+        held = state.store.sendable(PolicyVersion(policy, version))
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,

@@ -13,6 +13,7 @@ from rollout_side.engine import GroupSpec
 from rollout_side.in_place_load import InPlaceLoad
 from rollout_side.inflow import Inflow
 from rollout_side.spiller import Spiller
+from rollout_side.staged import ServedBase
 from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine.direct_adapter import AdapterLoader
 from rollout_side.vllm_engine.direct_load import DirectPlan
@@ -106,3 +107,14 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
             state.plan = load_in_place(worker, inflow, state.reference, plan)
 
     return load
+
+
+def served_base(state: WorkerState, inflow: Inflow, content_digest: bytes) -> ServedBase | None:
+    """What was loaded in place, as others may clone it from the engine's parameters; None
+    where these do not hold the bytes as they came."""
+    plan, manifest = state.plan, inflow.manifest
+    if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
+        return None
+    return ServedBase(
+        inflow.transfer_id, inflow.version, manifest, content_digest, plan.read_bucket
+    )

@@ -102,6 +102,8 @@ class Place:
     pushed: Pushed
     in_place: Pushed | None
     """Beside it on the same GPU, in a pool of its own: it loads bases as they come."""
+    late: str
+    """Another one of that pool, kept apart till it is to catch up; empty if there is none."""
     fresh: str
     model: Any
     adapter: Path | None
@@ -161,11 +163,17 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         for pool in pools[2:]:
             options = ("--staging", "in-place")
             pool.launch("pushed", gpus, began_with, *args, options=options)
+            if lora and not DRY:
+                pool.launch("late", "0", began_with, *args, options=options)
         pushed = [Pushed(pool, pool.url("pushed")) for pool in (pools[0], *pools[2:])]
+        late = pools[-1].url("late") if "late" in pools[-1].replicas else ""
+        if late:
+            pools[-1].set_apart("late")
         yield Place(
             kind,
             pushed[0],
             pushed[1] if pushed[1:] else None,
+            late,
             pools[1].url("fresh"),
             model,
             adapter,
@@ -240,6 +248,20 @@ def test_an_adapter_answers_as_one_from_disk(place: Place, where: str, note: Not
         assert answers(pushed.url, str(version)) == expected
     found = "bitwise vLLM's own from a directory, before and after a base"
     note(place.kind, f"2 adapters beside bases, {where.replace('_', ' ')}", found)
+
+
+def test_a_late_one_clones_what_another_serves_and_keeps_no_copy_of(
+    place: Place, note: Note
+) -> None:
+    if not place.late or place.in_place is None:
+        pytest.skip("no such replica here")
+    with place.in_place.publisher() as publisher:
+        publisher.push_base(place.model)
+    place.in_place.pool.bring_back("late")
+    seconds = place.in_place.pool.wait_ready(2, 60)
+    assert answers(place.late, "base-model") == answers(place.fresh, "base-model")
+    note(place.kind, f"a base cloned in place, {seconds:.1f} s", "bitwise a fresh engine's")
+    place.in_place.pool.set_apart("late")  # the trainer has its GPU
 
 
 def test_bytes_move_over_nccl(place: Place, note: Note) -> None:

@@ -26,8 +26,12 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         yield running
 
 
-def add(pool: Pool, replica_id: str, *, in_place: bool = True) -> EngineDouble:
-    engine = EngineDouble(weights(Model(50)), in_place=in_place, retain_base=1)
+def add(
+    pool: Pool, replica_id: str, *, in_place: bool = True, is_readable: bool = False
+) -> EngineDouble:
+    engine = EngineDouble(
+        weights(Model(50)), in_place=in_place, is_readable=is_readable, retain_base=1
+    )
     pool.add_replica(replica_id, engine)
     return engine
 
@@ -129,3 +133,39 @@ def test_a_coordinator_that_dies_midway_finds_them_dirty(pool: Pool) -> None:
         publisher.push_base(Model(2))
     assert same(engine.base, weights(Model(2)))
     until(lambda: is_ready(pool, "replica-0"), WAIT_SECONDS)
+
+
+def test_what_one_serves_others_clone_though_it_kept_no_copy(pool: Pool) -> None:
+    source = add(pool, "replica-0", is_readable=True)
+    with trainer(pool) as publisher:
+        for seed in (1, 2):
+            publisher.push_base(Model(seed))
+            late = add(pool, f"replica-{seed}", is_readable=True)
+            until(lambda seed=seed: is_ready(pool, f"replica-{seed}"), WAIT_SECONDS)
+            assert same(late.base, weights(Model(seed)))
+            assert same(source.base, weights(Model(seed)))
+    assert source.store.retained_bases() == late.store.retained_bases() == (2,)
+
+
+def test_one_whose_engine_fails_is_repaired_by_a_clone(pool: Pool) -> None:
+    add(pool, "replica-0", is_readable=True)
+    bad = add(pool, "replica-1", is_readable=True)
+
+    def burn() -> None:
+        raise LoadFailedError("a layer burned", metadata={"dirty": "true"})
+
+    at_bucket(bad, 2, burn)
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+    until(lambda: is_ready(pool, "replica-1"), WAIT_SECONDS)
+    assert same(bad.base, weights(Model(1)))
+
+
+def test_a_copy_that_has_changed_since_is_not_cloned(pool: Pool) -> None:
+    source = add(pool, "replica-0", is_readable=True)
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+        source.base = dict(weights(Model(9)))  # the engine's memory rots
+        add(pool, "replica-1")
+        until(lambda: "is not what was committed" in standing(pool, "replica-1")[1], WAIT_SECONDS)
+        assert not is_ready(pool, "replica-1")
