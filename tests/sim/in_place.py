@@ -71,4 +71,5 @@ class InPlace:
     def _touch(self) -> None:
         if self._opened.done and self._num_verified:
             self._replica.world.trace(self._replica.name, f"loads {self._version} in place")
+            self._replica.store.bases = []  # there is nothing to read back
             self._replica.dirty_reason = f"{self._version} is being loaded in place"

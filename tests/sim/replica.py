@@ -47,7 +47,8 @@ class Kind:
     num_receivers: int
     retain_base: int
     in_place: bool = False
-    """It loads bases as they come and retains none; it has one receiver."""
+    """It loads bases as they come; it has one receiver. What it retains, one at most, it
+    reads back from its engine."""
 
 
 class SimReplica(Process):

@@ -78,7 +78,7 @@ class World:
             unlike = self.random.random() < 0.1
             retain = self.random.choice([0, 1, 2]) if unlike else retain_base
             if self.random.random() < in_place:
-                kind = Kind(1, 0, in_place=True)
+                kind = Kind(1, self.random.choice([0, 1]), in_place=True)
             else:
                 kind = Kind(self.random.choice([1, 1, 2]), retain)
             self.start_replica(f"r{i}", kind)

@@ -61,7 +61,10 @@ def abandon(
         replica = change.state.replicas.get(replica_id)
         if replica is not None:
             why = f"{transfer.policy_version} was not loaded whole: {failure.message}"
-            change.put_replica(replace(replica, dirty_reason=why, vector_set_at=change.now))
+            # What it could be asked for was in its engine.
+            change.put_replica(
+                replace(replica, dirty_reason=why, retained=(), vector_set_at=change.now)
+            )
 
 
 def with_price(transfer: Transfer, failure: Failure) -> Failure:
