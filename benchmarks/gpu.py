@@ -124,6 +124,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--bucket-mib", type=int, default=None)
     parser.add_argument("--staging", default="device", help="of the replicas: device, in-place")
+    parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
+    parser.add_argument("--only-base", action="store_true", help="push no adapters")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
     parser.add_argument("--native", action="store_true", help="measure vLLM's own ways, too")
     parser.add_argument("--work", type=Path, default=None)
@@ -152,7 +154,8 @@ def main() -> None:
 
 def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clients) -> None:
     """Every measurement: one replica, idle and busy; then all of them."""
-    vllm = ("--load-format", "dummy", "--max-model-len", "4096", "--gpu-memory-utilization", "0.5",
+    vllm = ("--load-format", "dummy", "--max-model-len", "4096",
+            "--gpu-memory-utilization", args.memory,
             "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
             "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS))  # fmt: skip
     began = time.monotonic()
@@ -175,6 +178,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         def both(what: str, warm: int) -> None:
             measure(f"base, {what}", lambda: publisher.push_base(model),
                     publisher, clients, args.repeats, warm)  # fmt: skip
+            if args.only_base:
+                return
             measure(f"adapter, {what}", lambda: publisher.push_adapter(peft_model, "math"),
                     publisher, clients, args.repeats, warm)  # fmt: skip
 

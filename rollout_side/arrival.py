@@ -12,8 +12,10 @@ from typing import Protocol
 
 import torch
 
+from rollout_side.in_place_landing import InPlaceLanding
 from rollout_side.inflow import Inflow
-from rollout_side.landing import InPlaceLanding, Landing, StagedLanding
+from rollout_side.landing import Landing, StagedLanding
+from rollout_side.memory import Memory
 from rollout_side.staged import PartialTransfer, StagedVersion, is_adapter
 from rollout_side.store import WorkerStore
 from weft.contract.manifest import Manifest
@@ -144,10 +146,11 @@ class InPlaceArrival:
 
     Args:
         inflow: To which buckets are put; what was put stays with it.
+        memory: What there is beside the engine's.
     """
 
-    def __init__(self, inflow: Inflow) -> None:
-        self._inflow = inflow
+    def __init__(self, inflow: Inflow, memory: Memory) -> None:
+        self._inflow, self._memory = inflow, memory
 
     @property
     def manifest(self) -> Manifest:
@@ -163,7 +166,9 @@ class InPlaceArrival:
         self, first_bucket: int, device: torch.device, check: Callable[[], None]
     ) -> Landing:
         """See ``Arrival``. What comes again, for a slower member, is verified and dropped."""
-        return InPlaceLanding(self._inflow, device, check)
+        largest = max(bucket.wire_bytes for bucket in self.manifest.buckets)
+        num_more = self._memory.room_for(largest, device)
+        return InPlaceLanding(self._inflow, device, check, num_more)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``Arrival``."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from rollout_side.inflow import Inflow
 from rollout_side.segment import Segment
 from rollout_side.staged import bucket_starts
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
@@ -39,6 +39,9 @@ class Landing(Protocol):
             DigestMismatchError: Other bytes arrived than were sent.
         """
 
+    def is_load_due(self) -> bool:
+        """Whether the replica is to be told to load now; never again after a True."""
+
 
 def verify(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> int:
     """Check a bucket that has arrived against its trailer; returns its payload's digest.
@@ -59,11 +62,21 @@ def verify(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> in
     return digest
 
 
-def _buffers(manifest: Manifest, count: int, device: torch.device) -> list[torch.Tensor]:
-    """Buffers, each for any bucket; no more than there are buckets."""
+def make_buffers(
+    manifest: Manifest, count: int, device: torch.device, *, more: int = 0
+) -> list[torch.Tensor]:
+    """Buffers, each for any bucket; no more than there are buckets.
+
+    Args:
+        more: As many further ones as there is memory for, at most.
+    """
     need = max(bucket.wire_bytes for bucket in manifest.buckets)
     count = min(count, len(manifest.buckets))
-    return [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+    made = [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for _ in range(min(more, len(manifest.buckets) - count)):
+            made.append(torch.empty(need, dtype=torch.uint8, device=device))
+    return made
 
 
 class StagedLanding:
@@ -95,7 +108,7 @@ class StagedLanding:
         #: Buckets whose receives may be posted before the first of them has landed.
         self.ahead = window(device)
         if segment.data.device != device:
-            self._buffers = _buffers(manifest, self.ahead, device)
+            self._buffers = make_buffers(manifest, self.ahead, device)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``Landing``: what landed is done with."""
@@ -119,40 +132,6 @@ class StagedLanding:
             self._data[place].copy_(wire)  # blocks till both are done
         self._digests.append(digest)
 
-
-class InPlaceLanding:
-    """A ``Landing`` in a few buffers, from which an inflow's loader loads.
-
-    The buffers are new: an operation that a former group abandoned may still write to the
-    old ones, but for those whose buckets were put and not loaded, which had none under way.
-
-    Args:
-        inflow: Where verified buckets are put.
-        device: Where the side group receives.
-        check: Raises to end a wait for the loader, once ``inflow.wake`` was called.
-    """
-
-    def __init__(self, inflow: Inflow, device: torch.device, check: Callable[[], None]) -> None:
-        self._inflow, self._check = inflow, check
-        #: See ``Landing``. A loader that is slow leaves fewer buffers free.
-        self.ahead = window(device)
-        self._buffers = _buffers(inflow.manifest, self.ahead, device)
-
-    def make_room(self, index: int, *, wait: bool) -> bool:
-        """See ``Landing``: the bucket that was in the buffer must have been loaded."""
-        before = index - len(self._buffers)
-        if before < 0 or self._inflow.is_loaded(before):
-            return True
-        if wait:
-            self._inflow.wait_loaded(before, self._check)
-        return wait
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``Landing``."""
-        size = self._inflow.manifest.buckets[index].wire_bytes
-        return self._buffers[index % len(self._buffers)][:size]
-
-    def land(self, index: int, nonce: int) -> None:
-        """See ``Landing``."""
-        wire = self.wire(index)
-        self._inflow.put(index, wire, verify(wire, self._inflow.manifest, index, nonce))
+    def is_load_due(self) -> bool:
+        """See ``Landing``: it is loaded once it is committed."""
+        return False

@@ -49,6 +49,19 @@ class Memory:
             return DeviceSegment.allocate(num_bytes, place)
         return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda")
 
+    def room_for(self, num_bytes: int, device: torch.device) -> int:
+        """How many buffers of that size the accelerator has room for beside those that a
+        transfer needs anyhow; 0 on the host.
+
+        Left alone are what the engine needs as it goes on, and what the largest of its
+        layers takes while it is made anew.
+        """
+        if device.type != "cuda":
+            return 0
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, (free_bytes + own - MARGIN_BYTES) // num_bytes - _SPARE_BUFFERS)
+
     def device_of(self, backend: str) -> torch.device:
         """Where a side group of this backend receives."""
         return self.device if backend == NCCL else CPU
@@ -70,3 +83,5 @@ def stage_on_device(
 
 #: Left to the engine as it goes on: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30
+# Three that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
+_SPARE_BUFFERS = 5

@@ -245,7 +245,7 @@ class _Group:
             self._store.put_inflow(inflow)
         else:
             inflow.go_on(deadline)
-        return InPlaceArrival(inflow)
+        return InPlaceArrival(inflow, self._store.memory)
 
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         transfer = self._prepared
@@ -281,6 +281,7 @@ class _Group:
         posted: deque[Operation] = deque()
         num_posted = first_bucket
         for index in range(first_bucket, num_buckets):
+            self._tell_if_due(membership, transfer, landing)
             # Never further: a receive that waits for its sender may hold up the device, and
             # with it what the sender itself waits for.
             end = min(index + landing.ahead, num_buckets)
@@ -292,6 +293,12 @@ class _Group:
             landing.land(index, transfer.nonce)
             verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
             membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
+        self._tell_if_due(membership, transfer, landing)
+
+    def _tell_if_due(self, membership: Membership, transfer: Prepared, landing: Landing) -> None:
+        if landing.is_load_due():
+            due = pb.LoadDue(transfer_id=transfer.transfer_id)
+            membership.attendance.send(pb.AttendRequest(load_due=due))
 
     def _drop_prepared(self) -> None:
         """Give back the memory of a transfer that was never started."""

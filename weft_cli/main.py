@@ -123,9 +123,9 @@ def rollout(
             help="Where base weights are staged on a GPU host: on the device, beside the "
             "engine's own (requests then stop only for a copy inside it), or in host memory; "
             "auto: on the device if they fit there. in-place: nowhere, each bucket is loaded "
-            "as it arrives. Requests then wait for the whole transfer, a push that fails midway "
-            "takes the replica out of service until a base is pushed, and nothing is kept for "
-            "rollback or clones."
+            "as it arrives. Requests then wait from when the GPU has no room for more buckets, "
+            "a push that fails after that takes the replica out of service until it is "
+            "repaired, and there is no copy to go back to."
         ),
     ] = "auto",
     backend: Annotated[

@@ -310,6 +310,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 )
             )
             return
+        if self.capabilities.loads_in_place:
+            await rank.say(load_due=rendezvous_pb2.LoadDue(transfer_id=transfer_id))
         for bucket in range(len(self.manifest.buckets)):
             verified = rendezvous_pb2.BucketVerified(transfer_id=transfer_id, bucket=bucket)
             await rank.say(bucket_verified=verified)

@@ -137,6 +137,7 @@ class Receiver:
         del contents[first_bucket:]  # a slower member lacks those: they come again
         yield from self._receive_buckets(transfer, contents)
         if self._in_place(transfer):
+            self._say_due(transfer)
             yield from self._await_loaded(transfer)
         self._prepared = None
         digest = digest_over(contents, transfer.layout)
@@ -147,6 +148,10 @@ class Receiver:
 
     def _in_place(self, transfer: Transfer) -> bool:
         return self.replica.kind.in_place and transfer.kind is PolicyKind.BASE
+
+    def _say_due(self, transfer: Transfer) -> None:
+        assert self.stream is not None
+        self.stream.up(("load_due", transfer.transfer_id))
 
     def _await_loading(self, transfer: Transfer) -> Generator[Any, Any, None]:
         """Until what was received is loaded, its memory is not received into again."""
@@ -169,7 +174,11 @@ class Receiver:
         world, sender = self.world, self._sender
         data = world.data_of(self.group, transfer.transfer_id, sender)
         late = TransferTimeoutError("the bytes did not come")
+        due = world.random.randint(0, AHEAD) if self._in_place(transfer) else 0
         for number in range(transfer.layout.num_buckets - len(contents)):
+            if self._in_place(transfer) and len(contents) >= due:
+                self._say_due(transfer)
+                due = len(contents) + transfer.layout.num_buckets
             if self._in_place(transfer) and len(contents) >= AHEAD:
                 yield from self._await_loading(transfer)
             arrives, left = data.operation(number), self._deadline - world.clock.now

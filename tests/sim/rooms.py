@@ -54,6 +54,8 @@ class Rooms:
         mark = room.watermark if room else None
         if kind == "prepared":
             self._post(events.RankPrepared(group_id, transfer_id, rank, *rest))
+        elif kind == "load_due":
+            self._post(events.RankLoadDue(group_id, transfer_id, rank))
         elif kind == "failed":
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
         elif room is not None and mark is not None and mark.transfer_id == transfer_id:

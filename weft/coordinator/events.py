@@ -212,6 +212,15 @@ class RankPrepared:
 
 
 @dataclass(frozen=True)
+class RankLoadDue:
+    """A receiver wants its replica to load what it has received."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
 class RankStaged:
     """A rank has sent or verified everything."""
 
@@ -385,6 +394,7 @@ Event = (
     | RankAttends
     | RankGone
     | RankPrepared
+    | RankLoadDue
     | RankStaged
     | RankFailed
     | JoinAnswered

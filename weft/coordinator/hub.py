@@ -235,6 +235,8 @@ class Hub:
                         group_id, prepared.transfer_id, rank, prepared.num_buckets_verified
                     )
                 )
+            case "load_due":
+                self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
             case "staged":
                 self._staged(link, message.staged)
             case "failed":

@@ -1,7 +1,7 @@
 """Replicas that load a base as it comes: they hold one copy, and no room for another.
 
-They are told to load when bytes may flow, and hold requests still until their switch.
-The commit point stays where it is: after every rank has reported the same digest, and
+They are told to when their buffers will soon be full, and hold requests still until their
+switch. The commit point stays where it is: after every rank has reported the same digest, and
 before any replica answers with the new weights. A push that ends sooner is served
 nowhere, as ever; but what has begun to load cannot go back, so its replica is taken out
 of service until a base repairs it. Hence a push that loads in place is not given up
@@ -23,26 +23,21 @@ def loads_in_place(replica: Replica, kind: PolicyKind) -> bool:
     return kind is PolicyKind.BASE and replica.capabilities.loads_in_place
 
 
-def order_loads(change: Change, transfer: Transfer) -> Transfer:
-    """Bytes may flow: have replicas that load in place begin to.
+def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
+    """Have a replica load what it has received, and all that comes.
 
-    In a new group they are told again; those that load already answer at once.
+    It is told again in a new group; if it loads already it answers at once.
     """
-    seconds = transfer.deadline - change.now
-    replicas = [change.state.replicas[replica_id] for replica_id in transfer.targets]
-    loading = [r for r in replicas if loads_in_place(r, transfer.kind)]
-    for replica in loading:
-        change.emit(
-            CallLoad(
-                transfer.transfer_id,
-                replica.replica_id,
-                replica.address,
-                transfer.policy_version,
-                seconds,
-            )
+    change.put_transfer(replace(transfer, loading=transfer.loading | {replica.replica_id}))
+    change.emit(
+        CallLoad(
+            transfer.transfer_id,
+            replica.replica_id,
+            replica.address,
+            transfer.policy_version,
+            transfer.deadline - change.now,
         )
-    ids = frozenset(replica.replica_id for replica in loading)
-    return replace(transfer, loading=transfer.loading | ids)
+    )
 
 
 def is_loading(state: State, replica_id: str) -> bool:

@@ -72,8 +72,18 @@ def rank_prepared(change: Change, event: events.RankPrepared) -> None:
                 min(min(prepared.values()), transfer.layout.num_buckets),
             )
         )
-        transfer = in_place.order_loads(change, transfer)
     change.put_transfer(transfer)
+
+
+def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
+    """A receiver's memory is soon full: its replica is to load in place."""
+    found = _named(change.state, event.group_id, event.transfer_id)
+    if found is None or found[0].phase is not Phase.STAGING:
+        return
+    transfer, group = found
+    replica = change.state.replicas.get(group.member_name(event.rank))
+    if replica is not None and in_place.loads_in_place(replica, transfer.kind):
+        in_place.order_load(change, transfer, replica)
 
 
 def load_answered(change: Change, event: events.LoadAnswered) -> None:

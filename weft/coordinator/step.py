@@ -110,6 +110,8 @@ def _apply(change: Change, event: events.Event) -> None:
             staging.rank_gone(change, event)
         case events.RankPrepared():
             staging.rank_prepared(change, event)
+        case events.RankLoadDue():
+            staging.rank_load_due(change, event)
         case events.RankStaged():
             staging.rank_staged(change, event)
         case events.RankFailed():

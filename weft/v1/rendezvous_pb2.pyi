@@ -351,6 +351,7 @@ class AttendRequest(_message.Message):
     BUCKET_VERIFIED_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    LOAD_DUE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of the stream."""
@@ -371,6 +372,10 @@ class AttendRequest(_message.Message):
     def failed(self) -> Global___RankFailed:
         """The rank cannot go on with a transfer."""
 
+    @_builtins.property
+    def load_due(self) -> Global___LoadDue:
+        """From a receiver that loads in place: its replica is to be told to."""
+
     def __init__(
         self,
         *,
@@ -379,12 +384,13 @@ class AttendRequest(_message.Message):
         bucket_verified: Global___BucketVerified | None = ...,
         staged: Global___Staged | None = ...,
         failed: Global___RankFailed | None = ...,
+        load_due: Global___LoadDue | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed", "load_due"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -529,6 +535,31 @@ class RankFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankFailed: _TypeAlias = RankFailed  # noqa: Y015
+
+@_typing.final
+class LoadDue(_message.Message):
+    """The receiver's buffers will soon be full of buckets that wait to be loaded: its
+    replica is to hold requests still (see ReplicaService.LoadTransfer). Until then
+    nothing has changed there. Said once a group, between Start and Staged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    """Which transfer."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadDue: _TypeAlias = LoadDue  # noqa: Y015
 
 @_typing.final
 class AttendResponse(_message.Message):

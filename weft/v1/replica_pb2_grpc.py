@@ -112,8 +112,9 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadTransfer(self, request, context):
-        """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
-        of a base into the running model as soon as it has arrived and was verified.
+        """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
+        requests still, and loads each bucket of a base into the running model as soon
+        as it has arrived and was verified.
         Answers when requests are held still. CommitTransfer ends it: the KV cache is
         reset and requests go on. So does DiscardTransfer, or the end of the timeout:
         requests go on if nothing was loaded yet; else the weights are mixed, and the

@@ -51,8 +51,9 @@ class ReplicaServiceStub:
     `dirty` is "true").
     """
     LoadTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]
-    """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
-    of a base into the running model as soon as it has arrived and was verified.
+    """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
+    requests still, and loads each bucket of a base into the running model as soon
+    as it has arrived and was verified.
     Answers when requests are held still. CommitTransfer ends it: the KV cache is
     reset and requests go on. So does DiscardTransfer, or the end of the timeout:
     requests go on if nothing was loaded yet; else the weights are mixed, and the
@@ -124,8 +125,9 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     `dirty` is "true").
     """
     LoadTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]  # type: ignore[assignment]
-    """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
-    of a base into the running model as soon as it has arrived and was verified.
+    """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
+    requests still, and loads each bucket of a base into the running model as soon
+    as it has arrived and was verified.
     Answers when requests are held still. CommitTransfer ends it: the KV cache is
     reset and requests go on. So does DiscardTransfer, or the end of the timeout:
     requests go on if nothing was loaded yet; else the weights are mixed, and the
@@ -212,8 +214,9 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_pb2.LoadTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.LoadTransferResponse, _abc.Awaitable[_replica_pb2.LoadTransferResponse]]:
-        """Where Capabilities.loads_in_place: holds requests still, and loads each bucket
-        of a base into the running model as soon as it has arrived and was verified.
+        """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
+        requests still, and loads each bucket of a base into the running model as soon
+        as it has arrived and was verified.
         Answers when requests are held still. CommitTransfer ends it: the KV cache is
         reset and requests go on. So does DiscardTransfer, or the end of the timeout:
         requests go on if nothing was loaded yet; else the weights are mixed, and the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.unit.coordinator.machine import (
     CAPABILITIES,
     DIGEST,
@@ -30,6 +32,19 @@ def _pool(*in_place: str, staged: tuple[str, ...] = ()) -> Machine:
     return m
 
 
+def _loading(m: Machine, **changes: Any) -> int:
+    """A base whose receivers all have their buffers full."""
+    ticket = m.run_to(Phase.STAGING, "base", **changes)
+    _say_due(m, ticket)
+    return ticket
+
+
+def _say_due(m: Machine, ticket: int) -> None:
+    transfer = m.transfer(ticket)
+    for rank in range(1, m.state.groups[transfer.group_id].size):
+        m.do(events.RankLoadDue(transfer.group_id, transfer.transfer_id, rank))
+
+
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
     return standing(m.state, m.state.replicas[replica_id])
 
@@ -44,14 +59,15 @@ def _beat(m: Machine, replica_id: str, dirty_reason: str = "") -> effects.Heartb
     return answer
 
 
-def test_they_are_told_when_bytes_may_flow_and_others_are_not() -> None:
+def test_they_are_told_when_they_say_so_and_others_are_not() -> None:
     m = _pool("r0", staged=("r1",))
     ticket = m.begin("base")
     m.attend_all(ticket)
-    assert not m.ever(effects.CallLoad)
+    _say_due(m, ticket)  # nothing flows yet
     m.prepare_all(ticket)
-    (load,) = m.found(effects.CallLoad)
-    assert m.found(effects.SendStart)
+    assert not m.ever(effects.CallLoad)
+    _say_due(m, ticket)
+    (load,) = m.ever(effects.CallLoad)
     assert (load.replica_id, load.version, load.timeout_seconds) == ("r0", BASE_1, 60.0)
     assert not [r for r in saved_versions(m) if r.state is VersionState.COMMITTED]
 
@@ -59,8 +75,20 @@ def test_they_are_told_when_bytes_may_flow_and_others_are_not() -> None:
 def test_adapters_are_staged_everywhere() -> None:
     m = _pool("r0")
     m.acquire("math")
-    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.STAGING)
+    _say_due(m, ticket)
     assert not m.ever(effects.CallLoad)
+
+
+def test_before_they_are_told_a_push_that_ends_costs_nothing() -> None:
+    m = _pool("r0", "r1")
+    ticket = m.run_to(Phase.STAGING, "base")
+    m.do(events.RankGone(m.transfer(ticket).group_id, 1, "its stream broke"))
+    assert m.transfer(ticket).phase is Phase.ABORTED  # it requires all
+    assert _standing(m, "r1") == (Standing.READY, "")
+    failure = m.transfer(ticket).failure
+    assert failure
+    assert "dirty" not in failure.metadata
 
 
 def test_they_need_no_room_for_a_copy() -> None:
@@ -73,7 +101,7 @@ def test_they_need_no_room_for_a_copy() -> None:
 
 def test_a_heartbeat_that_says_so_meanwhile_is_no_reason_to_quarantine() -> None:
     m = _pool("r0")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.now += 5.0
     assert _beat(m, "r0", "base@1 is being loaded in place").ready
     assert _standing(m, "r0")[0] is Standing.READY
@@ -86,7 +114,7 @@ def test_a_heartbeat_that_says_so_meanwhile_is_no_reason_to_quarantine() -> None
 
 def test_a_sender_that_dies_costs_them_their_weights_and_nobody_else() -> None:
     m = _pool("r0", staged=("r1",))
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     waiter = m.await_end(ticket)
     m.do(events.RankGone(m.transfer(ticket).group_id, 0, "its stream broke"))
     assert saved_versions(m)[-1].state is VersionState.ABORTED
@@ -102,7 +130,7 @@ def test_a_sender_that_dies_costs_them_their_weights_and_nobody_else() -> None:
 
 def test_one_that_had_not_begun_says_so_and_is_ready() -> None:
     m = _pool("r0")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.RankGone(m.transfer(ticket).group_id, 0, "its stream broke"))
     assert not _beat(m, "r0").ready  # it may have been on its way before
     m.now += 2.0
@@ -112,12 +140,13 @@ def test_one_that_had_not_begun_says_so_and_is_ready() -> None:
 def test_the_loss_of_one_does_not_cost_the_others_their_weights() -> None:
     """``require="all"`` is asked when the push begins."""
     m = _pool("r0", "r1")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.RankGone(m.transfer(ticket).group_id, 1, "its stream broke"))
     assert m.transfer(ticket).targets == ("r1",)
     assert "not loaded whole" in m.state.replicas["r0"].dirty_reason
     m.attend_all(ticket)
     m.prepare_all(ticket)
+    _say_due(m, ticket)
     assert [c.replica_id for c in m.found(effects.CallLoad)] == ["r1"]
     m.stage_all(ticket)
     m.answer_commits(ticket)
@@ -127,14 +156,14 @@ def test_the_loss_of_one_does_not_cost_the_others_their_weights() -> None:
 
 def test_the_last_one_is_lost_with_the_push() -> None:
     m = _pool("r0")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.RankGone(m.transfer(ticket).group_id, 1, "its stream broke"))
     assert m.transfer(ticket).phase is Phase.ABORTED
 
 
 def test_a_receiver_that_fails_is_lost_and_the_push_goes_on() -> None:
     m = _pool("r0", "r1")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     group_id = m.transfer(ticket).group_id
     m.do(events.RankFailed(group_id, f"t{ticket}", 2, "LOAD_FAILED", "the engine broke"))
     assert m.transfer(ticket).targets == ("r0",)
@@ -143,14 +172,14 @@ def test_a_receiver_that_fails_is_lost_and_the_push_goes_on() -> None:
 
 def test_a_sender_that_fails_ends_the_push() -> None:
     m = _pool("r0", "r1")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.RankFailed(m.transfer(ticket).group_id, f"t{ticket}", 0, "X", "no more"))
     assert m.transfer(ticket).phase is Phase.ABORTED
 
 
 def test_one_that_cannot_load_is_lost() -> None:
     m = _pool("r0", "r1")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.LoadAnswered(f"t{ticket}", "r0", None))
     m.do(events.LoadAnswered(f"t{ticket}", "r1", GONE))
     assert m.transfer(ticket).targets == ("r0",)
@@ -168,7 +197,7 @@ def test_an_answer_that_comes_too_late_changes_nothing() -> None:
 
 def test_other_bytes_at_one_rank_end_the_push() -> None:
     m = _pool("r0")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.stage(ticket, 0)
     m.stage(ticket, 1, ContentDigest(1, b"\2" * 8, DIGEST.size_bytes))
     failure = m.transfer(ticket).failure
@@ -181,7 +210,7 @@ def test_the_owner_is_asked_for_what_all_have_lost() -> None:
     m = _pool("r0")
     m.retain_base = 0
     m.run_to(Phase.COMMITTED, "base")
-    ticket = m.run_to(Phase.STAGING, "base")
+    ticket = _loading(m)
     m.do(events.RankGone(m.transfer(ticket).group_id, 0, "its stream broke"))
     m.pass_time(2.0)
     asked = [a for a in m.ever(effects.Announce) if a.kind == "publish_again_wanted"]
