@@ -27,7 +27,7 @@ from rollout_side.receiver import Receiver
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
-from rollout_side.staged import ServedBase
+from rollout_side.staged import ServedBase, tensor_in
 from rollout_side.store import WorkerStore
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
@@ -171,18 +171,18 @@ class EngineDouble:
 
     def _take_in_place(self, inflow: Inflow) -> None:
         """As a model does: what arrives replaces what is served, bucket by bucket."""
-        slots = list(inflow.manifest.tensors)
         try:
             for index, wire in inflow.buckets():
                 self.before_bucket(index)
-                for slot in [slot for slot in slots if slot.bucket == index]:
-                    raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
-                    dtype = getattr(torch, slot.meta.dtype.torch_name)
-                    self.base[slot.meta.name] = raw.view(dtype).view(slot.meta.shape).clone()
+                self._load_bucket(inflow.manifest, index, wire)
         except WeftError as error:
             if not inflow.is_begun:
                 raise
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+
+    def _load_bucket(self, manifest: Manifest, index: int, wire: torch.Tensor) -> None:
+        for slot in [slot for slot in manifest.tensors if slot.bucket == index]:
+            self.base[slot.meta.name] = tensor_in(slot, wire).clone()
 
     def _commit_in_place(self, content_digest: bytes) -> SwitchTimes:
         assert self.load is not None

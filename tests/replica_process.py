@@ -3,7 +3,8 @@
 ``python -m tests.replica_process COORDINATOR REPLICA_ID NUM_TENSORS ELEMENTS``: its
 base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
 standard input with a line of JSON about what it serves, and ends when that closes.
-With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process.
+With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process;
+with ``--in-place`` it loads bases as they come, and others can clone what it serves.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[st
 async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
     """Serve until standard input closes, or the worker ends."""
     make = WorkerDouble if "--worker" in sys.argv else EngineDouble
+    settings = {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
     engine = make(
-        base_weights(num_tensors, elements), keep_base="--keep" in sys.argv, retain_base=1
+        base_weights(num_tensors, elements),
+        keep_base="--keep" in sys.argv,
+        retain_base=1,
+        **settings,
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
     servicer = Servicer(

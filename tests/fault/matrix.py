@@ -82,6 +82,8 @@ class Case:
         args = [self.listen, name, str(NUM_TENSORS), str(ELEMENTS), "--keep"]
         if self.strike.role == "replica worker":
             args.append("--worker")
+        if self.strike.in_place:
+            args.append("--in-place")
         process = self._start(name, "tests.replica_process", *args, armed=armed)
         process.line(lambda text: text == "ready", 60)
 

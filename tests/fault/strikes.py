@@ -49,6 +49,11 @@ class Strike:
         return ROLES[self.role].process
 
     @property
+    def in_place(self) -> bool:
+        """Whether the replicas load in place."""
+        return ROLES[self.role].in_place
+
+    @property
     def env(self) -> dict[str, str]:
         """For the victim's process."""
         return {_ENV: "|".join((self.role, self.point, self.signal, self.directory))}
@@ -91,8 +96,8 @@ def install(role: str) -> None:
     if _ENV not in os.environ:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
-    if strike.role == role:
-        (ROLES | REAL_ROLES)[role].arm(strike)
+    if strike.role.removesuffix(", in place") == role:
+        (ROLES | REAL_ROLES)[strike.role].arm(strike)
 
 
 def _before(owner: Any, name: str, strike: Strike, when: Callable[..., bool] | None = None) -> None:
@@ -218,6 +223,23 @@ def _receiving(strike: Strike) -> None:
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
 
 
+def _loading(strike: Strike) -> None:
+    """Points of a replica that loads in place."""
+    from rollout_side.arrival import InPlaceArrival
+    from tests.pool import EngineDouble
+
+    match strike.point:
+        case "at a bucket":
+            # The model's weights are mixed.
+            _before(EngineDouble, "_load_bucket", strike, _count(BUCKET, strike))
+        case "before commit":
+            _after(InPlaceArrival, "finish", strike)
+        case "inside commit":
+            _before(EngineDouble, "apply_base", strike)
+        case "after commit":
+            _after(EngineDouble, "_commit_in_place", strike)
+
+
 def _vllm_replica(strike: Strike) -> None:
     from rollout_side.vllm_engine.replica import VllmReplica
 
@@ -258,8 +280,11 @@ class Role:
     """Wraps functions of the victim's process."""
     points: tuple[str, ...] = POINTS
     """Those that it comes by."""
+    in_place: bool = False
+    """Whether the pool's replicas load bases as they come."""
 
 
+_FROM_A_BUCKET = POINTS[2:]
 ROLES = {
     "trainer sender": Role("trainer", _trainer),
     # To another rank than the sender, all from the last bucket to the outcome is one wait.
@@ -267,6 +292,9 @@ ROLES = {
     "replica": Role(VICTIM, _replica),
     "replica worker": Role(VICTIM, _worker),
     "coordinator": Role("coordinator", _coordinator),
+    "trainer sender, in place": Role("trainer", _trainer, _FROM_A_BUCKET[:3], in_place=True),
+    "replica, in place": Role(VICTIM, _loading, _FROM_A_BUCKET, in_place=True),
+    "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
 }
 #: Those of ``tests.fault.real``, with vLLM.
 REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}
