@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from rollout_side.inflow import Inflow, InflowSlot
 from rollout_side.memory import Memory
 from rollout_side.retained import RetainedBases
+from rollout_side.room import Usage, check_adapter_room, check_base_room
 from rollout_side.segment import Segment
 from rollout_side.staged import (
     AdapterEntry,
@@ -26,7 +27,6 @@ from rollout_side.staged import (
     is_adapter,
 )
 from weft.contract.errors import (
-    CapacityError,
     DigestMismatchError,
     NotFoundError,
     NotReadyError,
@@ -36,20 +36,6 @@ from weft.contract.names import PolicyVersion
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256
-
-
-@dataclass
-class Usage:
-    """Bytes a worker holds for Weft; on the host, but for bases staged on a device."""
-
-    adapter_bytes: int = 0
-    staging_bytes: int = 0
-    """Staged or retained; retained copies give way to a push."""
-    free_bytes: int = 0
-    pinned_bytes: int = 0
-    """Of the retained copies, what no push may take."""
-    transfer_ids: tuple[str, ...] = ()
-    """Transfers of which bytes are staged, whole or in part, or loaded in place."""
 
 
 @dataclass
@@ -153,24 +139,14 @@ class WorkerStore:
                 self._last_adapter_bytes = staged.segment.num_bytes
 
     def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
-        adapters = sum(e.staged.segment.num_bytes for e in self._adapters.values())
         waiting = sum(s.segment.num_bytes for s in self._staged.values())
         waiting += sum(self._reserved.values())
-        if adapter and adapters + waiting + num_bytes > self.adapter_capacity_bytes:
-            held = ", ".join(map(str, sorted(self._adapters)))
-            raise CapacityError(
-                f"the adapter store holds {adapters:,} of {self.adapter_capacity_bytes:,} bytes "
-                f"({held or 'nothing'}) and {waiting:,} wait for their commit: no room for "
-                f"{num_bytes:,} more; retire versions or start the replica with a larger "
-                "--adapter-memory-gib"
-            )
-        waiting += self._bases.num_bytes
-        if not adapter and waiting + num_bytes > self.staging_capacity_bytes:
-            raise CapacityError(
-                f"staging holds {waiting:,} of {self.staging_capacity_bytes:,} bytes"
-                f"{self._pinned_text()}: no room for {num_bytes:,} more; start the replica with "
-                "a larger --staging-memory-gib"
-            )
+        if adapter:
+            held = {v: e.staged.segment.num_bytes for v, e in self._adapters.items()}
+            check_adapter_room(num_bytes, self.adapter_capacity_bytes, held, waiting)
+        else:
+            in_use = waiting + self._bases.num_bytes
+            check_base_room(num_bytes, self.staging_capacity_bytes, in_use, self._bases.pinned)
 
     def put_partial(self, partial: PartialTransfer) -> None:
         """Keep a transfer that was interrupted, and its reservation, unless it was
@@ -253,10 +229,6 @@ class WorkerStore:
         beyond ``retain_base``."""
         with self._lock:
             self._recycle_all(self._bases.pin(versions))
-
-    def _pinned_text(self) -> str:
-        names = sorted(map(str, self._bases.pinned))
-        return f", {', '.join(names)} pinned" if names else ""
 
     def set_served(self, base: ServedBase | None) -> None:
         """Let the base that the engine serves be read back from it; None before it is
