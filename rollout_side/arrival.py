@@ -147,10 +147,11 @@ class InPlaceArrival:
     Args:
         inflow: To which buckets are put; what was put stays with it.
         memory: What there is beside the engine's.
+        bound_bytes: Of the buffers that it is received in, but for those that must be.
     """
 
-    def __init__(self, inflow: Inflow, memory: Memory) -> None:
-        self._inflow, self._memory = inflow, memory
+    def __init__(self, inflow: Inflow, memory: Memory, bound_bytes: int) -> None:
+        self._inflow, self._memory, self._bound_bytes = inflow, memory, bound_bytes
 
     @property
     def manifest(self) -> Manifest:
@@ -167,7 +168,7 @@ class InPlaceArrival:
     ) -> Landing:
         """See ``Arrival``. What comes again, for a slower member, is verified and dropped."""
         largest = max(bucket.wire_bytes for bucket in self.manifest.buckets)
-        num_more = self._memory.room_for(largest, device)
+        num_more = self._memory.room_for(largest, device, self._bound_bytes)
         return InPlaceLanding(self._inflow, device, check, num_more)
 
     def finish(self, check: Callable[[], None]) -> bytes:

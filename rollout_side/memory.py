@@ -9,7 +9,7 @@ import torch
 
 from rollout_side.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
-from weft.transport.group import CPU
+from weft.transport.group import CPU, window
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
 #: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
@@ -49,18 +49,22 @@ class Memory:
             return DeviceSegment.allocate(num_bytes, place)
         return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda")
 
-    def room_for(self, num_bytes: int, device: torch.device) -> int:
+    def room_for(self, num_bytes: int, device: torch.device, bound_bytes: int) -> int:
         """How many buffers of that size the accelerator has room for beside those that a
         transfer needs anyhow; 0 on the host.
 
         Left alone are what the engine needs as it goes on, and what the largest of its
         layers takes while it is made anew.
+
+        Args:
+            bound_bytes: What all of a transfer's buffers may take, if it needs no more.
         """
         if device.type != "cuda":
             return 0
         free_bytes, _ = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return max(0, (free_bytes + own - MARGIN_BYTES) // num_bytes - _SPARE_BUFFERS)
+        room = (free_bytes + own - MARGIN_BYTES) // num_bytes - _SPARE_BUFFERS
+        return max(0, min(room, bound_bytes // num_bytes - window(device)))
 
     def device_of(self, backend: str) -> torch.device:
         """Where a side group of this backend receives."""
@@ -83,5 +87,5 @@ def stage_on_device(
 
 #: Left to the engine as it goes on: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30
-# Three that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
+# Those that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
 _SPARE_BUFFERS = 5

@@ -245,7 +245,7 @@ class _Group:
             self._store.put_inflow(inflow)
         else:
             inflow.go_on(deadline)
-        return InPlaceArrival(inflow, self._store.memory)
+        return InPlaceArrival(inflow, self._store.memory, self._store.staging_capacity_bytes)
 
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         transfer = self._prepared

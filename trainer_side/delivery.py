@@ -24,8 +24,11 @@ from weft.contract.errors import (
     StaleEpochError,
     TransferTimeoutError,
     WeftError,
+    lost_weights,
+    with_lost_weights,
 )
 from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
@@ -41,6 +44,8 @@ _T = TypeVar("_T")
 
 # How often the outcome is asked again while the coordinator is away.
 _RETRY_SECONDS = 0.5
+# Longest that the error of a failed push waits for the coordinator's word on it.
+_VERDICT_SECONDS = 2.0
 
 
 class Delivery:
@@ -191,6 +196,10 @@ class Delivery:
             return self._outcome(begun, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
+            if names := self._lost_weights(begun, error):
+                if isinstance(error, WeftError):
+                    raise with_lost_weights(error, names) from error
+                _log.error("%s", lost_weights(names))
             raise
 
     def _send(
@@ -269,6 +278,19 @@ class Delivery:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+
+    def _lost_weights(self, begun: pb.BeginTransferResponse, error: BaseException) -> str:
+        """Replicas that had begun to load a push in place that has failed, as the
+        coordinator says; best effort."""
+        told = isinstance(error, WeftError) and "dirty" in error.metadata
+        if told or begun.version.policy != BASE_POLICY:
+            return ""
+        request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
+        try:
+            self._stub.AwaitTransfer(request, timeout=_VERDICT_SECONDS)
+        except grpc.RpcError as verdict:
+            return error_from_rpc(verdict).metadata.get("replicas", "")
+        return ""
 
     def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
         """One RPC with the time that is left; its failure as a typed error."""

@@ -115,7 +115,10 @@ def rollout(
     ] = 4.0,
     staging_memory_gib: Annotated[
         float,
-        typer.Option(help="Memory for base weights, staged or retained.", min=0.001),
+        typer.Option(
+            help="Memory for base weights, staged or retained; in-place: for buckets on the GPU.",
+            min=0.001,
+        ),
     ] = 64.0,
     staging: Annotated[
         Literal["auto", "host", "device", "in-place"],

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,16 +106,15 @@ def test_one_whose_engine_fails_is_repaired_by_the_next_push(pool: Pool) -> None
 def test_a_push_that_runs_out_of_time_leaves_them_out_of_service(pool: Pool) -> None:
     """The staged replica serves on, and lends its copy to the one that cannot."""
     in_place, staged = add(pool, "replica-0"), add(pool, "replica-1", in_place=False)
-    late = threading.Event()
     with trainer(pool) as publisher:
         publisher.push_base(Model(1))
-    with ThreadPoolExecutor(1) as threads, trainer(pool, 2.0) as publisher:
-        at_bucket(in_place, 2, lambda: late.wait(WAIT_SECONDS))
-        push = threads.submit(publisher.push_base, Model(2))
+    with trainer(pool, 1.0) as publisher:
+        # The double's discard waits for this, and with it the loop that all are on.
+        at_bucket(in_place, 2, lambda: time.sleep(1.5))
         with pytest.raises(WeftError) as failed:
-            push.result(WAIT_SECONDS)
-        late.set()
-    assert failed.value.reason == "DEADLINE"
+            publisher.push_base(Model(2))
+    assert (failed.value.reason, failed.value.metadata["dirty"]) == ("DEADLINE", "true")
+    assert "replica-0 had begun to load it in place" in failed.value.message
     assert same(staged.base, weights(Model(1)))
     until(lambda: is_ready(pool, "replica-0"), WAIT_SECONDS)
     assert same(in_place.base, weights(Model(1)))

@@ -209,3 +209,21 @@ def error_from_reason(
 ) -> WeftError:
     """The typed error that ``reason`` stands for; a plain WeftError if unknown."""
     return REASONS.get(reason, WeftError)(message, reason=reason, metadata=metadata)
+
+
+def with_lost_weights(error: WeftError, replicas: str) -> WeftError:
+    """The same failure of a push, saying what it has cost.
+
+    Args:
+        replicas: That had begun to load it in place, for people.
+    """
+    return error_from_reason(
+        error.reason,
+        f"{error.message}; {lost_weights(replicas)}",
+        {**error.metadata, "dirty": "true", "replicas": replicas},
+    )
+
+
+def lost_weights(replicas: str) -> str:
+    """What it means that these had begun to load in place what never came whole."""
+    return f"{replicas} had begun to load it in place: out of service until repaired by a base"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from weft.contract.errors import with_lost_weights
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallLoad
 from weft.coordinator.state import Failure, PolicyKind, Replica, State, Transfer
@@ -67,6 +68,4 @@ def with_price(transfer: Transfer, failure: Failure) -> Failure:
     names = ", ".join(sorted(transfer.loading.intersection(transfer.targets)))
     if not names:
         return failure
-    price = f"{names} had begun to load it in place: out of service until a base is loaded whole"
-    text = f"{failure.message}; {price}"
-    return Failure(failure.reason, text, {**failure.metadata, "dirty": "true"})
+    return Failure.of(with_lost_weights(failure.error(), names))

@@ -88,8 +88,11 @@ def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * gib, 99 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * gib)
-    memory = Memory(torch.device("cuda", 0), in_place=True)
+    device = torch.device("cuda", 0)
+    memory = Memory(device, in_place=True)
     assert 13 * gib - MARGIN_BYTES == 11 * gib
-    assert memory.room_for(gib, torch.device("cuda", 0)) == 6  # but for five
-    assert memory.room_for(4 * gib, torch.device("cuda", 0)) == 0
-    assert memory.room_for(gib, CPU) == 0
+    assert memory.room_for(gib, device, 64 * gib) == 6  # but for five
+    assert memory.room_for(gib, device, 5 * gib) == 2  # but for three
+    assert memory.room_for(gib, device, 1) == 0
+    assert memory.room_for(4 * gib, device, 64 * gib) == 0
+    assert memory.room_for(gib, CPU, 64 * gib) == 0
