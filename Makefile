@@ -54,7 +54,7 @@ sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
 
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (6 minutes).
-	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_examples.py -m 'matrix or not matrix'
+	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_in_place.py tests/e2e/test_examples.py -m 'matrix or not matrix'
 
 fault: install  ## The whole kill matrix on real processes; writes its table (8 minutes).
 	$(BIN)/python -m tests.fault

@@ -154,6 +154,7 @@ def test_experts(engine_moe: EngineProcess, qwen3_moe: TinyModels, referee: Refe
         engine.call("load_adapter", "t-lora", PolicyVersion("no", 1), "{}", digest)
 
 
+@pytest.mark.matrix  # it needs an engine of its own
 def test_a_dead_worker_ends_the_server(engine_moe: EngineProcess) -> None:
     """So the process ends, and whoever started it starts another one."""
     served = engine_moe.submit("serve_http")
