@@ -10,6 +10,7 @@ import torch
 
 from rollout_side.segment import Segment
 from rollout_side.staged import bucket_starts
+from weft.contract.errors import CapacityError
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
 from weft.transport.digest import payload_digest
 from weft.transport.group import window
@@ -69,10 +70,20 @@ def make_buffers(
 
     Args:
         more: As many further ones as there is memory for, at most.
+
+    Raises:
+        CapacityError: The accelerator has no room for ``count`` of them.
     """
     need = max(bucket.wire_bytes for bucket in manifest.buckets)
     count = min(count, len(manifest.buckets))
-    made = [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+    try:
+        made = [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{device} has no room for the {count} buffers of {need:,} bytes that a push is "
+            "received in: push smaller buckets (bucket_bytes), or start the replica with a "
+            "smaller --gpu-memory-utilization"
+        ) from error
     with contextlib.suppress(torch.OutOfMemoryError):
         for _ in range(min(more, len(manifest.buckets) - count)):
             made.append(torch.empty(need, dtype=torch.uint8, device=device))

@@ -9,8 +9,10 @@ import torch
 
 from rollout_side.in_place_landing import HOLD_SECONDS, InPlaceLanding, is_load_due
 from rollout_side.inflow import Inflow
+from rollout_side.landing import make_buffers
 from rollout_side.memory import MARGIN_BYTES, Memory
 from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import CapacityError
 from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
@@ -96,3 +98,19 @@ def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.room_for(gib, device, 1) == 0
     assert memory.room_for(4 * gib, device, 64 * gib) == 0
     assert memory.room_for(gib, CPU, 64 * gib) == 0
+
+
+def test_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(size: int, **settings: object) -> torch.Tensor:
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(CapacityError, match="push smaller buckets"):
+        make_buffers(MANIFEST, 2, CPU)
+    made.clear()
+    assert len(make_buffers(MANIFEST, 1, CPU, more=5)) == 1  # as many as there is room for
