@@ -49,7 +49,8 @@ class Publisher:
         coordinator: HOST:PORT; used by the sender alone.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
         require: Which replicas must hold a version before it is committed: "all"
-            that are in contact when the push begins, or at least so many.
+            that are in contact when the push begins, or at least so many. Once one of
+            them loads a base in place, whoever is left.
         timeout_seconds: Longest time of a push, waiting for replicas included.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
             in host memory, or three on the accelerator.

@@ -420,7 +420,7 @@ class Transfer:
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it can still be aborted with nothing changed anywhere."""
+        """Whether it can still be aborted with nothing changed in what is served."""
         return self.phase < Phase.COMMITTING
 
 

@@ -412,7 +412,8 @@ class Requirement(_message.Message):
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
     push goes on with the others while there are so many. 0 means all: if one
-    dies, the push fails.
+    dies, the push fails. Once a replica loads a base in place (see
+    ReplicaService.LoadTransfer) the push goes on with whoever is left.
     """
     def __init__(
         self,
