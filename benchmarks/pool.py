@@ -27,7 +27,7 @@ from tests.unit.coordinator.machine import Machine
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator import events
-from weft.coordinator.state import Layout
+from weft.coordinator.values import Layout
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks

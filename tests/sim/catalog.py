@@ -17,15 +17,9 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.state import (
-    Failure,
-    Policy,
-    Settings,
-    State,
-    VersionRecord,
-    VersionState,
-    Withdrawn,
-)
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.state import Policy, Settings, State
+from weft.coordinator.values import Failure, VersionRecord, VersionState
 
 _RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
 

@@ -10,15 +10,9 @@ from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.in_place import is_loading
-from weft.coordinator.state import (
-    ContentDigest,
-    Errand,
-    Group,
-    Phase,
-    State,
-    Transfer,
-    VersionState,
-)
+from weft.coordinator.state import State
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import ContentDigest, Errand, Phase, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.receiver import Receiver

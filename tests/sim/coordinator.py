@@ -16,8 +16,10 @@ from tests.sim.rooms import Rooms
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.state import Failure, FreshIds, State, VersionRecord, VersionState
+from weft.coordinator.state import State
 from weft.coordinator.step import already_committed, step
+from weft.coordinator.transfer import FreshIds
+from weft.coordinator.values import Failure, VersionRecord, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.world import World

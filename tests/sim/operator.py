@@ -15,7 +15,8 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import RollbackAnswer
-from weft.coordinator.state import Phase, Standing, Withdrawn
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.values import Phase, Standing
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -10,7 +10,9 @@ from tests.sim.lease_checks import fail
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.demands import publish_again_version
-from weft.coordinator.state import Errand, Phase, Replica, State
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import State
+from weft.coordinator.values import Errand, Phase
 
 if TYPE_CHECKING:
     from tests.sim.world import World

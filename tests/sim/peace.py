@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Policy, PolicyKind, Standing, VersionState
+from weft.coordinator.state import Policy
+from weft.coordinator.values import PolicyKind, Standing, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -21,7 +21,8 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.state import Group, PolicyKind, Transfer
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

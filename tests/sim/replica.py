@@ -30,7 +30,8 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, leftovers
-from weft.coordinator.state import ContentDigest, Group
+from weft.coordinator.transfer import Group
+from weft.coordinator.values import ContentDigest
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -9,7 +9,7 @@ from tests.sim.network import Stream
 from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
 from weft.coordinator import effects, events
 from weft.coordinator.hub import Watermark
-from weft.coordinator.state import Group
+from weft.coordinator.transfer import Group
 
 
 class _Room:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.contract.errors import TransferAbortedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.state import ContentDigest
+from weft.coordinator.values import ContentDigest
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import BeginAnswer
-from weft.coordinator.state import ContentDigest, Group, Layout, PolicyKind
+from weft.coordinator.transfer import Group
+from weft.coordinator.values import ContentDigest, Layout, PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.world import World

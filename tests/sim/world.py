@@ -21,7 +21,8 @@ from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
 from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, WeftError
-from weft.coordinator.state import Group, Settings
+from weft.coordinator.state import Settings
+from weft.coordinator.transfer import Group
 
 POLICIES = ["base", "math", "code"]
 

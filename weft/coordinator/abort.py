@@ -9,7 +9,8 @@ from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import DropGroup, SaveVersion, SendAbort
 from weft.coordinator.records import record_of
-from weft.coordinator.state import Errand, Failure, Phase, Transfer, VersionState
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import Errand, Failure, Phase, VersionState
 
 
 def abort(change: Change, transfer: Transfer, failure: Failure) -> None:

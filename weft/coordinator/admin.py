@@ -12,7 +12,8 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
-from weft.coordinator.state import Standing, Withdrawn
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.values import Standing
 from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,

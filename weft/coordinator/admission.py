@@ -37,20 +37,11 @@ from weft.coordinator.effects import (
 from weft.coordinator.holders import is_changing, obeys_pins
 from weft.coordinator.leases import require_lease
 from weft.coordinator.records import record_of
+from weft.coordinator.replica import Replica
 from weft.coordinator.standing import in_contact, reachable
-from weft.coordinator.state import (
-    Errand,
-    Group,
-    Lease,
-    Member,
-    Phase,
-    Policy,
-    PolicyKind,
-    Replica,
-    State,
-    Transfer,
-    VersionState,
-)
+from weft.coordinator.state import Lease, Policy, State
+from weft.coordinator.transfer import Group, Member, Transfer
+from weft.coordinator.values import Errand, Phase, PolicyKind, VersionState
 
 #: Transfers of one policy that may be under way or wait.
 MAX_TRANSFERS_PER_POLICY = 16

@@ -29,16 +29,16 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.state import (
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.state import Policy
+from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    Policy,
     PolicyKind,
     Standing,
     VersionRecord,
     VersionState,
-    Withdrawn,
 )
 
 #: "WEFT": tells a Weft catalog from any other SQLite file.

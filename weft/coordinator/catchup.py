@@ -30,20 +30,10 @@ from weft.coordinator.effects import (
     SaveEpoch,
 )
 from weft.coordinator.holders import is_ready, obeys_pins, wants
-from weft.coordinator.state import (
-    ContentDigest,
-    Errand,
-    Failure,
-    Group,
-    Member,
-    Phase,
-    PolicyKind,
-    Replica,
-    State,
-    Transfer,
-    held_versions,
-    holds,
-)
+from weft.coordinator.replica import Replica, held_versions, holds
+from weft.coordinator.state import State
+from weft.coordinator.transfer import Group, Member, Transfer
+from weft.coordinator.values import ContentDigest, Errand, Failure, Phase, PolicyKind
 
 #: Between two plans when one clone ends after another.
 PLAN_SECONDS = 0.02

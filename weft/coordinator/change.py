@@ -10,7 +10,9 @@ from dataclasses import replace
 
 from weft.contract.errors import WeftError
 from weft.coordinator.effects import Announce, Answer, Effect, Refuse, Reply
-from weft.coordinator.state import FitKey, Group, Policy, Replica, State, Transfer
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import FitKey, Policy, State
+from weft.coordinator.transfer import Group, Transfer
 
 #: Ended transfers that are remembered.
 MAX_HISTORY = 100

@@ -30,16 +30,9 @@ from weft.coordinator.effects import (
 )
 from weft.coordinator.leases import live_lease
 from weft.coordinator.records import record_of
-from weft.coordinator.state import (
-    ContentDigest,
-    Errand,
-    Failure,
-    Phase,
-    Policy,
-    PolicyKind,
-    Transfer,
-    VersionState,
-)
+from weft.coordinator.state import Policy
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import ContentDigest, Errand, Failure, Phase, PolicyKind, VersionState
 
 
 def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:

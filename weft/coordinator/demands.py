@@ -11,7 +11,8 @@ from dataclasses import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.change import Change
 from weft.coordinator.holders import wants, who_publishes
-from weft.coordinator.state import Demand, State, holds
+from weft.coordinator.replica import holds
+from weft.coordinator.state import Demand, State
 
 
 def watch(change: Change) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard
-from weft.coordinator.state import Replica
+from weft.coordinator.replica import Replica
 
 #: Longer than one call may take.
 REPEAT_SECONDS = 6.0

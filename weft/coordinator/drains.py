@@ -14,7 +14,7 @@ from weft.contract.errors import InvalidRequestError, NotFoundError
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done
-from weft.coordinator.state import Drain, Replica
+from weft.coordinator.replica import Drain, Replica
 
 #: Longest that a drain may be given.
 MAX_SECONDS = 86_400.0

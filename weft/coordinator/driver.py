@@ -24,8 +24,9 @@ from weft.coordinator.lookup import look_up
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.preflight import check_fit
 from weft.coordinator.replica_calls import ReplicaCaller
-from weft.coordinator.state import Failure, State
+from weft.coordinator.state import State
 from weft.coordinator.step import step
+from weft.coordinator.values import Failure
 
 _log = logging.getLogger(__name__)
 

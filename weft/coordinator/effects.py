@@ -7,18 +7,10 @@ from dataclasses import dataclass, field
 from weft.contract.errors import WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.coordinator.state import (
-    AdapterSpec,
-    ContentDigest,
-    Failure,
-    FitKey,
-    Group,
-    Lease,
-    Policy,
-    Transfer,
-    VersionRecord,
-    Withdrawn,
-)
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.state import FitKey, Lease, Policy
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import AdapterSpec, ContentDigest, Failure, VersionRecord
 
 # -- saves: one transaction for all of a batch ---------------------------------
 

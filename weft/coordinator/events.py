@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
-from weft.coordinator.state import (
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.state import FitKey
+from weft.coordinator.transfer import FreshIds
+from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    FitKey,
-    FreshIds,
     Layout,
     PolicyKind,
     VersionRecord,
-    Withdrawn,
 )
 
 

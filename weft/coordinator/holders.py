@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
+from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
-from weft.coordinator.state import Errand, Phase, Replica, State, holds
+from weft.coordinator.state import State
+from weft.coordinator.values import Errand, Phase
 
 
 def lacks(state: State, replica: Replica) -> list[str]:

@@ -21,8 +21,9 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.coordinator import events
-from weft.coordinator.state import ContentDigest, Failure, Group, Layout, Transfer
 from weft.coordinator.store import GroupStore
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import ContentDigest, Failure, Layout
 from weft.coordinator.wire import group_to_proto
 from weft.rpc.codec import duration_to_proto, version_to_proto
 from weft.v1 import rendezvous_pb2, types_pb2

@@ -16,7 +16,10 @@ from dataclasses import replace
 from weft.contract.errors import with_lost_weights
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallLoad
-from weft.coordinator.state import Failure, PolicyKind, Replica, State, Transfer
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import State
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import Failure, PolicyKind
 
 
 def loads_in_place(replica: Replica, kind: PolicyKind) -> bool:

@@ -15,8 +15,9 @@ from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.feed import Feed
 from weft.coordinator.routes import routes
-from weft.coordinator.state import Policy, Transfer
+from weft.coordinator.state import Policy
 from weft.coordinator.step import unknown_transfer
+from weft.coordinator.transfer import Transfer
 from weft.coordinator.wire import (
     policy_to_proto,
     replica_to_proto,

@@ -16,7 +16,8 @@ from weft.coordinator import abort, events
 from weft.coordinator.change import Change
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import Done, LeaseAnswer, SavePolicy
-from weft.coordinator.state import Errand, Failure, Lease, Policy, PolicyKind, State
+from weft.coordinator.state import Lease, Policy, State
+from weft.coordinator.values import Errand, Failure, PolicyKind
 
 
 def acquire(change: Change, event: events.AcquirePolicy) -> None:

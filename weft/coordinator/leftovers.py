@@ -14,17 +14,10 @@ from weft.coordinator import catchup
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard
 from weft.coordinator.holders import wants
-from weft.coordinator.state import (
-    Errand,
-    FreshIds,
-    Layout,
-    PolicyKind,
-    Replica,
-    State,
-    Transfer,
-    VersionRecord,
-    VersionState,
-)
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import State
+from weft.coordinator.transfer import FreshIds, Transfer
+from weft.coordinator.values import Errand, Layout, PolicyKind, VersionRecord, VersionState
 
 
 def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]) -> None:

@@ -11,7 +11,8 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.manifests import ManifestCache
-from weft.coordinator.state import Failure, FreshIds, Layout, VersionRecord
+from weft.coordinator.transfer import FreshIds
+from weft.coordinator.values import Failure, Layout, VersionRecord
 
 
 class Describer(Protocol):

@@ -9,7 +9,7 @@ from typing import Final
 from weft.contract.manifest import Manifest
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
-from weft.coordinator.state import Layout
+from weft.coordinator.values import Layout
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import types_pb2
 

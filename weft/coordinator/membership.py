@@ -24,8 +24,10 @@ from weft.coordinator.effects import (
     RegisterAnswer,
     SavePool,
 )
+from weft.coordinator.replica import Replica
 from weft.coordinator.standing import in_contact, place, shared_backends, standing
-from weft.coordinator.state import Failure, Phase, Replica, Standing, State
+from weft.coordinator.state import State
+from weft.coordinator.values import Failure, Phase, Standing
 
 __all__ = [
     "announce_standings",

@@ -17,7 +17,9 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
 from weft.coordinator.retire import may_be_kept, may_be_withdrawn, num_retained, retire
 from weft.coordinator.rollback import known_policy, requestable, unknown_policy
-from weft.coordinator.state import Errand, Policy, PolicyKind, State, Transfer
+from weft.coordinator.state import Policy, State
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import Errand, PolicyKind
 
 #: Most versions of one adapter that are kept by their number.
 MAX_RETAINED = 1000

@@ -17,15 +17,10 @@ from weft.contract.reference import Reference, check_base
 from weft.coordinator import events, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CheckFit
-from weft.coordinator.state import (
-    AdapterSpec,
-    Failure,
-    FitKey,
-    PolicyKind,
-    Replica,
-    State,
-    Transfer,
-)
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import FitKey, State
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import AdapterSpec, Failure, PolicyKind
 
 #: Answers that are remembered: layouts x adapter configs x kinds of replicas.
 MAX_FITS = 4096

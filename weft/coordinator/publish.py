@@ -17,13 +17,9 @@ from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.standing import in_contact, reachable, shared_backends
-from weft.coordinator.state import (
-    PolicyKind,
-    Transfer,
-    VersionRecord,
-    VersionState,
-)
 from weft.coordinator.step import already_committed
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.wire import (
     adapter_from_proto,
     begin_to_proto,

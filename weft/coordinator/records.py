@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.coordinator.state import Transfer, VersionRecord, VersionState
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import VersionRecord, VersionState
 
 
 def record_of(transfer: Transfer, state: VersionState, commit_time: float = 0.0) -> VersionRecord:

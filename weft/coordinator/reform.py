@@ -14,7 +14,9 @@ from dataclasses import replace
 from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard, CallJoin, OpenGroup, SaveEpoch, SendReform
-from weft.coordinator.state import Errand, Failure, Group, Member, Phase, Replica, Transfer
+from weft.coordinator.replica import Replica
+from weft.coordinator.transfer import Group, Member, Transfer
+from weft.coordinator.values import Errand, Failure, Phase
 
 
 def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: Failure) -> None:

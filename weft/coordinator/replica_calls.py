@@ -14,7 +14,7 @@ from weft.contract.errors import WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.state import Failure
+from weft.coordinator.values import Failure
 from weft.coordinator.wire import adapter_to_proto, digest_to_proto, group_to_proto
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import (

@@ -8,16 +8,10 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallRetire, SaveRetired
-from weft.coordinator.state import (
-    Errand,
-    Phase,
-    Policy,
-    PolicyKind,
-    Replica,
-    Settings,
-    State,
-    Transfer,
-)
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import Policy, Settings, State
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import Errand, Phase, PolicyKind
 
 EVERY_SECONDS = 1.0
 

@@ -25,21 +25,19 @@ from weft.coordinator.effects import (
     SaveRetired,
 )
 from weft.coordinator.holders import is_changing, is_ready, obeys_pins
+from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
-from weft.coordinator.state import (
+from weft.coordinator.state import Policy, State
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import (
     Errand,
     Failure,
     Layout,
     Phase,
-    Policy,
     PolicyKind,
-    Replica,
-    State,
-    Transfer,
     VersionRecord,
     VersionState,
-    holds,
 )
 
 #: Who does it, as a transfer's sender; no trainer can be named so.

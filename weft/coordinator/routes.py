@@ -5,7 +5,9 @@ from __future__ import annotations
 from weft.contract.versions import VersionVector
 from weft.coordinator.change import Change
 from weft.coordinator.effects import RoutesChanged
-from weft.coordinator.state import Replica, Standing, State
+from weft.coordinator.replica import Replica
+from weft.coordinator.state import State
+from weft.coordinator.values import Standing
 
 
 def routes(state: State) -> list[Replica]:

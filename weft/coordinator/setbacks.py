@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from weft.contract.names import PolicyVersion
 from weft.coordinator.change import Change
-from weft.coordinator.state import Failure, Setback
+from weft.coordinator.replica import Setback
+from weft.coordinator.values import Failure
 
 #: Between two attempts; doubled with each failure, from the first to the second.
 FIRST_SECONDS = 1.0

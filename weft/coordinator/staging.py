@@ -14,7 +14,9 @@ from weft.coordinator import abort, events, in_place, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import commit
 from weft.coordinator.effects import SendPrepare, SendStart
-from weft.coordinator.state import Failure, Group, Phase, State, Transfer
+from weft.coordinator.state import State
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import Failure, Phase
 
 JUDGE_AFTER_SECONDS = 0.5
 

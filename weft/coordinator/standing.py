@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from weft.contract.names import PolicyVersion
 from weft.coordinator.holders import lacks, outlook, takes_weights, wants
-from weft.coordinator.state import Replica, Standing, State, Withdrawn
+from weft.coordinator.replica import Replica, Withdrawn
+from weft.coordinator.state import State
+from weft.coordinator.values import Standing
 
 
 def place(state: State, replica: Replica) -> Standing:

@@ -36,7 +36,8 @@ from weft.coordinator import (
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
 from weft.coordinator.standing import reachable
-from weft.coordinator.state import Failure, Phase, State
+from weft.coordinator.state import State
+from weft.coordinator.values import Failure, Phase
 
 
 def step(state: State, event: events.Event, now: float) -> tuple[State, list[Effect]]:

@@ -8,19 +8,16 @@ from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.replica import Replica
 from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
-from weft.coordinator.state import (
+from weft.coordinator.state import Lease, Policy, State
+from weft.coordinator.transfer import Group, Transfer
+from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
-    Group,
-    Lease,
     Phase,
-    Policy,
     PolicyKind,
-    Replica,
-    State,
-    Transfer,
     VersionRecord,
     VersionState,
 )

@@ -9,7 +9,8 @@ from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.drains import unknown_replica
 from weft.coordinator.effects import Done, SaveWithdrawn
-from weft.coordinator.state import Standing, Withdrawn
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.values import Standing
 
 
 def withdraw(change: Change, event: events.Withdraw) -> None:

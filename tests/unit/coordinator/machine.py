@@ -13,20 +13,18 @@ from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
-from weft.coordinator.state import (
+from weft.coordinator.state import Settings, State
+from weft.coordinator.step import step
+from weft.coordinator.transfer import FreshIds, Transfer
+from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    FreshIds,
     Layout,
     Phase,
     PolicyKind,
-    Settings,
-    State,
-    Transfer,
     VersionRecord,
 )
-from weft.coordinator.step import step
 
 E = TypeVar("E")
 

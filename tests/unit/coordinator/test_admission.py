@@ -7,13 +7,7 @@ import pytest
 from tests.unit.coordinator.machine import LAYOUT, OTHER_LAYOUT, SPEC, Machine, saved_versions
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.state import (
-    AdapterSpec,
-    Failure,
-    Phase,
-    VersionRecord,
-    VersionState,
-)
+from weft.coordinator.values import AdapterSpec, Failure, Phase, VersionRecord, VersionState
 
 
 def _begun(m: Machine, ticket: int) -> effects.BeginAnswer:

@@ -6,7 +6,8 @@ from tests.unit.coordinator.machine import LAYOUT, Machine
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator import effects, events
-from weft.coordinator.state import FreshIds, Phase
+from weft.coordinator.transfer import FreshIds
+from weft.coordinator.values import Phase
 
 
 def _pushed(times: int, *replica_ids: str) -> Machine:

@@ -23,16 +23,16 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.state import (
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.state import Policy
+from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    Policy,
     PolicyKind,
     Standing,
     VersionRecord,
     VersionState,
-    Withdrawn,
 )
 
 
@@ -126,7 +126,8 @@ _WRITER = """
 import sys
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.effects import SavePolicy
-from weft.coordinator.state import Policy, PolicyKind
+from weft.coordinator.state import (Policy)
+from weft.coordinator.values import (PolicyKind)
 catalog = Catalog.open(sys.argv[1])
 version = max((p.last_version for p in catalog.snapshot().policies), default=0)
 while True:

@@ -19,7 +19,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Errand, Failure, Phase, Standing
+from weft.coordinator.values import Errand, Failure, Phase, Standing
 
 BASE_1 = PolicyVersion("base", 1)
 GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"

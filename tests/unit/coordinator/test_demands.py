@@ -8,7 +8,8 @@ from tests.unit.coordinator.machine import Machine
 from weft.coordinator import effects, events
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Phase, Standing, Withdrawn
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.values import Phase, Standing
 
 AFTER_SECONDS = 5.0
 

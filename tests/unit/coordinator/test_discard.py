@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.coordinator.machine import GONE, LOAD_FAILED, Machine
 from weft.coordinator import effects, events
 from weft.coordinator.discard import MAX_DISCARDS, REPEAT_SECONDS
-from weft.coordinator.state import Phase
+from weft.coordinator.values import Phase
 
 
 def _begun(phase: Phase) -> tuple[Machine, int]:

@@ -17,7 +17,8 @@ from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.feed import Feed
 from weft.coordinator.manifests import ReferenceCache
-from weft.coordinator.state import PolicyKind, State
+from weft.coordinator.state import State
+from weft.coordinator.values import PolicyKind
 
 
 class _Watched(Catalog):

@@ -16,8 +16,8 @@ from weft.contract.errors import (
 )
 from weft.coordinator import events, store
 from weft.coordinator.hub import Hub, Watermark
-from weft.coordinator.state import Group, Member
 from weft.coordinator.store import GroupStore
+from weft.coordinator.transfer import Group, Member
 
 
 async def test_values() -> None:

@@ -15,7 +15,7 @@ from tests.unit.coordinator.machine import (
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.membership import standing
-from weft.coordinator.state import ContentDigest, Failure, Phase, Standing, VersionState
+from weft.coordinator.values import ContentDigest, Failure, Phase, Standing, VersionState
 
 BASE_1 = PolicyVersion("base", 1)
 

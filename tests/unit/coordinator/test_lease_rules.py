@@ -15,7 +15,8 @@ from weft.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
-from weft.coordinator.state import Settings, State, VersionState
+from weft.coordinator.state import Settings, State
+from weft.coordinator.values import VersionState
 
 LEASE_SECONDS = 5.0
 _POLICIES = st.sampled_from(["base", "math"])

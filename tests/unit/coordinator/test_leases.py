@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.machine import CAPABILITIES, Machine
 from weft.contract.errors import WeftError
 from weft.coordinator import effects, events
-from weft.coordinator.state import Phase, PolicyKind
+from weft.coordinator.values import Phase, PolicyKind
 
 
 def _lease(machine: Machine, ticket: int) -> effects.LeaseAnswer:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine, saved_versions
 from weft.coordinator import effects, events
-from weft.coordinator.state import FreshIds, Phase, VersionRecord, VersionState
+from weft.coordinator.transfer import FreshIds
+from weft.coordinator.values import Phase, VersionRecord, VersionState
 
 
 def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:

@@ -9,7 +9,7 @@ from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
 from weft.coordinator.membership import standing
 from weft.coordinator.standing import in_contact, shared_backends
-from weft.coordinator.state import Phase, Standing
+from weft.coordinator.values import Phase, Standing
 
 
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.machine import GONE, Machine
 from weft.coordinator import effects, events
 from weft.coordinator.membership import in_contact, standing
-from weft.coordinator.state import Phase, Standing
+from weft.coordinator.values import Phase, Standing
 
 
 def _staging(**changes: int) -> tuple[Machine, int]:

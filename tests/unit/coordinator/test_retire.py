@@ -10,7 +10,7 @@ from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
-from weft.coordinator.state import Phase
+from weft.coordinator.values import Phase
 
 
 def _after(pushes: int, **settings: int) -> Machine:

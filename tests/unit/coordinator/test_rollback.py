@@ -11,7 +11,8 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Errand, Phase, Standing, State
+from weft.coordinator.state import State
+from weft.coordinator.values import Errand, Phase, Standing
 
 
 def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Machine:

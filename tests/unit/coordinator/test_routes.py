@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from tests.unit.coordinator.machine import DIRTY, Machine
 from weft.coordinator import effects, events
+from weft.coordinator.replica import Withdrawn
 from weft.coordinator.routes import routes
-from weft.coordinator.state import Phase, Standing, Withdrawn
+from weft.coordinator.values import Phase, Standing
 
 
 def _pool(*replica_ids: str) -> Machine:

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
-from weft.coordinator.state import Errand, Phase, Settings, State, VersionState
+from weft.coordinator.state import Settings, State
+from weft.coordinator.values import Errand, Phase, VersionState
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
 _TRAINERS = st.sampled_from(["t1", "t2"])

@@ -6,7 +6,7 @@ from tests.unit.coordinator.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Errand, Failure, Phase, Standing
+from weft.coordinator.values import Errand, Failure, Phase, Standing
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})
 ALL = ("base@1", "math@1", "math@2")

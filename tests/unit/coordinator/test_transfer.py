@@ -10,7 +10,7 @@ from tests.unit.coordinator.machine import DIGEST, DIRTY, GONE, LOAD_FAILED, Mac
 from weft.coordinator import effects, events
 from weft.coordinator.effects import SendAbort
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Phase, Standing, VersionState
+from weft.coordinator.values import Phase, Standing, VersionState
 
 
 def _pushing(phase: Phase, *replica_ids: str) -> tuple[Machine, int, int]:

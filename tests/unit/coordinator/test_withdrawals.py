@@ -11,7 +11,8 @@ from weft.contract.versions import VersionVector
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.membership import standing
-from weft.coordinator.state import Errand, Phase, Standing, Withdrawn
+from weft.coordinator.replica import Withdrawn
+from weft.coordinator.values import Errand, Phase, Standing
 
 
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:

@@ -1,0 +1,101 @@
+"""A replica as the coordinator knows it, as an immutable value; times as in ``state``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.versions import VersionVector
+from weft.coordinator.values import Standing
+
+
+@dataclass(frozen=True)
+class Setback:
+    """A version that could not be brought to a replica."""
+
+    count: int
+    retry_at: float
+    source: str
+    """Who was to send it last."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """An operator's order that keeps a replica out of service; durable."""
+
+    standing: Standing
+    """CORDONED or QUARANTINED."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A replica leaves in good order, at ``deadline`` at the latest."""
+
+    deadline: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica as last heard of."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    vector: VersionVector
+    last_heard: float
+    adapter_used_bytes: int = 0
+    lost: bool = False
+    suspicion: str = ""
+    """Why it may be dead: a transfer lost it, and it was not heard of since."""
+    dirty_reason: str = ""
+    """Why its engine may hold mixed weights: it stays out of service."""
+    commit_failure: str = ""
+    """Why it did not switch to a committed version."""
+    vector_set_at: float = float("-inf")
+    """When a CommitTransfer last told what it serves."""
+    retire_at: float = float("-inf")
+    """When it may next be asked to drop versions."""
+    announced: Standing | None = None
+    """The standing that was last told to watchers."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
+    """What could not be brought to it yet."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    """Versions that lie in its spill directory."""
+    drain: Drain | None = None
+    """Set while it is to leave."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Versions of the base that it keeps copies of where it holds them."""
+    pinned_bytes: int = 0
+    """Of those copies."""
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether it is heard and its weights are whole; ``standing.in_contact`` says which
+        of these a push goes to."""
+        return not self.lost and not self.suspicion and not self.dirty_reason
+
+
+def holds(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a copy of a version's bytes in memory, to send or load."""
+    if version.policy == BASE_POLICY:
+        return version.version in replica.retained
+    return replica.vector.holds(version)
+
+
+def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
+    """Every version that ``holds`` is true of."""
+    for number in replica.retained:
+        yield PolicyVersion(BASE_POLICY, number)
+    for name, entry in replica.vector.adapters.items():
+        for number in entry.versions:
+            yield PolicyVersion(name, number)

@@ -1,0 +1,158 @@
+"""A transfer and its side group, as immutable values; times as in ``state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from weft.contract.names import PolicyVersion
+from weft.coordinator.values import (
+    AdapterSpec,
+    ContentDigest,
+    Errand,
+    Failure,
+    Layout,
+    Phase,
+    PolicyKind,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica's place in a side group: ranks ``first_rank`` and up."""
+
+    replica_id: str
+    incarnation: str
+    first_rank: int
+    num_receivers: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A side group: the sender (rank 0) and the receivers of its members."""
+
+    group_id: str
+    token: str = field(repr=False)
+    epoch: int
+    trainer_id: str
+    session_id: str
+    backend: str
+    members: tuple[Member, ...]
+    attending: frozenset[int] = frozenset()
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 + sum(member.num_receivers for member in self.members)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank attends."""
+        return len(self.attending) == self.size
+
+    def member_name(self, rank: int) -> str:
+        """Who a rank is, for people: a replica's id or the trainer's."""
+        if rank == 0:
+            return self.trainer_id
+        for member in self.members:
+            if member.first_rank <= rank < member.first_rank + member.num_receivers:
+                return member.replica_id
+        return f"rank {rank}"
+
+
+@dataclass(frozen=True)
+class FreshIds:
+    """Random values that a new transfer and a new group are named by."""
+
+    transfer_id: str
+    nonce: int
+    group_id: str
+    token: str = field(repr=False)
+    secret: str = field(repr=False)
+    """Tokens of further groups of the transfer are derived from it; never sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One attempt to bring one version to the pool."""
+
+    ids: FreshIds
+    request_id: str
+    policy: str
+    kind: PolicyKind
+    trainer_id: str
+    session_id: str
+    fencing_token: int
+    layout: Layout
+    adapter: AdapterSpec | None
+    min_replicas: int
+    require_all: bool = True
+    """Whether the loss of one replica fails the push."""
+    backend: str
+    wanted_group_id: str
+    begin_at: float
+    deadline: float
+    answer_by: float
+    """When BeginTransfer must have been answered, at most ``deadline``."""
+    phase: Phase = Phase.WAITING
+    waits_for: str = "its turn"
+    version: int = 0
+    create_time: float = 0.0
+    group_id: str = ""
+    epoch: int = 0
+    targets: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    """Replicas that the transfer goes on without, in order of their loss."""
+    prepare_sent: bool = False
+    prepared: Mapping[int, int] = field(default_factory=dict)
+    """Buckets that each receiver has verified already, by rank."""
+    staged: Mapping[int, ContentDigest] = field(default_factory=dict)
+    loading: frozenset[str] = frozenset()
+    """Replicas that were told to load it in place, in this epoch or a former one."""
+    start_at: float = 0.0
+    commit_at: float = 0.0
+    end_at: float = 0.0
+    content_digest: ContentDigest | None = None
+    replaced_version: int = 0
+    """What was served before the commit point."""
+    switching: frozenset[str] = frozenset()
+    """Replicas whose answer to CommitTransfer is awaited."""
+    served_by: frozenset[str] = frozenset()
+    """Replicas that switched."""
+    refusals: Mapping[str, Failure] = field(default_factory=dict)
+    """Why the others did not."""
+    pause_seconds: float = 0.0
+    failure: Failure | None = None
+    accusations: Mapping[int, Failure] = field(default_factory=dict)
+    """Ranks that say a peer is gone, without knowing which (see staging.py)."""
+    judge_at: float = 0.0
+    begin_tickets: tuple[int, ...] = ()
+    await_tickets: tuple[int, ...] = ()
+    errand: Errand = Errand.PUSH
+    source: str = ""
+    """The replica that sends a clone."""
+    replica_id: str = ""
+    """The replica that a clone or a restore is for."""
+    leftover: str = ""
+    """The transfer of a former coordinator whose staged bytes a restore switches to."""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Replicas that do nothing else meanwhile; none while it waits."""
+        return (*self.targets, self.source) if self.targets and self.source else self.targets
+
+    @property
+    def transfer_id(self) -> str:
+        """Its name."""
+        return self.ids.transfer_id
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """What it brings; version 0 while a push waits."""
+        return PolicyVersion(self.policy, self.version)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether it can still be aborted with nothing changed in what is served."""
+        return self.phase < Phase.COMMITTING

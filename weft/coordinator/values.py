@@ -1,0 +1,140 @@
+"""What the coordinator's state is made of: kinds, standings, and what the catalog holds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.contract.errors import WeftError, error_from_reason
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+
+
+class PolicyKind(enum.IntEnum):
+    """Numbers are those of ``weft.v1.PolicyKind``."""
+
+    BASE = 1
+    ADAPTER = 2
+
+
+class VersionState(enum.IntEnum):
+    """Numbers are those of ``weft.v1.VersionState``."""
+
+    STAGING = 1
+    COMMITTED = 2
+    ABORTED = 3
+    RETIRED = 4
+
+
+class Standing(enum.IntEnum):
+    """Numbers are those of ``weft.v1.ReplicaState``."""
+
+    PENDING_WEIGHTS = 1
+    READY = 2
+    LOST = 3
+    QUARANTINED = 4
+    DRAINING = 5
+    CORDONED = 6
+
+
+class Phase(enum.IntEnum):
+    """Where a transfer stands; WAITING and FORMING are both FORMING on the wire."""
+
+    WAITING = 0
+    """Begun, without a version: for replicas, for preflight, or for its turn."""
+    FORMING = 1
+    STAGING = 2
+    COMMITTING = 3
+    COMMITTED = 4
+    ABORTED = 5
+
+
+class Errand(enum.IntEnum):
+    """What a transfer is for."""
+
+    PUSH = 0
+    """A trainer brings a new version to the pool."""
+    CLONE = 1
+    """A replica brings a version to another that lacks it."""
+    RESTORE = 2
+    """A replica switches to what it holds itself."""
+    ROLLBACK = 3
+    """The pool goes back to a version that all hold."""
+
+
+@dataclass(frozen=True)
+class ContentDigest:
+    """See ``weft.v1.ContentDigest``."""
+
+    algorithm: int
+    value: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """See ``weft.v1.AdapterSpec``; ``config_digest`` is SHA-256 of the config."""
+
+    config_json: str
+    config_digest: bytes
+    base_fingerprint: str = ""
+    trained_on_base_version: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something ended, as a value that an error can be made of."""
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self) -> WeftError:
+        """The typed error to answer callers with."""
+        return error_from_reason(self.reason, self.message, dict(self.metadata))
+
+    @classmethod
+    def of(cls, error: WeftError) -> Failure:
+        """The value behind an error."""
+        return cls(error.reason, error.message, error.metadata)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A manifest and the sums that decisions need."""
+
+    manifest: Manifest | None = field(repr=False, compare=False)
+    """Not kept once a transfer has ended."""
+    digest: bytes
+    total_bytes: int
+    wire_bytes: int
+    num_buckets: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Layout:
+        """Sum once; O(buckets)."""
+        return cls(
+            manifest,
+            manifest.layout_digest,
+            manifest.total_bytes,
+            manifest.wire_bytes,
+            len(manifest.buckets),
+        )
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """A version as the catalog holds it; times are seconds since 1970, 0 when not yet."""
+
+    version: PolicyVersion
+    state: VersionState
+    trainer_id: str
+    request_id: str
+    transfer_id: str
+    layout_digest: bytes
+    create_time: float
+    commit_time: float = 0.0
+    content_digest: ContentDigest | None = None
+    adapter: AdapterSpec | None = None
+    failure: Failure | None = None
