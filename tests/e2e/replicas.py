@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.demo.processes import Process
 
 MODEL_NAME = "tiny"
+PROMPT = [5, 9, 33, 70, 12, 101, 8]
 _START_SECONDS = 240.0
+_CATCH_UP_SECONDS = 30.0
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -116,3 +124,43 @@ def serving_url(process: Process) -> str:
     match = re.search(r"http://[^\s,]+", line)
     assert match is not None
     return match.group()
+
+
+def ask(url: str, model: str) -> tuple[list[str], list[float], str]:
+    """Greedy tokens, their log-probabilities, and the version that answered."""
+    response = httpx.post(
+        f"{url}/v1/completions",
+        json={
+            "model": model,
+            "prompt": PROMPT,
+            "max_tokens": 12,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        },
+        timeout=60,
+    )
+    response.raise_for_status()
+    answer = response.json()
+    logprobs = answer["choices"][0]["logprobs"]
+    return logprobs["tokens"], logprobs["token_logprobs"], answer["model"]
+
+
+def wait_ready(target: str, replica_id: str, url: str = "") -> pb.Replica:
+    """The replica, once the coordinator says that it serves all.
+
+    Args:
+        url: Of its OpenAI server, where a process of the same name was killed before: what
+            the coordinator knows may still be that one's.
+    """
+    deadline = time.monotonic() + _CATCH_UP_SECONDS
+    with open_channel(target) as channel:
+        stub = InspectServiceStub(channel)
+        while True:
+            replicas = stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
+            replica = next((r for r in replicas if r.replica_id == replica_id), pb.Replica())
+            if replica.state == pb.REPLICA_STATE_READY and url in ("", replica.http_url):
+                return replica
+            assert time.monotonic() < deadline, replica.state_reason
+            time.sleep(0.1)

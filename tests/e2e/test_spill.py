@@ -16,12 +16,16 @@ from tests.e2e.conftest import TinyModels
 from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
+    PROMPT,
+    ask,
     running_coordinator,
     serving_url,
     start_replica,
+    wait_ready,
 )
-from tests.e2e.test_late_joiner import _PROMPT, ask, wait_ready
+from tests.integration.models import until
 from tests.models import Referee
+from tests.processes import is_running, members
 from trainer_side import Publisher
 
 _SPILL_SECONDS = 30.0
@@ -54,8 +58,11 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
             publisher.push_adapter(tiny.adapters[0], "math")
         answers = {model: ask(url, model) for model in models}
         _wait_spilled(target, "base@1", "math@1")
-        os.killpg(first.pid, signal.SIGKILL)  # its engine, too
-        first.stop()
+        processes = members(first.pid)
+        assert len(processes) > 3  # the engine's, and its two workers'
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(10)
+        until(lambda: not any(map(is_running, processes)))  # they end with it
         (adapter,) = (tmp_path / "spill").glob("*/math@1.*")
         args = (*args, "--lora-modules", f"by-vllm={adapter}")
         again = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
@@ -73,5 +80,5 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
     for model, peft in ((MODEL_NAME, None), ("math@1", adapter)):
         tokens, logprobs, _ = answers[model]
         ids = [int(token.removeprefix("token_id:")) for token in tokens]
-        expected = referee.logprobs(checkpoint, _PROMPT, ids, peft)
+        expected = referee.logprobs(checkpoint, PROMPT, ids, peft)
         assert logprobs == pytest.approx(expected, abs=5e-5)

@@ -1,0 +1,150 @@
+"""Real vLLM: a replica that starts late answers, bit by bit, like the first; both go back
+to what they served before; both leave in good order."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TinyModels
+from tests.e2e.replicas import (
+    LORA_ARGS,
+    MODEL_NAME,
+    ask,
+    running_coordinator,
+    serving_url,
+    start_replica,
+    wait_ready,
+)
+from trainer_side import Publisher
+from weft_cli.demo.processes import Process
+from weft_cli.operate import roll_back
+from weft_cli.replicas import drain
+
+_NUM_TOKENS = 240
+_SECONDS = 60.0
+
+
+class PoolOfTwo:
+    """A coordinator and a replica; the other one starts when it is asked for."""
+
+    def __init__(self, work: Path, target: str, model: Path, stack: ExitStack) -> None:
+        self.target = target
+        self._work, self._model, self._stack = work, model, stack
+        self.processes: list[Process] = []
+        self.urls: list[str] = []
+
+    def grow(self, count: int) -> None:
+        """Have so many replicas."""
+        while len(self.urls) < count:
+            name, options = f"replica-{len(self.urls)}", ("--retain-base", "2")
+            process = start_replica(
+                self._work, self.target, name, self._model, *LORA_ARGS, options=options
+            )
+            self._stack.callback(process.stop)
+            self.processes.append(process)
+            self.urls.append(serving_url(process))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, qwen2: TinyModels) -> Iterator[PoolOfTwo]:
+    work = tmp_path_factory.mktemp("two")
+    with running_coordinator(work) as coordinator, ExitStack() as stack:
+        yield PoolOfTwo(work, coordinator.target, qwen2.base, stack)
+
+
+def test_a_late_replica_clones_all_and_goes_back_with_the_others(
+    pool: PoolOfTwo, qwen2: TinyModels
+) -> None:
+    models = (MODEL_NAME, "math@1", "math@2", "math", "code")
+    pool.grow(1)
+    with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
+        started_with = ask(pool.urls[0], MODEL_NAME)
+        publisher.push_base(qwen2.other)
+        publisher.push_adapter(qwen2.adapters[0], "math")
+        publisher.push_adapter(qwen2.adapters[1], "math")
+        publisher.push_adapter(qwen2.adapters[2], "code")
+        pool.grow(2)
+        replica = wait_ready(pool.target, "replica-1")
+        assert list(replica.retained_base_versions) == [1]
+        answers = {model: ask(pool.urls[0], model) for model in models}
+        assert answers[MODEL_NAME] != started_with
+        assert answers["math"][2] == "math@2"
+        assert answers["math@1"][:2] != answers["math@2"][:2]
+        for model in models:
+            assert ask(pool.urls[1], model) == answers[model]
+        publisher.push_base(qwen2.base)
+        for url in pool.urls:
+            assert ask(url, MODEL_NAME) == started_with
+        roll_back(pool.target, "base", 1, timeout_seconds=60)
+        roll_back(pool.target, "math", 1, timeout_seconds=60)
+        for url in pool.urls:
+            for model in (MODEL_NAME, "math@1", "math@2", "code"):
+                assert ask(url, model) == answers[model]
+            assert ask(url, "math") == answers["math@1"]
+        assert wait_ready(pool.target, "replica-1").version_vector.base == 1
+        assert str(publisher.push_adapter(qwen2.adapters[3], "math")) == "math@3"
+        for url in pool.urls:
+            assert ask(url, "math")[2] == "math@3"
+
+
+def _stream(url: str, started: Any) -> tuple[int, str]:
+    """Ask for many tokens; calls ``started`` at the first; returns how many came, and why
+    the answer ended."""
+    request = {
+        "model": MODEL_NAME,
+        "prompt": [5, 9, 33, 70],
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    finish, num_tokens = "", 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=_SECONDS) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                started()
+                finish = choice["finish_reason"] or finish
+            if chunk.get("usage"):
+                num_tokens = chunk["usage"]["completion_tokens"]
+    return num_tokens, finish
+
+
+def test_running_requests_end_whole_and_the_process_with_0(pool: PoolOfTwo) -> None:
+    """The last one: both replicas leave."""
+    pool.grow(2)
+    told: list[Any] = []
+    with ThreadPoolExecutor(1) as threads:
+
+        def drain_first() -> None:
+            """At the first token: an order of an operator, to replica-0."""
+            if not told:
+                order = (pool.target, "replica-0", "old card")
+                told.append(threads.submit(drain, *order, timeout_seconds=_SECONDS))
+
+        def stop_second() -> None:
+            """At the first token: SIGTERM, to replica-1."""
+            if len(told) < 2:
+                told.append(pool.processes[1].signal_quietly(signal.SIGTERM))
+
+        assert _stream(pool.urls[0], drain_first) == (_NUM_TOKENS, "length")
+        assert _stream(pool.urls[1], stop_second) == (_NUM_TOKENS, "length")
+        ends = ("by an operator: old card", "its process was told to stop")
+        for process, why in zip(pool.processes, ends, strict=True):
+            line = process.line(lambda text: text.startswith("ended: "), _SECONDS)
+            assert line == f"ended: drained: {why}"
+            assert process.wait(_SECONDS) == 0
+        told[0].result(_SECONDS)
