@@ -146,8 +146,7 @@ def compose(copy: Sendable, nonce: int, device: torch.device = CPU) -> WireBytes
     manifest = copy.manifest
     need = max(bucket.wire_bytes for bucket in manifest.buckets)
     num_buffers = min(window(device), len(manifest.buckets))
-    fresh = range(num_buffers)
-    buffers = [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]
+    buffers = [torch.zeros(need, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
 
     def wire_bytes(index: int) -> tuple[torch.Tensor, int]:
         bucket, buffer = manifest.buckets[index], buffers[index % num_buffers]

@@ -230,11 +230,18 @@ class WorkerStore:
         with self._lock:
             self._recycle_all(self._bases.pin(versions))
 
-    def set_served(self, base: ServedBase | None) -> None:
+    def set_served(self, base: ServedBase | None) -> ServedBase | None:
         """Let the base that the engine serves be read back from it; None before it is
-        loaded anew."""
+        loaded anew. Returns what was set before."""
         with self._lock:
-            self._served = base
+            former, self._served = self._served, base
+            return former
+
+    def is_served(self, transfer_id: str, content_digest: bytes) -> bool:
+        """Whether the engine's own weights are what a transfer brought, whole."""
+        base = self._served
+        of = (base.transfer_id, base.content_digest) if base is not None else None
+        return of == (transfer_id, content_digest)
 
     def retained_bases(self) -> tuple[int, ...]:
         """Versions of the base that can be sent from here, last used first."""

@@ -147,6 +147,9 @@ class EngineDouble:
     ) -> SwitchTimes:
         if self.loading == transfer_id:
             return self._commit_in_place(content_digest)
+        if self.store.is_served(transfer_id, content_digest):
+            self.dirty_reason = ""
+            return SwitchTimes(pause_seconds=0.001)
         staged = self.store.staged(transfer_id, content_digest)
         self._maybe_fail()
         if self._keep_base:
@@ -211,7 +214,7 @@ class EngineDouble:
         return payload
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
-        held = self.store.held(version)
+        held = self.store.sendable(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 
     async def set_alias(self, version: PolicyVersion) -> None:

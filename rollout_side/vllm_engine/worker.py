@@ -157,13 +157,16 @@ class WeftWorker:
 
     @guarded
     def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Load a staged base; call it while paused. It stays staged.
+        """Load a staged base; call it while paused. It stays staged. One that the engine has
+        whole since it was loaded in place is left as it is.
 
         Ranks share the receiving rank's copy, so it must not be discarded before
         every rank has answered.
         """
         state = state_of(self)
         state.check_idle()
+        if state.store.is_served(transfer_id, content_digest):
+            return {"load_seconds": 0.0}
         staged = state.store.staged(transfer_id, content_digest)
         state.store.set_served(None)
         begin = time.perf_counter()
@@ -184,7 +187,6 @@ class WeftWorker:
         inflow = state.store.arriving.of(transfer_id)
         if inflow is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
-        state.store.set_served(None)
         state.load = InPlaceLoad(inflow, loader(self, state))
 
     @guarded

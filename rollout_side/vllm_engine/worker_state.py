@@ -18,7 +18,7 @@ from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine.direct_adapter import AdapterLoader
 from rollout_side.vllm_engine.direct_load import DirectPlan
 from rollout_side.vllm_engine.in_place import load_in_place
-from weft.contract.errors import LoadFailedError, NotReadyError
+from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.reference import Reference
 from weft.transport.group import on_device
 
@@ -99,12 +99,19 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def load(inflow: Inflow) -> None:
-        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
         plan, state.plan = state.plan, None
-        with on_device(device):
-            if given is not None:
-                torch.cuda.current_stream(device).wait_event(given)
-            state.plan = load_in_place(worker, inflow, state.reference, plan)
+        served = state.store.set_served(None)
+        try:
+            with on_device(device):
+                if given is not None:
+                    torch.cuda.current_stream(device).wait_event(given)
+                state.plan = load_in_place(worker, inflow, state.reference, plan)
+        except WeftError as error:
+            if error.metadata.get("dirty") != "true":  # nothing has changed
+                state.plan = plan
+                state.store.set_served(served)
+            raise
 
     return load
 

@@ -167,3 +167,15 @@ def test_a_copy_that_has_changed_since_is_not_cloned(pool: Pool) -> None:
         add(pool, "replica-1")
         until(lambda: "is not what was committed" in standing(pool, "replica-1")[1], WAIT_SECONDS)
         assert not is_ready(pool, "replica-1")
+
+
+def test_one_whose_cache_was_not_reset_is_repaired_without_a_byte(pool: Pool) -> None:
+    """Its weights are whole: what failed is done again."""
+    engine = add(pool, "replica-0", is_readable=True)
+    with trainer(pool) as publisher:
+        publisher.push_base(Model(1))
+    engine.dirty_reason = "the cache could not be reset"
+    until(lambda: not engine.dirty_reason, WAIT_SECONDS)
+    until(lambda: is_ready(pool, "replica-0"), WAIT_SECONDS)
+    assert same(engine.base, weights(Model(1)))
+    assert engine.store.retained_bases() == (1,)
