@@ -13,6 +13,7 @@ import pytest
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
+from tests.integration.models import until
 from tests.models import Referee, adapter_config, make_adapter, rename_modules
 from weft.contract.errors import (
     DigestMismatchError,
@@ -120,10 +121,11 @@ def test_alias_flips_under_running_requests(served: Served, referee: Referee) ->
     for thread in threads:
         thread.start()
     try:
-        for version in range(2, 6):
-            time.sleep(0.3)
-            engine.push_adapter(f"flip@{version}", models.adapters[(version - 1) % 4])
-        time.sleep(0.3)
+        for version in range(1, 6):
+            if version > 1:
+                engine.push_adapter(f"flip@{version}", models.adapters[(version - 1) % 4])
+            name = f"flip@{version}"
+            until(lambda name=name: any(answer.model == name for answer in list(answers)), 30)
     finally:
         stop.set()
         for thread in threads:
