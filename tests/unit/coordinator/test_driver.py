@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.coordinator.machine import Machine
 from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.names import PolicyVersion
 from weft.coordinator import driver as driver_module
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
@@ -70,7 +71,20 @@ async def test_a_catalog_that_cannot_be_written_ends_the_coordinator(catalog_pat
     assert not driver.state.policies
     with pytest.raises(PeerUnavailableError):
         await driver.call(_acquire("p"))  # type: ignore[arg-type]
-    catalog.broken = False
+    await driver.stop()
+    catalog.close()
+
+
+async def test_what_may_be_written_late_and_cannot_ends_it_too(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    task = driver.start()
+    await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    catalog.broken = True
+    driver._lazy = [effects.SaveRetired(PolicyVersion("p", 1))]
+    with pytest.raises(PeerUnavailableError):
+        await driver.flush()
+    with pytest.raises(sqlite3.OperationalError):
+        await asyncio.wait_for(task, 5)
     await driver.stop()
     catalog.close()
 
