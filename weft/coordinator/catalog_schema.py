@@ -66,7 +66,8 @@ def create(path: Path) -> None:
     connection = connect(path)
     try:
         connection.executescript(
-            f"BEGIN;{''.join(_STEPS)}INSERT INTO meta VALUES (0, 0, '', '', x'');"
+            f"BEGIN;{''.join(_STEPS)}"
+            "INSERT INTO meta (generation, epoch, fingerprint, architecture) VALUES (0, 0, '', '');"
             f"PRAGMA application_id={APPLICATION_ID};PRAGMA user_version={SCHEMA_VERSION};"
         )
         Rows(connection).seal()
