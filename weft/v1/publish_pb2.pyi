@@ -161,6 +161,8 @@ class AcquirePolicyRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DISPLACED_TOKEN_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """The trainer's stable name, as chosen by its user; same rule as policy names."""
     session_id: _builtins.str
@@ -171,6 +173,14 @@ class AcquirePolicyRequest(_message.Message):
     """Policy to own; see PolicyVersion.policy."""
     kind: _types_pb2.PolicyKind.ValueType
     """"base" is POLICY_KIND_BASE, every other name POLICY_KIND_ADAPTER."""
+    displaced_token: _builtins.int
+    """If not 0: end the lease of this token first, if a process of this same trainer_id
+    holds it: its pushes fail with LEASE_FENCED, which names this process.
+    """
+    @_builtins.property
+    def process(self) -> Global___TrainerProcess:
+        """The process that asks; told to whom the lease is refused later."""
+
     def __init__(
         self,
         *,
@@ -178,14 +188,56 @@ class AcquirePolicyRequest(_message.Message):
         session_id: _builtins.str = ...,
         policy: _builtins.str = ...,
         kind: _types_pb2.PolicyKind.ValueType = ...,
+        process: Global___TrainerProcess | None = ...,
+        displaced_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcquirePolicyRequest: _TypeAlias = AcquirePolicyRequest  # noqa: Y015
+
+@_typing.final
+class TrainerProcess(_message.Message):
+    """A trainer's process, for people, and for the next one with its name on the same
+    machine.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    HOST_KEY_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Name of the machine."""
+    host_key: _builtins.str
+    """Names the machine's run and the space of its process numbers: where two are
+    equal, `pid` and `start_time` name one process.
+    """
+    pid: _builtins.int
+    """Process number."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When the process started."""
+
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        host_key: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "host_key", b"host_key", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerProcess: _TypeAlias = TrainerProcess  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):

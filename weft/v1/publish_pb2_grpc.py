@@ -95,7 +95,9 @@ class PublishServiceServicer(object):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class PublishServiceStub:
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
@@ -107,7 +109,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
@@ -180,7 +184,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
 
     @_abc_1.abstractmethod
