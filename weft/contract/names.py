@@ -21,6 +21,8 @@ def check_name(name: str, what: str) -> str:
             a letter or digit, and no ``..``; so a name is safe in a URL, a path, a
             Kubernetes label and in ``policy@version``.
     """
+    if not isinstance(name, str):  # handed over by a user's program
+        raise InvalidNameError(f"{name!r:.80} cannot name a {what}: names are strings")
     if not _NAME.fullmatch(name) or ".." in name:
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise InvalidNameError(
