@@ -134,9 +134,10 @@ class PublishServiceServicer(object):
         and a side group. Nothing has changed anywhere when it fails.
         Idempotent by (trainer_id, request_id): a repeated call answers the same
         transfer and burns no version.
-        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-        INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-        cannot serve; the message names the first);
+        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+        server has the adapter's name already, see Capabilities.served_names; metadata
+        `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+        variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
         ABORTED/LEASE_FENCED;
