@@ -189,7 +189,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         if record is not None:
             if record.failure:
                 raise record.failure.error()
-            return publish_pb2.AwaitTransferResponse(transfer=transfer_from_record(record))
+            message = transfer_from_record(record, self._driver.state)
+            return publish_pb2.AwaitTransferResponse(transfer=message)
         answer = await self._driver.call(
             lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
         )
