@@ -151,7 +151,9 @@ class PublishServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitTransfer(self, request, context):
-        """Waits until a transfer is committed and served, or has failed.
+        """Waits until a transfer is committed and every replica that took part has
+        switched, or has failed to, or until it has failed. It is committed if one
+        replica serves it: Transfer.refusals names the others.
         Idempotent: reads only.
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,

@@ -79,7 +79,9 @@ class PublishServiceStub:
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
@@ -144,7 +146,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
@@ -248,7 +252,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.AwaitTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.AwaitTransferResponse, _abc.Awaitable[_publish_pb2.AwaitTransferResponse]]:
-        """Waits until a transfer is committed and served, or has failed.
+        """Waits until a transfer is committed and every replica that took part has
+        switched, or has failed to, or until it has failed. It is committed if one
+        replica serves it: Transfer.refusals names the others.
         Idempotent: reads only.
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
