@@ -59,9 +59,13 @@ class Publisher:
     Args:
         coordinator: HOST:PORT; used by the sender alone.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
-        require: Which replicas must hold a version before it is committed: "all"
-            that are in contact when the push begins, or at least so many. Once one of
-            them loads a base in place, whoever is left.
+        require: Which replicas must hold a version, received whole and verified, before it
+            is committed: "all" that are in contact when the push begins, or at least so
+            many. Once one of them loads a base in place, whoever is left. It is asked until
+            the commit and not after: a replica that dies or fails while it switches leaves
+            service and catches up later, and the push succeeds if one replica serves the
+            version. ``last_report.num_replicas`` counts those that do, ``remarks`` names
+            the others.
         timeout_seconds: Longest time of a push, waiting for replicas included.
         connect_seconds: Longest wait for a coordinator that was never reached: the first
             push then fails on every rank with ``COORDINATOR_UNREACHABLE``, which says what
@@ -167,7 +171,7 @@ class Publisher:
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
-        """Push a LoRA adapter; returns once every replica serves it.
+        """Push a LoRA adapter; returns once the replicas serve it (see ``require``).
 
         Args:
             model: A PEFT model, wrapped or not, read in place (its base is not read), or
@@ -203,7 +207,7 @@ class Publisher:
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
-        """Push every weight of the base model; returns once every replica serves it.
+        """Push every weight of the base model; returns once the replicas serve it.
 
         Args:
             model: A torch or transformers model, wrapped or not, read in place, or a

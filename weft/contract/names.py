@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.contract.errors import InvalidNameError
@@ -64,3 +65,14 @@ class PolicyVersion:
         if not at or not number.isascii() or not number.isdigit():
             raise InvalidNameError(f"{text[:80]!r} is not of the form name@version")
         return cls(check_name(policy, "policy"), int(number))
+
+
+def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
+    """The name of a server's own that requests for an adapter would get instead of it:
+    the policy's, or one of the form ``policy@N``. Empty when there is none.
+    """
+    for name in served_names:
+        head, at, number = name.rpartition("@")
+        if name == policy or (at and head == policy and number.isascii() and number.isdigit()):
+            return name
+    return ""

@@ -146,6 +146,13 @@ def transfer_to_proto(
         epoch=transfer.epoch,
         pause=duration_to_proto(transfer.pause_seconds),
         lost_replica_ids=transfer.lost,
+        serving_replica_ids=sorted(transfer.served_by),
+        refusals=[
+            publish_pb2.TransferRefusal(
+                replica_id=replica_id, reason=failure.reason, message=failure.message
+            )
+            for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
+        ],
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
@@ -159,8 +166,9 @@ def transfer_to_proto(
     return message
 
 
-def transfer_from_record(record: VersionRecord) -> publish_pb2.Transfer:
-    """What the catalog still knows of a transfer that is forgotten otherwise."""
+def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Transfer:
+    """What the catalog still knows of a transfer that is forgotten otherwise, and who in
+    contact serves its version now; O(replicas)."""
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
     message = publish_pb2.Transfer(
         transfer_id=record.transfer_id,
@@ -173,6 +181,11 @@ def transfer_from_record(record: VersionRecord) -> publish_pb2.Transfer:
         ),
         begin_time=timestamp_to_proto(record.create_time),
         layout_digest=record.layout_digest,
+        serving_replica_ids=sorted(
+            replica.replica_id
+            for replica in state.replicas.values()
+            if replica.in_contact and replica.vector.holds(record.version)
+        ),
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
