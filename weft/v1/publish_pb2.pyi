@@ -659,6 +659,8 @@ class Transfer(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LOST_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    SERVING_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -721,6 +723,17 @@ class Transfer(_message.Message):
         order of their loss.
         """
 
+    @_builtins.property
+    def serving_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of replica_ids, those that switched to it, sorted. Once the transfer has ended:
+        what was true then; others may have caught up since. After a restart of the
+        coordinator: replicas in contact that serve it now.
+        """
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferRefusal]:
+        """Why the others of replica_ids, and lost_replica_ids, did not, by replica."""
+
     def __init__(
         self,
         *,
@@ -743,14 +756,46 @@ class Transfer(_message.Message):
         epoch: _builtins.int = ...,
         pause: _duration_pb2.Duration | None = ...,
         lost_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        serving_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        refusals: _abc.Iterable[Global___TransferRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "replica_ids", b"replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class TransferRefusal(_message.Message):
+    """Why a replica did not switch to what a transfer brought."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica."""
+    reason: _builtins.str
+    """The ErrorInfo reason."""
+    message: _builtins.str
+    """The same for people."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferRefusal: _TypeAlias = TransferRefusal  # noqa: Y015
 
 @_typing.final
 class AwaitTransferRequest(_message.Message):
