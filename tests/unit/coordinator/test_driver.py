@@ -133,11 +133,11 @@ def test_a_thousand_replicas_are_decided_in_reasonable_time() -> None:
 
     m = Machine().pool(*(f"r{i:04}" for i in range(1000)))
     m.acquire("math")
-    begin = time.perf_counter()
+    begin = time.process_time()
     ticket = m.begin()
     m.attend_all(ticket)
     m.prepare_all(ticket)
     m.stage_all(ticket)
     m.answer_commits(ticket)
     assert m.transfer(ticket).served_by == set(m.state.replicas)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
