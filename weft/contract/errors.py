@@ -125,6 +125,13 @@ class PeerUnavailableError(WeftError):
     default_reason = "PEER_GONE"
 
 
+class StalledError(PeerUnavailableError):
+    """Somebody needed is alive and makes no progress; metadata ``member`` says who. It
+    takes no part until it answers again: push again."""
+
+    default_reason = "STALLED"
+
+
 class TransferTimeoutError(WeftError):
     """A deadline passed; ask what happened before pushing again."""
 
@@ -167,6 +174,7 @@ REASONS: dict[str, type[WeftError]] = {
     "INVALID_ADAPTER": InvalidAdapterError,
     "INVALID_NAME": InvalidNameError,
     "INVALID_PAGE": InvalidRequestError,
+    "PUBLISHER_CLOSED": InvalidRequestError,
     "PROTOCOL": InvalidRequestError,
     "VERSION_UNKNOWN": NotFoundError,
     "POLICY_UNKNOWN": NotFoundError,
@@ -195,7 +203,9 @@ REASONS: dict[str, type[WeftError]] = {
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,
+    "STALLED": StalledError,
     "COORDINATOR_AWAY": PeerUnavailableError,
+    "COORDINATOR_UNREACHABLE": PeerUnavailableError,
     "DEADLINE": TransferTimeoutError,
     "DIGEST_MISMATCH": DigestMismatchError,
     "UNSUPPORTED": UnsupportedError,

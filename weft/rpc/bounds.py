@@ -223,6 +223,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
 _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Capabilities.backends": 16,
     "Capabilities.lora_modules": 4_096,
+    "Capabilities.served_names": 4_096,
 }
 #: Whose decoder checks every entry as it comes, and what all of them add up to.
 _DECODED: Final = frozenset({"ManifestChunk", "ReferenceChunk"})

@@ -61,6 +61,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         staging_capacity_bytes=value.staging_capacity_bytes,
         adapter_capacity_bytes=value.adapter_capacity_bytes,
         loads_in_place=value.loads_in_place,
+        served_names=value.served_names,
     )
 
 
@@ -88,6 +89,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         staging_capacity_bytes=message.staging_capacity_bytes,
         adapter_capacity_bytes=message.adapter_capacity_bytes,
         loads_in_place=message.loads_in_place,
+        served_names=tuple(message.served_names),
     )
 
 

@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError, WeftError
 from weft.rpc.bounds import check
 
-
 #: Messages of so many bytes, of which so many of each call are remembered as taken: their
 #: check costs as much as what is then made of them.
 _LARGE: Final = 512
