@@ -370,6 +370,15 @@ class Uncordon:
 
 
 @dataclass(frozen=True)
+class RebindBase:
+    """An operator lets go of the pool's base model."""
+
+    ticket: int
+    fingerprint: str
+    """Of the base that is to be let go of."""
+
+
+@dataclass(frozen=True)
 class DrainReplica:
     """An operator lets a replica leave."""
 
@@ -413,4 +422,5 @@ Event = (
     | Withdraw
     | Uncordon
     | DrainReplica
+    | RebindBase
 )
