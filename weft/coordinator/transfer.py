@@ -89,6 +89,8 @@ class Transfer:
     min_replicas: int
     require_all: bool = True
     """Whether the loss of one replica fails the push."""
+    check_finite: bool = False
+    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
     backend: str
     wanted_group_id: str
     begin_at: float
