@@ -75,7 +75,8 @@ class PublishServiceStub:
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and served, or has failed.
@@ -84,7 +85,8 @@ class PublishServiceStub:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -139,7 +141,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and served, or has failed.
@@ -148,7 +151,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -236,7 +240,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
 
     @_abc_1.abstractmethod
@@ -251,7 +256,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), or the reason that a rank gave.
+        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+        or infinity in what it packed), or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod
