@@ -20,6 +20,8 @@ def push_path(
     trainer_id: str,
     require: str,
     timeout_seconds: float,
+    connect_seconds: float,
+    takeover: bool,
     cast: bool,
     check_finite: bool,
 ) -> None:
@@ -36,6 +38,8 @@ def push_path(
         require=_parse_require(require),
         timeout_seconds=timeout_seconds,
         check_finite=check_finite or None,
+        connect_seconds=connect_seconds,
+        takeover=takeover,
     ) as publisher:
         if policy == BASE_POLICY:
             publisher.push_base(path, cast=cast)

@@ -131,6 +131,13 @@ class PeerUnavailableError(WeftError):
     default_reason = "PEER_GONE"
 
 
+class StalledError(PeerUnavailableError):
+    """Somebody needed is alive and makes no progress; metadata ``member`` says who. It
+    takes no part until it answers again: push again."""
+
+    default_reason = "STALLED"
+
+
 class TransferTimeoutError(WeftError):
     """A deadline passed; ask what happened before pushing again."""
 
@@ -174,6 +181,7 @@ REASONS: dict[str, type[WeftError]] = {
     "INVALID_NAME": InvalidNameError,
     "INVALID_PAGE": InvalidRequestError,
     "NOT_FINITE": NotFiniteError,
+    "PUBLISHER_CLOSED": InvalidRequestError,
     "PROTOCOL": InvalidRequestError,
     "VERSION_UNKNOWN": NotFoundError,
     "POLICY_UNKNOWN": NotFoundError,
@@ -201,7 +209,9 @@ REASONS: dict[str, type[WeftError]] = {
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,
+    "STALLED": StalledError,
     "COORDINATOR_AWAY": PeerUnavailableError,
+    "COORDINATOR_UNREACHABLE": PeerUnavailableError,
     "DEADLINE": TransferTimeoutError,
     "DIGEST_MISMATCH": DigestMismatchError,
     "UNSUPPORTED": UnsupportedError,

@@ -24,6 +24,7 @@ from weft.coordinator.wire import (
     adapter_from_proto,
     begin_to_proto,
     lease_to_proto,
+    process_from_proto,
     transfer_from_record,
     transfer_to_proto,
 )
@@ -100,6 +101,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.session_id,
                 request.policy,
                 PolicyKind(request.kind),
+                process_from_proto(request.process),
+                request.displaced_token,
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
@@ -178,8 +181,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
         """What the lease's owner made of this request id before, by the catalog."""
         policy = self._driver.state.policies.get(policy_name)
-        if policy is None or policy.lease is None or not policy.last_version:
+        if policy is None or policy.lease is None:
             return None
+        # Asked of a policy without versions too: the id may be another policy's.
         return self._catalog.find_request(policy.lease.trainer_id, request_id)
 
     async def AwaitTransfer(
@@ -190,7 +194,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         if record is not None:
             if record.failure:
                 raise record.failure.error()
-            return publish_pb2.AwaitTransferResponse(transfer=transfer_from_record(record))
+            message = transfer_from_record(record, self._driver.state)
+            return publish_pb2.AwaitTransferResponse(transfer=message)
         answer = await self._driver.call(
             lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
         )
