@@ -117,7 +117,7 @@ class Pushing:
             ranks.share(lambda: self._begin(policy, manifest, adapter, target, options, deadline))
         )
         version = version_from_proto(begun.version)
-        _log.info(
+        _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
             version,
             source.description,
@@ -140,7 +140,14 @@ class Pushing:
             source=source.description,
             remarks=what.remarks,
         )
-        _log.info("pushed %s in %.3f s", version, report.seconds)
+        _log.info(
+            "pushed %s in %.3f s: %d bytes to %d replicas, epoch %d",
+            version,
+            report.seconds,
+            report.total_bytes,
+            report.num_replicas,
+            begun.group.epoch,
+        )
         return report
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.answers import Answer, check_answers, guarded
+from rollout_side.vllm_engine.base_loader import quiet_about_idle_layers
 from rollout_side.vllm_engine.capabilities import lora_modules
 from rollout_side.vllm_engine.reference import build_reference, local_model_dir, served_dtypes
 from rollout_side.vllm_engine.request_tracker import RequestTracker
@@ -224,6 +226,16 @@ def test_without_files_the_names_are_those_transformers_saves() -> None:
     reference = build_reference(None, config, DataType.BFLOAT16)
     expert = reference.by_name["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
     assert expert == TensorMeta(expert.name, DataType.BFLOAT16, (8, 16))
+
+
+def test_layers_that_have_no_weights_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    with quiet_about_idle_layers():
+        logger.warning("%s: Failed to load weights", "Attention")
+        logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+    logger.warning("%s: Failed to load weights", "Attention")
+    assert len(caplog.records) == 2
 
 
 def test_floats_wider_than_most_keep_their_width() -> None:
