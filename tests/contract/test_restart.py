@@ -74,6 +74,18 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     assert not (await _pool(pool)).replicas[0].spilled_versions
 
 
+async def test_a_request_id_of_another_policy_conflicts_after_a_restart(pool: Pool) -> None:
+    await pool.replica()
+    pushed = await (await pool.trainer()).push(request_id="once")
+    await pool.restart()
+    await pool.replica()
+    other = await pool.trainer(policy="code")
+    refused = await _refused(other.begin(request_id="once"))
+    assert refused == "ALREADY_EXISTS/REQUEST_CONFLICT"
+    versions = await other.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
+    assert [v.version for v in versions.versions] == [pushed.version]
+
+
 async def test_the_owner_is_asked_with_its_lease(pool: Pool) -> None:
     await pool.restart(publish_again_after_seconds=0.1)
     replica = await pool.replica("r0")

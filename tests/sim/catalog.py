@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tests.sim.lease_checks import fail
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import (
     Save,
@@ -87,6 +88,7 @@ class CatalogModel:
                 case SavePolicy(policy=policy):
                     self.policies[policy.name] = policy
                 case SaveVersion(record=record):
+                    self._check_own(record)
                     self.versions[record.version] = record
                     self._requests[record.trainer_id, record.request_id] = record.version
                     self._transfers[record.transfer_id] = record.version
@@ -102,6 +104,16 @@ class CatalogModel:
                     self.withdrawn.pop(name, None)
                     if withdrawn is not None:
                         self.withdrawn[name] = withdrawn
+
+    def _check_own(self, record: VersionRecord) -> None:
+        """As the real one: no save overwrites another version's row."""
+        for known in (
+            self.versions.get(record.version),
+            self.find_request(record.trainer_id, record.request_id),
+            self.find_transfer(record.transfer_id),
+        ):
+            if known and _identity(known) != _identity(record):
+                fail(f"{record.version} would overwrite the row of {known.version}")
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         if version in self.versions:
@@ -120,3 +132,7 @@ class CatalogModel:
     def find_version(self, version: PolicyVersion) -> VersionRecord | None:
         """As the real one."""
         return self.versions.get(version)
+
+
+def _identity(record: VersionRecord) -> tuple[PolicyVersion, str, str, str]:
+    return record.version, record.trainer_id, record.request_id, record.transfer_id

@@ -321,7 +321,7 @@ class SimCoordinator(Process):
 
     def _recorded(self, policy_name: str, request_id: str) -> Any:
         policy = self.state.policies.get(policy_name)
-        if policy is None or policy.lease is None or not policy.last_version:
+        if policy is None or policy.lease is None:
             return None
         return self.world.catalog.find_request(policy.lease.trainer_id, request_id)
 

@@ -87,7 +87,9 @@ class SimTrainer(Process):
     def push(self, policy: str, timeout: float, min_replicas: int = 0) -> Generator[Any, Any, Push]:
         """Push a version; its outcome, never raised. ``min_replicas`` 0 requires all."""
         number = next(self.world.numbers)
-        push = Push(policy, f"q{number}", self.clock.now + timeout, min_replicas)
+        push = Push(
+            policy, self._request_id(policy, number), self.clock.now + timeout, min_replicas
+        )
         self.pushes.append(push)
         try:
             assert not self.pushing
@@ -99,6 +101,13 @@ class SimTrainer(Process):
         push.done = True
         self.world.checks.push_ended(self, push)
         return push
+
+    def _request_id(self, policy: str, number: int) -> str:
+        """A new one; now and then one that made a version of another policy."""
+        used = [p.request_id for p in self.pushes if p.version and p.version.policy != policy]
+        if used and not self.world.quiet and self.world.random.random() < 0.05:
+            return self.world.random.choice(used)
+        return f"q{number}"
 
     def _push(self, push: Push, content: bytes) -> Generator[Any, Any, None]:
         layout = layout_of(push.policy)

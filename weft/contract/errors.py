@@ -125,6 +125,13 @@ class PeerUnavailableError(WeftError):
     default_reason = "PEER_GONE"
 
 
+class StalledError(PeerUnavailableError):
+    """Somebody needed is alive and makes no progress; metadata ``member`` says who. It
+    takes no part until it answers again: push again."""
+
+    default_reason = "STALLED"
+
+
 class TransferTimeoutError(WeftError):
     """A deadline passed; ask what happened before pushing again."""
 
@@ -194,6 +201,7 @@ REASONS: dict[str, type[WeftError]] = {
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,
+    "STALLED": StalledError,
     "COORDINATOR_AWAY": PeerUnavailableError,
     "DEADLINE": TransferTimeoutError,
     "DIGEST_MISMATCH": DigestMismatchError,

@@ -244,9 +244,7 @@ class Catalog:
                     (p.name, p.kind, p.last_version, p.fencing_token, p.served_version, p.retain),
                 )
             case SaveVersion():
-                row = _to_row(save.record)
-                marks = ",".join("?" * len(row))
-                execute(f"INSERT OR REPLACE INTO versions VALUES ({marks})", row)
+                self._save_version(save.record)
             case SaveRetired(version=v):
                 self._set_state(v, VersionState.RETIRED)
             case SaveCommitted(version=v):
@@ -262,6 +260,20 @@ class Catalog:
                     "INSERT OR REPLACE INTO withdrawn VALUES (?,?,?)",
                     (name, int(order.standing), order.reason),
                 )
+
+    def _save_version(self, record: VersionRecord) -> None:
+        """Insert a version's row, or replace its own; never another's.
+
+        Raises:
+            sqlite3.IntegrityError: Another version has this request or transfer.
+        """
+        row = _to_row(record)
+        key = (record.version.policy, record.version.version)
+        where = "policy=? AND version=? AND trainer_id=? AND request_id=? AND transfer_id=?"
+        own = (*key, record.trainer_id, record.request_id, record.transfer_id)
+        self._write.execute(f"DELETE FROM versions WHERE {where}", own)
+        marks = ",".join("?" * len(row))
+        self._write.execute(f"INSERT INTO versions VALUES ({marks})", row)
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         self._write.execute(

@@ -236,6 +236,8 @@ class Hub:
                         group_id, prepared.transfer_id, rank, prepared.num_buckets_verified
                     )
                 )
+            case "progress":
+                pass  # that the rank speaks at all
             case "load_due":
                 self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
             case "staged":

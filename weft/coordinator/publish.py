@@ -177,8 +177,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
         """What the lease's owner made of this request id before, by the catalog."""
         policy = self._driver.state.policies.get(policy_name)
-        if policy is None or policy.lease is None or not policy.last_version:
+        if policy is None or policy.lease is None:
             return None
+        # Asked of a policy without versions too: the id may be another policy's.
         return self._catalog.find_request(policy.lease.trainer_id, request_id)
 
     async def AwaitTransfer(

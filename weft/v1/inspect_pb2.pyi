@@ -48,6 +48,12 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     """It finishes its requests and transfers, then leaves the pool."""
     REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
     """An operator took it out of service; it goes on receiving pushes."""
+    REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 20
+    """Its process is heard, but a transfer gave it up because the thread that receives
+    (or sends) there made no progress. It takes no part in transfers until every
+    receiver has answered a probe, or another process of it registers; while it
+    serves what the pool serves it may be routed to.
+    """
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Where a replica stands."""
@@ -70,6 +76,12 @@ REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
 """It finishes its requests and transfers, then leaves the pool."""
 REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
 """An operator took it out of service; it goes on receiving pushes."""
+REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 20
+"""Its process is heard, but a transfer gave it up because the thread that receives
+(or sends) there made no progress. It takes no part in transfers until every
+receiver has answered a probe, or another process of it registers; while it
+serves what the pool serves it may be routed to.
+"""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 class _VersionState:

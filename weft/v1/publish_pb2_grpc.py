@@ -155,6 +155,8 @@ class PublishServiceServicer(object):
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
+        UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
+        thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
         replica could switch to it), or the reason that a rank gave.
         """

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weft.v1 import publish_pb2 as _publish_pb2
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -20,6 +21,54 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Activity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ActivityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACTIVITY_UNSPECIFIED: _Activity.ValueType  # 0
+    """Never sent."""
+    ACTIVITY_FORMING: _Activity.ValueType  # 1
+    """Connects to the other members of the group."""
+    ACTIVITY_ALLOCATING: _Activity.ValueType  # 2
+    """Makes memory for what comes."""
+    ACTIVITY_WAITING: _Activity.ValueType  # 3
+    """Receiver: waits for a bucket. Sender: waits until the receivers are ready, or have
+    verified what was sent.
+    """
+    ACTIVITY_VERIFYING: _Activity.ValueType  # 4
+    """Checks a bucket that has arrived."""
+    ACTIVITY_LOADING: _Activity.ValueType  # 5
+    """Loads a bucket into the running model; said by the thread that loads."""
+    ACTIVITY_PACKING: _Activity.ValueType  # 6
+    """Sender: gathers, merges and packs a bucket."""
+    ACTIVITY_SENDING: _Activity.ValueType  # 7
+    """Sender: hands a bucket over to the network."""
+
+class Activity(_Activity, metaclass=_ActivityEnumTypeWrapper):
+    """What a rank does."""
+
+ACTIVITY_UNSPECIFIED: Activity.ValueType  # 0
+"""Never sent."""
+ACTIVITY_FORMING: Activity.ValueType  # 1
+"""Connects to the other members of the group."""
+ACTIVITY_ALLOCATING: Activity.ValueType  # 2
+"""Makes memory for what comes."""
+ACTIVITY_WAITING: Activity.ValueType  # 3
+"""Receiver: waits for a bucket. Sender: waits until the receivers are ready, or have
+verified what was sent.
+"""
+ACTIVITY_VERIFYING: Activity.ValueType  # 4
+"""Checks a bucket that has arrived."""
+ACTIVITY_LOADING: Activity.ValueType  # 5
+"""Loads a bucket into the running model; said by the thread that loads."""
+ACTIVITY_PACKING: Activity.ValueType  # 6
+"""Sender: gathers, merges and packs a bucket."""
+ACTIVITY_SENDING: Activity.ValueType  # 7
+"""Sender: hands a bucket over to the network."""
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 @_typing.final
 class GroupCredential(_message.Message):
@@ -352,6 +401,7 @@ class AttendRequest(_message.Message):
     STAGED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_DUE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of the stream."""
@@ -376,6 +426,10 @@ class AttendRequest(_message.Message):
     def load_due(self) -> Global___LoadDue:
         """From a receiver that loads in place: its replica is to be told to."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """What the rank does, while it takes long."""
+
     def __init__(
         self,
         *,
@@ -385,12 +439,13 @@ class AttendRequest(_message.Message):
         staged: Global___Staged | None = ...,
         failed: Global___RankFailed | None = ...,
         load_due: Global___LoadDue | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_verified", b"bucket_verified", "failed", b"failed", "hello", b"hello", "load_due", b"load_due", "message", b"message", "prepared", b"prepared", "progress", b"progress", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed", "load_due"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "prepared", "bucket_verified", "staged", "failed", "load_due", "progress"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -560,6 +615,49 @@ class LoadDue(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadDue: _TypeAlias = LoadDue  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """What a rank does, said by the thread that does it, never by the stream's own: so
+    silence means that this thread is stuck. Said at least every 2 s while it works or
+    waits, but not where another message of the rank was sent a moment ago. A rank that
+    owes the next step and says nothing for as long as the coordinator allows
+    (`--stall-seconds`) is given up for its transfer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    """Which transfer; empty before one is prepared."""
+    activity: Global___Activity.ValueType
+    """What it does."""
+    bucket: _builtins.int
+    """Bucket that it does it with. A sender has handed over all buckets before."""
+    done: _builtins.int
+    """How far it is, in bytes where it allocates; 0 where it cannot tell."""
+    total: _builtins.int
+    """Of how much."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        activity: Global___Activity.ValueType = ...,
+        bucket: _builtins.int = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "bucket", b"bucket", "done", b"done", "total", b"total", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class AttendResponse(_message.Message):

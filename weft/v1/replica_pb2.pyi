@@ -31,10 +31,17 @@ class JoinGroupRequest(_message.Message):
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    IS_PROBE_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     trainer_id: _builtins.str
     """The trainer that the group belongs to; a new group replaces its old one."""
+    is_probe: _builtins.bool
+    """Whether the group only asks if the receivers answer (see
+    REPLICA_STATE_SUSPECT): each attends it once every thread of it that receives,
+    loads or sends has answered or ended, and nothing is sent there. It replaces no
+    group but a former one that asks the same.
+    """
     @_builtins.property
     def group(self) -> _publish_pb2.GroupPlan:
         """The group; `rank` is that of receiver 0, further ones follow."""
@@ -45,10 +52,11 @@ class JoinGroupRequest(_message.Message):
         coordinator_generation: _builtins.int = ...,
         trainer_id: _builtins.str = ...,
         group: _publish_pb2.GroupPlan | None = ...,
+        is_probe: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "is_probe", b"is_probe", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

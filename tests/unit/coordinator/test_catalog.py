@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,30 @@ def test_a_transaction_is_all_or_nothing(catalog_path: Path) -> None:
     with pytest.raises(sqlite3.Error):
         catalog.apply([SaveEpoch(5), broken])
     catalog.apply([SavePool("f", "Tiny")])
+    assert catalog.snapshot().epoch == 0
+    catalog.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": PolicyVersion("code", 1), "transfer_id": "t-new"},
+        {"version": PolicyVersion("code", 1), "request_id": "q-new"},
+        {"transfer_id": "t-new"},
+        {"request_id": "q-new"},
+    ],
+    ids=["its request", "its transfer", "its number", "its number, by another request"],
+)
+def test_no_save_overwrites_the_row_of_another_version(
+    catalog_path: Path, changes: dict[str, Any]
+) -> None:
+    catalog = Catalog.open(catalog_path)
+    first = _record(1, VersionState.COMMITTED)
+    catalog.apply([SaveVersion(first)])
+    with pytest.raises(sqlite3.IntegrityError):
+        catalog.apply([SaveEpoch(5), SaveVersion(dataclasses.replace(first, **changes))])
+    assert catalog.find_version(first.version) == first
+    assert catalog.find_request(first.trainer_id, first.request_id) == first
     assert catalog.snapshot().epoch == 0
     catalog.close()
 
