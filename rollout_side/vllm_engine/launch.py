@@ -18,7 +18,9 @@ from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -96,7 +98,9 @@ async def open_engine(
         engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
         app = await _build_app(parts, args, engine)
-        http = _http_server(app, args, sock, tracker)
+        models = ServedModels(app.state.openai_serving_models)
+        explaining = explain_unknown_models(app, models.explain_unknown)
+        http = _http_server(app, explaining, args, sock, tracker)
         config = engine.vllm_config
         described = reference.build_reference(
             reference.local_model_dir(config.model_config.model, config.model_config.revision),
@@ -126,7 +130,7 @@ async def open_engine(
         return VllmReplica(
             EngineParts(
                 engine=engine,
-                app_state=app.state,
+                models=models,
                 http=http,
                 tracker=tracker,
                 cleanup=stack.pop_all(),
@@ -142,7 +146,7 @@ async def open_engine(
                 loads_in_place=in_place,
             ),
             reference=described,
-            model_name=app.state.openai_serving_models.base_model_paths[0].name,
+            model_name=models.base_name,
             worker_pids=tuple(value["pid"] for value in values),
             deadlines=deadlines or Deadlines(),
             spills=spill is not None,
@@ -196,7 +200,7 @@ async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -
 
 
 def _http_server(
-    app: Any, args: Namespace, sock: socket.socket, tracker: RequestTracker
+    app: Any, inner: App, args: Namespace, sock: socket.socket, tracker: RequestTracker
 ) -> HttpServer:
     tls = {
         name: getattr(args, name)
@@ -204,7 +208,7 @@ def _http_server(
         if getattr(args, name, None)
     }
     server = HttpServer(
-        tracker.wrap(app),
+        tracker.wrap(inner),
         sock,
         tls=tls,
         settings={

@@ -45,8 +45,8 @@ class EngineParts:
 
     engine: Any
     """vLLM's ``AsyncLLM``."""
-    app_state: Any
-    """Of vLLM's FastAPI application."""
+    models: ServedModels
+    """What its OpenAI server answers for."""
     http: HttpServer
     tracker: RequestTracker
     cleanup: contextlib.AsyncExitStack
@@ -77,7 +77,7 @@ class VllmReplica:
         self.worker_pids = worker_pids
         self.engine = parts.engine
         self.tracker = parts.tracker
-        self.models = ServedModels(parts.app_state.openai_serving_models)
+        self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
         self._workers = WorkerCalls(

@@ -12,9 +12,7 @@ from rollout_side.vllm_engine.refusals import close_endpoints, num_experts, refu
 from weft.contract.errors import UnsupportedError
 
 
-@pytest.mark.parametrize(
-    "name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"]
-)
+@pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])
 @pytest.mark.parametrize("value", ["1", "true", " True "])
 def test_an_environment_that_opens_other_ways_to_weights(name: str, value: str) -> None:
     with pytest.raises(UnsupportedError, match="--allow-unversioned-changes") as refused:
