@@ -19,7 +19,7 @@ from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import App, RequestTracker
-from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.served_models import ServedModels, own_names
 from rollout_side.vllm_engine.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
@@ -144,6 +144,7 @@ async def open_engine(
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
                 loads_in_place=in_place,
+                served_names=own_names(app.state.openai_serving_models),
             ),
             reference=described,
             model_name=models.base_name,

@@ -112,6 +112,7 @@ def _check(state: State, event: events.BeginTransfer, policy: Policy) -> None:
         raise InvalidAdapterError("a push of the base has no adapter spec")
     if event.adapter is not None:
         parse_config(event.adapter.config_json)
+    preflight.check_names(state, policy.name)
     if event.layout is None:
         raise NotReadyError(
             f"no manifest of layout {event.layout_digest.hex()[:12] or '(empty)'} is known: "
@@ -199,6 +200,7 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
             return ", ".join(unheard) + _FOR_PINS
     if not turn or is_changing(change.state, transfer.policy):
         return "its turn"
+    preflight.check_names(change.state, transfer.policy)  # some came while it waited
     preflight.check_room(change.state, transfer, replicas)
     if not fits:
         return "preflight"

@@ -87,6 +87,7 @@ def _reform(
         epoch=epoch,
         targets=tuple(m.replica_id for m in survivors),
         lost=(*transfer.lost, lost),
+        losses={**transfer.losses, lost: failure},
         prepare_sent=False,
         prepared={},
         staged={},

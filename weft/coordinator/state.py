@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 
 from weft.contract.capabilities import Capabilities
@@ -38,6 +39,27 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class TrainerProcess:
+    """The process that holds a lease, as it says; see ``weft.v1.TrainerProcess``."""
+
+    host: str = ""
+    host_key: str = ""
+    pid: int = 0
+    start_time: float = 0.0
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        started = datetime.fromtimestamp(self.start_time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.host}, started {started}"
+
+
+#: Of callers that did not say.
+UNKNOWN_PROCESS = TrainerProcess()
+
+
+@dataclass(frozen=True)
 class Lease:
     """A trainer's hold on a policy until ``expires_at``."""
 
@@ -45,6 +67,9 @@ class Lease:
     session_id: str
     fencing_token: int
     expires_at: float
+    process: TrainerProcess = UNKNOWN_PROCESS
+    num_renewals: int = 0
+    """Grows with each sign of life of its holder."""
 
 
 @dataclass(frozen=True)
