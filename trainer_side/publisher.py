@@ -40,7 +40,7 @@ from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
 from weft.transport.host import check_target
 
-#: ``require``: every replica in contact when the push begins, or at least so many.
+#: ``require``: every replica that is ready when the push begins, or at least so many.
 Require = Literal["all"] | int
 #: ``when_busy``: what becomes of an earlier push of the policy that still waits.
 WhenBusy = Literal["queue", "replace"]
@@ -60,7 +60,7 @@ class Publisher:
         coordinator: HOST:PORT; used by the sender alone.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
         require: Which replicas must hold a version, received whole and verified, before it
-            is committed: "all" that are in contact when the push begins, or at least so
+            is committed: "all" that are ready when the push begins, or at least so
             many. Once one of them loads a base in place, whoever is left. It is asked until
             the commit and not after: a replica that dies or fails while it switches leaves
             service and catches up later, and the push succeeds if one replica serves the

@@ -463,9 +463,12 @@ class Requirement(_message.Message):
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
-    push goes on with the others while there are so many. 0 means all: if one
-    dies, the push fails. Once a replica loads a base in place (see
-    ReplicaService.LoadTransfer) the push goes on with whoever is left.
+    push goes on with the others while there are so many. 0 means all that are
+    ready at begin: if one of them dies, the push fails. Replicas that have still
+    to catch up take part where they are free (the push ends clones that are not
+    committed, which go on after it), and get the version afterwards otherwise;
+    where none is ready, all that take part count. Once a replica loads a base in
+    place (see ReplicaService.LoadTransfer) the push goes on with whoever is left.
     """
     def __init__(
         self,
