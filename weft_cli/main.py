@@ -273,7 +273,7 @@ def push(
         bool, typer.Option(help="Cast floats to the dtype that the replicas serve.")
     ] = True,
     check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="Refuse NaN and infinities.")
+        bool, typer.Option("--check-finite", help="Refuse NaN and infinities, after the cast.")
     ] = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""

@@ -28,6 +28,7 @@ from weft.contract.errors import (
     InvalidNameError,
     LeaseFencedError,
     LoadFailedError,
+    NotFiniteError,
     PeerUnavailableError,
     PolicyOwnedError,
     WeftError,
@@ -271,7 +272,6 @@ def _nan(model):
         (_reshaped, r"has shape \(8,32\)"),
         (_extra, "'more.weight' is not a tensor of Model"),
         (_integer, "is int8"),
-        (_nan, "holds NaN"),
     ],
 )
 def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
@@ -279,10 +279,20 @@ def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
 ):
     publisher.push_base(Model(1))
     with pytest.raises(InvalidManifestError, match=words):
-        publisher.push_base(spoil(Model(2)), check_finite=True)
+        publisher.push_base(spoil(Model(2)))
     assert same(engines[0].base, weights(Model(1)))
     assert engines[0].store.usage().staging_bytes == 0
     assert str(publisher.push_base(Model(3))) == "base@2"  # no version was burned
+
+
+def test_a_base_that_holds_nan_is_given_up_and_nothing_changes(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    with pytest.raises(NotFiniteError, match=r"'layers.1.v_proj.bias' holds NaN"):
+        publisher.push_base(_nan(Model(2)), check_finite=True)
+    assert same(engines[0].base, weights(Model(1)))
+    publisher.push_base(Model(3), check_finite=True)
+    assert same(engines[0].base, weights(Model(3)))
+    assert engines[0].store.usage().staging_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -376,7 +386,7 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
     publisher.push_base(model)
     read = trainer_side.packer.Packer.pack
 
-    def explode(self, index, source, nonce):
+    def explode(self, *_):
         raise RuntimeError("the disk burned")
 
     trainer_side.packer.Packer.pack = explode

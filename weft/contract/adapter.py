@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.contract.adapter_numbers import check_numbers
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
 from weft.contract.reference import Reference, is_output_layer
@@ -96,6 +97,7 @@ def parse_config(config_json: str) -> dict[str, Any]:
         raise InvalidAdapterError(
             f"lora_alpha is {config.get('lora_alpha')!r}; it must be a number"
         )
+    check_numbers(config)
     return config
 
 
