@@ -248,6 +248,7 @@ class Policy(_message.Message):
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_FIELD_NUMBER: _builtins.int
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
+    CONFLICTS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -280,6 +281,12 @@ class Policy(_message.Message):
     def pinned_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions that are never retired, ascending."""
 
+    @_builtins.property
+    def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionConflict]:
+        """Versions that the catalog had no record of, and of which replicas held other
+        bytes under one number: none of them is served. Until a newer one is.
+        """
+
     def __init__(
         self,
         *,
@@ -293,14 +300,71 @@ class Policy(_message.Message):
         publish_again_version: _builtins.int = ...,
         num_retained: _builtins.int = ...,
         has_own_retention: _builtins.bool = ...,
+        conflicts: _abc.Iterable[Global___VersionConflict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class VersionConflict(_message.Message):
+    """Contents that were found under one number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The number."""
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___FoundContent]:
+        """What was found, at least two, by digest."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        contents: _abc.Iterable[Global___FoundContent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionConflict: _TypeAlias = VersionConflict  # noqa: Y015
+
+@_typing.final
+class FoundContent(_message.Message):
+    """One of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    content_digest: _builtins.bytes
+    """ContentDigest.value."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who held it, sorted."""
+
+    def __init__(
+        self,
+        *,
+        content_digest: _builtins.bytes = ...,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "replica_ids", b"replica_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FoundContent: _TypeAlias = FoundContent  # noqa: Y015
 
 @_typing.final
 class Version(_message.Message):

@@ -161,6 +161,8 @@ class AcquirePolicyRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    LAST_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     DISPLACED_TOKEN_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
@@ -173,6 +175,14 @@ class AcquirePolicyRequest(_message.Message):
     """Policy to own; see PolicyVersion.policy."""
     kind: _types_pb2.PolicyKind.ValueType
     """"base" is POLICY_KIND_BASE, every other name POLICY_KIND_ADAPTER."""
+    last_version: _builtins.int
+    """Newest version of the policy that this publisher was told of; 0 when none. What
+    is assigned from now on is above it, whatever became of the catalog.
+    """
+    last_fencing_token: _builtins.int
+    """Largest token of the policy that this publisher held; the answer's is above it,
+    or is that token where its lease goes on.
+    """
     displaced_token: _builtins.int
     """If not 0: end the lease of this token first, if a process of this same trainer_id
     holds it: its pushes fail with LEASE_FENCED, which names this process.
@@ -188,12 +198,14 @@ class AcquirePolicyRequest(_message.Message):
         session_id: _builtins.str = ...,
         policy: _builtins.str = ...,
         kind: _types_pb2.PolicyKind.ValueType = ...,
+        last_version: _builtins.int = ...,
+        last_fencing_token: _builtins.int = ...,
         process: Global___TrainerProcess | None = ...,
         displaced_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "last_fencing_token", b"last_fencing_token", "last_version", b"last_version", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,19 +327,26 @@ class RenewLeaseRequest(_message.Message):
 
     POLICY_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The lease's policy."""
     fencing_token: _builtins.int
     """The lease's token."""
+    session_id: _builtins.str
+    """See AcquirePolicyRequest.session_id; where set, the lease must be this one's: a
+    coordinator whose catalog was lost may give a token again before it has heard
+    of it.
+    """
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,8 +363,10 @@ class RenewLeaseResponse(_message.Message):
     publish_again_version: _builtins.int
     """The served version, if a replica lacks it and no replica in contact holds a
     copy of it, in memory or in a spill directory: the owner is asked to publish
-    the policy again, as a new version. 0 when there is no such need; it ends when
-    a newer version is served, or when a replica that holds the version is back.
+    the policy again, as a new version. So it is where replicas hold other bytes
+    under one number that the catalog does not know (Policy.conflicts): then it is
+    that number. 0 when there is no such need; it ends when a newer version is
+    served, or when a replica that holds the version is back.
     """
     @_builtins.property
     def lease(self) -> Global___Lease:
@@ -373,19 +394,23 @@ class ReleasePolicyRequest(_message.Message):
 
     POLICY_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The lease's policy."""
     fencing_token: _builtins.int
     """The lease's token."""
+    session_id: _builtins.str
+    """See RenewLeaseRequest.session_id."""
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +523,7 @@ class BeginTransferRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     CHECK_FINITE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
@@ -513,6 +539,8 @@ class BeginTransferRequest(_message.Message):
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
     """
+    session_id: _builtins.str
+    """See RenewLeaseRequest.session_id."""
     check_finite: _builtins.bool
     """Whether the sender looks for NaN and infinities in each bucket that it packs,
     and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
@@ -542,11 +570,12 @@ class BeginTransferRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
         check_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,6 +163,10 @@ class RegisterRequest(_message.Message):
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    HELD_VERSIONS_FIELD_NUMBER: _builtins.int
+    LAST_COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    LAST_COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -175,6 +179,14 @@ class RegisterRequest(_message.Message):
     """Name of the served model in the OpenAI API."""
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
+    last_coordinator_generation: _builtins.int
+    """RegisterResponse.coordinator_generation, the highest it was ever told; 0 where
+    it was told none.
+    """
+    last_epoch: _builtins.int
+    """GroupPlan.epoch, the highest it was ever told."""
+    last_coordinator_id: _builtins.str
+    """RegisterResponse.coordinator_id of the coordinator that it registered with last."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -199,6 +211,13 @@ class RegisterRequest(_message.Message):
     def drain(self) -> Global___Drain:
         """Set while it drains."""
 
+    @_builtins.property
+    def held_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
+        """The versions named in version_vector, retained_base_versions and
+        spilled_versions, with their digests, as far as it knows these. A catalog that
+        has no record of them records those whose holders agree.
+        """
+
     def __init__(
         self,
         *,
@@ -213,10 +232,14 @@ class RegisterRequest(_message.Message):
         dirty_reason: _builtins.str = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: Global___Drain | None = ...,
+        held_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
+        last_coordinator_generation: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        last_coordinator_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,11 +254,16 @@ class RegisterResponse(_message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     REFERENCE_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     reference_wanted: _builtins.bool
     """Whether PutReference must be called before a push can be accepted."""
     coordinator_generation: _builtins.int
-    """Grows with every start of the coordinator; orders of an older one are
-    refused.
+    """Grows with every start of the coordinator, and above every generation that a
+    replica has reported; orders of an older one are refused.
+    """
+    coordinator_id: _builtins.str
+    """Random for each process: two whose catalogs do not know of each other may have
+    counted the same generation.
     """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
@@ -247,10 +275,11 @@ class RegisterResponse(_message.Message):
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         reference_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
+        coordinator_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "heartbeat_interval", b"heartbeat_interval", "reference_wanted", b"reference_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "heartbeat_interval", b"heartbeat_interval", "reference_wanted", b"reference_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,6 +343,8 @@ class HeartbeatRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_VERSIONS_FIELD_NUMBER: _builtins.int
+    HELD_VERSIONS_COMPLETE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -324,6 +355,8 @@ class HeartbeatRequest(_message.Message):
     """See RegisterRequest.dirty_reason."""
     pinned_base_bytes: _builtins.int
     """Bytes of the copies of those that it holds."""
+    held_versions_complete: _builtins.bool
+    """Whether these are all."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -352,6 +385,12 @@ class HeartbeatRequest(_message.Message):
         goes only to replicas that obey all.
         """
 
+    @_builtins.property
+    def held_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
+        """As RegisterRequest.held_versions: those whose digests it has not told yet, or
+        all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -366,10 +405,12 @@ class HeartbeatRequest(_message.Message):
         drain: Global___Drain | None = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         pinned_base_bytes: _builtins.int = ...,
+        held_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
+        held_versions_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,6 +427,7 @@ class HeartbeatResponse(_message.Message):
     IN_TRANSFER_FIELD_NUMBER: _builtins.int
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    HELD_VERSIONS_WANTED_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, and
     is neither withdrawn from service nor draining.
@@ -394,6 +436,10 @@ class HeartbeatResponse(_message.Message):
     """Whether a transfer needs it: a replica that drains stays until it does not."""
     refuse_reason: _builtins.str
     """Why it must refuse new requests; empty when it must not."""
+    held_versions_wanted: _builtins.bool
+    """Whether the next heartbeat is to name all held_versions: the catalog and the
+    replica do not agree on them, or may not.
+    """
     @_builtins.property
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
@@ -410,10 +456,11 @@ class HeartbeatResponse(_message.Message):
         in_transfer: _builtins.bool = ...,
         refuse_reason: _builtins.str = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        held_versions_wanted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

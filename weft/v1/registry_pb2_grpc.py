@@ -62,7 +62,9 @@ class RegistryServiceServicer(object):
     """
 
     def Register(self, request, context):
-        """Joins the pool, or joins it again after a restart of either side.
+        """Joins the pool, or joins it again after a restart of either side. What the
+        replica holds, and how far it has heard numbers, epochs and generations go,
+        makes up for a catalog that was lost or is an older copy.
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the

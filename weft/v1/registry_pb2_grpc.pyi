@@ -34,7 +34,9 @@ class RegistryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]
-    """Joins the pool, or joins it again after a restart of either side.
+    """Joins the pool, or joins it again after a restart of either side. What the
+    replica holds, and how far it has heard numbers, epochs and generations go,
+    makes up for a catalog that was lost or is an older copy.
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
@@ -66,7 +68,9 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Joins the pool, or joins it again after a restart of either side.
+    """Joins the pool, or joins it again after a restart of either side. What the
+    replica holds, and how far it has heard numbers, epochs and generations go,
+    makes up for a catalog that was lost or is an older copy.
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
@@ -101,7 +105,9 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.RegisterResponse, _abc.Awaitable[_registry_pb2.RegisterResponse]]:
-        """Joins the pool, or joins it again after a restart of either side.
+        """Joins the pool, or joins it again after a restart of either side. What the
+        replica holds, and how far it has heard numbers, epochs and generations go,
+        makes up for a catalog that was lost or is an older copy.
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the

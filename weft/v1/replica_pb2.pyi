@@ -91,6 +91,7 @@ class CommitTransferRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     ALIAS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
@@ -99,6 +100,8 @@ class CommitTransferRequest(_message.Message):
     """Version that an adapter's bare name stands for afterwards, held by the
     replica; 0 means this one.
     """
+    layout_digest: _builtins.bytes
+    """SHA-256 of the layout that the bytes lie in."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it is served as."""
@@ -120,10 +123,11 @@ class CommitTransferRequest(_message.Message):
         adapter: _types_pb2.AdapterSpec | None = ...,
         content_digest: _types_pb2.ContentDigest | None = ...,
         alias: _builtins.int = ...,
+        layout_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "layout_digest", b"layout_digest", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,21 +281,30 @@ class RetireVersionsRequest(_message.Message):
 
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    MISTAKEN_VERSIONS_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """Which; never one that an alias stands for."""
 
+    @_builtins.property
+    def mistaken_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
+        """Adapter versions whose bytes are not those that the catalog has under their
+        numbers: dropped from memory where the digest is still this one, and the alias
+        with them. What is spilled stays: it is told apart by its digest.
+        """
+
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        mistaken_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "mistaken_versions", b"mistaken_versions", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,6 +349,11 @@ class DescribeVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    FACTS_OF_DIGEST_FIELD_NUMBER: _builtins.int
+    facts_of_digest: _builtins.bytes
+    """Set where the facts of the version with these bytes are wanted
+    (ContentDigest.value), not the manifest.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Of which version."""
@@ -344,10 +362,11 @@ class DescribeVersionRequest(_message.Message):
         self,
         *,
         version: _types_pb2.PolicyVersion | None = ...,
+        facts_of_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts_of_digest", b"facts_of_digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,18 +379,24 @@ class DescribeVersionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> _types_pb2.ManifestChunk:
         """In order."""
+
+    @_builtins.property
+    def facts(self) -> _types_pb2.VersionFacts:
+        """Where facts_of_digest was set: the one response."""
 
     def __init__(
         self,
         *,
         chunk: _types_pb2.ManifestChunk | None = ...,
+        facts: _types_pb2.VersionFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "facts", b"facts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

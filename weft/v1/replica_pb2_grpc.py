@@ -103,8 +103,11 @@ class ReplicaServiceServicer(object):
         """Switches to a staged version: an adapter is loaded and its alias flipped;
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
-        Idempotent by version: committing what is held already succeeds and leaves
-        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+        Idempotent by version and content: committing what is held already succeeds and
+        leaves the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED;
+        ABORTED/EPOCH_FENCED; DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an
+        adapter is served under this number with other bytes, which must be dropped
+        first by RetireVersions);
         INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
         `dirty` is "true").
         """
@@ -148,7 +151,8 @@ class ReplicaServiceServicer(object):
 
     def DescribeVersion(self, request, context):
         """The manifest of a version that the replica holds: an adapter, or a retained
-        copy of a base.
+        copy of a base. Or what the catalog records of a version that it holds, serves
+        or has spilled.
         Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

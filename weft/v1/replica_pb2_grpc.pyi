@@ -46,8 +46,11 @@ class ReplicaServiceStub:
     """Switches to a staged version: an adapter is loaded and its alias flipped;
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
-    Idempotent by version: committing what is held already succeeds and leaves
-    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+    Idempotent by version and content: committing what is held already succeeds and
+    leaves the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED;
+    ABORTED/EPOCH_FENCED; DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an
+    adapter is served under this number with other bytes, which must be dropped
+    first by RetireVersions);
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
@@ -75,7 +78,8 @@ class ReplicaServiceStub:
     """
     DescribeVersion: _grpc.UnaryStreamMultiCallable[_replica_pb2.DescribeVersionRequest, _replica_pb2.DescribeVersionResponse]
     """The manifest of a version that the replica holds: an adapter, or a retained
-    copy of a base.
+    copy of a base. Or what the catalog records of a version that it holds, serves
+    or has spilled.
     Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
     """
     SendVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]
@@ -121,8 +125,11 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Switches to a staged version: an adapter is loaded and its alias flipped;
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
-    Idempotent by version: committing what is held already succeeds and leaves
-    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+    Idempotent by version and content: committing what is held already succeeds and
+    leaves the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED;
+    ABORTED/EPOCH_FENCED; DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an
+    adapter is served under this number with other bytes, which must be dropped
+    first by RetireVersions);
     INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
     `dirty` is "true").
     """
@@ -150,7 +157,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """
     DescribeVersion: _aio.UnaryStreamMultiCallable[_replica_pb2.DescribeVersionRequest, _replica_pb2.DescribeVersionResponse]  # type: ignore[assignment]
     """The manifest of a version that the replica holds: an adapter, or a retained
-    copy of a base.
+    copy of a base. Or what the catalog records of a version that it holds, serves
+    or has spilled.
     Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
     """
     SendVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]  # type: ignore[assignment]
@@ -205,8 +213,11 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         """Switches to a staged version: an adapter is loaded and its alias flipped;
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
-        Idempotent by version: committing what is held already succeeds and leaves
-        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
+        Idempotent by version and content: committing what is held already succeeds and
+        leaves the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED;
+        ABORTED/EPOCH_FENCED; DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an
+        adapter is served under this number with other bytes, which must be dropped
+        first by RetireVersions);
         INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
         `dirty` is "true").
         """
@@ -258,7 +269,8 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replica_pb2.DescribeVersionResponse], _abc.AsyncIterator[_replica_pb2.DescribeVersionResponse]]:
         """The manifest of a version that the replica holds: an adapter, or a retained
-        copy of a base.
+        copy of a base. Or what the catalog records of a version that it holds, serves
+        or has spilled.
         Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
         """
 

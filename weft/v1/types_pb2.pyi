@@ -423,7 +423,9 @@ class VersionVector(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     base: _builtins.int
-    """Version of the base weights."""
+    """Version of the base weights. In listings -1 where a replica serves other bytes
+    than the pool has under the number that it names.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterVersions]:
         """Adapters, by name, ascending."""
@@ -441,6 +443,72 @@ class VersionVector(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionVector: _TypeAlias = VersionVector  # noqa: Y015
+
+@_typing.final
+class HeldVersion(_message.Message):
+    """A version whose bytes a replica has, and which bytes they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    SPILLED_FIELD_NUMBER: _builtins.int
+    content_digest: _builtins.bytes
+    """ContentDigest.value of its bytes."""
+    spilled: _builtins.bool
+    """Whether they lie in its spill directory, not in its memory."""
+    @_builtins.property
+    def version(self) -> Global___PolicyVersion:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        version: Global___PolicyVersion | None = ...,
+        content_digest: _builtins.bytes = ...,
+        spilled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldVersion: _TypeAlias = HeldVersion  # noqa: Y015
+
+@_typing.final
+class VersionFacts(_message.Message):
+    """What the catalog records of a version beside its number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    layout_digest: _builtins.bytes
+    """SHA-256 of the layout that they were sent in."""
+    @_builtins.property
+    def content_digest(self) -> Global___ContentDigest:
+        """Of its bytes."""
+
+    @_builtins.property
+    def adapter(self) -> Global___AdapterSpec:
+        """Set for an adapter."""
+
+    def __init__(
+        self,
+        *,
+        content_digest: Global___ContentDigest | None = ...,
+        layout_digest: _builtins.bytes = ...,
+        adapter: Global___AdapterSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "layout_digest", b"layout_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionFacts: _TypeAlias = VersionFacts  # noqa: Y015
 
 @_typing.final
 class AdapterSpec(_message.Message):
