@@ -42,6 +42,7 @@ class Agent:
         self._in_transfer = False
         self._closed = ""
         self._pins_told: tuple[int, ...] = ()
+        self._last_epoch = 0
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -57,6 +58,7 @@ class Agent:
 
     async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
         """Have the receivers join a side group."""
+        self._last_epoch = max(self._last_epoch, spec.epoch)
         _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
             spec.group_id,
@@ -73,6 +75,7 @@ class Agent:
         Raises:
             NotFoundError: It is not held.
         """
+        self._last_epoch = max(self._last_epoch, order.group.epoch)
         _log.info(
             "sending a clone of %s@%d to group %s, epoch %d",
             order.policy,
@@ -110,7 +113,15 @@ class Agent:
 
     def _holdings(self) -> Holdings:
         now, drain = self.serving, self._drain.note()
-        return Holdings(now.vector, now.memory, now.mixed_reason, drain, now.pins)
+        return Holdings(
+            now.vector,
+            now.memory,
+            now.mixed_reason,
+            drain,
+            now.pins,
+            held=frozenset(now.held()),
+            last_epoch=self._last_epoch,
+        )
 
     # -- leaving it in good order ----------------------------------------------
 

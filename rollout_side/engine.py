@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
@@ -50,6 +51,8 @@ class MemoryUse:
     """Of the copies that are pinned."""
     spilled: tuple[PolicyVersion, ...] = ()
     """Versions that lie whole in the spill directory; bounded."""
+    spilled_digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
+    """The content digests of those; of one version there may be several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +177,21 @@ class Engine(Protocol):
             NotFoundError: It cannot be requested.
         """
 
+    async def drop_alias(self, policy: str) -> None:
+        """Let an adapter's bare name stand for nothing; succeeds if it does not."""
+
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """Of an adapter that is held, or a retained base.
 
         Raises:
             NotFoundError: None is held.
+        """
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """What the spill directory says of a version.
+
+        Raises:
+            NotFoundError: It does not lie there, or cannot be read.
         """
 
     async def send(self, order: SendOrder) -> None:

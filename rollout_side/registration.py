@@ -19,12 +19,14 @@ from rollout_side.drain import Draining
 from rollout_side.engine import MemoryUse
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
+    CapacityError,
     NotFoundError,
     PeerUnavailableError,
     RequestConflictError,
     TransferTimeoutError,
     WeftError,
 )
+from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.versions import VersionVector
 from weft.rpc.channel import open_channel
@@ -38,6 +40,7 @@ from weft.rpc.codec import (
 from weft.rpc.manifest_codec import reference_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import registry_pb2 as pb
+from weft.v1 import types_pb2
 from weft.v1.registry_pb2_grpc import RegistryServiceStub
 
 _log = logging.getLogger(__name__)
@@ -73,6 +76,10 @@ class Holdings:
     """Set while it drains."""
     pins: tuple[int, ...] = ()
     """Pinned versions of the base that the engine knows to be so."""
+    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+    """Versions with their digests, and whether they are spilled."""
+    last_epoch: int = 0
+    """Of side groups, the highest that it was told."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +125,19 @@ class Registration:
         self.registered = threading.Event()
         #: Set while this replica serves all that the pool serves.
         self.ready = threading.Event()
-        #: Of the coordinator that was registered with last; grows.
+        #: Of the coordinator that was registered with last; only grows.
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
         self._current, self._on_failed, self._on_told = current, on_failed, on_told
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
+        # What the coordinator knows of, and whether it wants to hear all of it.
+        self._told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+        self._held_wanted = False
+        # Why the coordinator could not answer; empty since it did.
+        self._trouble = ""
+        self._coordinator_id = ""
         self._conflict_since: float | None = None
         self._away = False
         self._heard_at = time.monotonic()
@@ -185,12 +198,23 @@ class Registration:
                     return
 
     def _worth_waiting(self, error: WeftError) -> bool:
-        """An absent coordinator comes back; a former process of this id is forgotten
-        after some missed heartbeats. Any other refusal is for good."""
+        """An absent coordinator comes back, one that failed may be mended; a former process
+        of this id is forgotten after some missed heartbeats. Any other refusal is for
+        good: what the coordinator says of this replica will not change."""
         if isinstance(error, PeerUnavailableError | TransferTimeoutError):
             if not self._away:
                 _log.warning("no contact with the coordinator: %s", error.message)
             self._away = True
+            return True
+        if type(error) is WeftError or isinstance(error, CapacityError):
+            # A replica that ended for it would take the weights with it.
+            if self._trouble != error.message:
+                _log.warning(
+                    "the coordinator could not answer, this replica asks again every %g s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
+            self._trouble = error.message
             return True
         if not isinstance(error, RequestConflictError):
             return False
@@ -214,11 +238,19 @@ class Registration:
             dirty_reason=now.dirty_reason,
             spilled_versions=map(version_to_proto, now.memory.spilled),
             drain=_drain_to_proto(now.drain),
+            held_versions=map(_held_to_proto, sorted(now.held)),
+            last_coordinator_generation=self.coordinator_generation,
+            last_epoch=now.last_epoch,
+            last_coordinator_id=self._coordinator_id,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
-        self.coordinator_generation = response.coordinator_generation
+        self._told, self._trouble = now.held, ""
+        self.coordinator_generation = max(
+            self.coordinator_generation, response.coordinator_generation
+        )
         self._interval_seconds = duration_from_proto(response.heartbeat_interval)
+        self._coordinator_id = response.coordinator_id
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
         _log.info(
@@ -247,8 +279,12 @@ class Registration:
             drain=_drain_to_proto(now.drain),
             pinned_base_versions=now.pins,
             pinned_base_bytes=now.memory.pinned_base_bytes,
+            held_versions=map(_held_to_proto, sorted(self._to_tell(now.held))),
+            held_versions_complete=self._held_wanted,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
+        self._told, self._held_wanted = now.held, response.held_versions_wanted
+        self._trouble = ""
         self._heard_at = time.monotonic()
         if self._away:
             _log.info("in contact with the coordinator again")
@@ -273,6 +309,15 @@ class Registration:
             )
         return is_draining
 
+    def _to_tell(
+        self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
+    ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
+        """What a heartbeat names: all of a version where any of it is new."""
+        if self._held_wanted:
+            return held
+        new = {(version, spilled) for version, _, spilled in held ^ self._told}
+        return frozenset(one for one in held if (one[0], one[2]) in new)
+
     def _leave(self) -> None:
         if not self.registered.is_set():
             return
@@ -283,6 +328,13 @@ class Registration:
             self._stub.Leave(request, timeout=2.0)
         except grpc.RpcError as error:
             _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))
+
+
+def _held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
+    version, digest, spilled = held
+    return types_pb2.HeldVersion(
+        version=version_to_proto(version), content_digest=digest, spilled=spilled
+    )
 
 
 def _drain_to_proto(drain: Draining | None) -> pb.Drain | None:

@@ -10,6 +10,7 @@ import grpc
 from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
 from rollout_side.serving import SpilledCopy
+from rollout_side.version_facts import VersionFacts, ordered_facts
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError
 from weft.rpc.codec import (
@@ -22,7 +23,7 @@ from weft.rpc.codec import (
     versions_from_proto,
 )
 from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.v1 import publish_pb2
+from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
 
@@ -55,6 +56,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             request.adapter.config_json,
             request.content_digest.value,
             request.alias,
+            _facts(request, request.content_digest),
         )
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
@@ -88,6 +90,7 @@ class ReplicaServicer(ReplicaServiceServicer):
                 content_digest=request.spilled.content_digest.value,
                 layout_digest=request.spilled.layout_digest,
                 alias=request.spilled.alias,
+                facts=_facts(request.spilled, request.spilled.content_digest),
             )
         times = await agent.serving.switch(version_from_proto(request.version), spilled)
         return pb.SwitchVersionResponse(
@@ -100,7 +103,12 @@ class ReplicaServicer(ReplicaServiceServicer):
     async def DescribeVersion(  # noqa: N802
         self, request: pb.DescribeVersionRequest, context: _Context
     ) -> AsyncIterator[pb.DescribeVersionResponse]:
-        manifest = await self._agent.engine.manifest(version_from_proto(request.version))
+        version = version_from_proto(request.version)
+        if request.facts_of_digest:
+            facts = await self._agent.serving.describe(version, request.facts_of_digest)
+            yield pb.DescribeVersionResponse(facts=facts.to_proto())
+            return
+        manifest = await self._agent.engine.manifest(version)
         for chunk in manifest_to_chunks(manifest):
             yield pb.DescribeVersionResponse(chunk=chunk)
 
@@ -159,6 +167,10 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
+        mistaken = request.mistaken_versions
+        await agent.serving.drop_mistaken(
+            [(version_from_proto(held.version), held.content_digest) for held in mistaken]
+        )
         await agent.serving.retire(versions_from_proto(request.versions))
         return pb.RetireVersionsResponse(
             version_vector=vector_to_proto(agent.serving.vector),
@@ -181,3 +193,10 @@ class ReplicaServicer(ReplicaServiceServicer):
             retained_base_versions=serving.memory.retained_bases,
             spilled_versions=map(version_to_proto, serving.memory.spilled),
         )
+
+
+def _facts(
+    order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
+) -> VersionFacts | None:
+    adapter = order.adapter if order.HasField("adapter") else None
+    return ordered_facts(digest, order.layout_digest, adapter)

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollout_side.engine import Engine, MemoryUse, SpillOrder, SwitchTimes
-from weft.contract.errors import LoadFailedError, NotFoundError, NotReadyError, WeftError
+from rollout_side.version_facts import VersionFacts
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotFoundError,
+    NotReadyError,
+    WeftError,
+)
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 
@@ -35,6 +42,8 @@ class SpilledCopy:
     content_digest: bytes
     layout_digest: bytes
     alias: int
+    facts: VersionFacts | None = None
+    """What is known of it once it is served."""
 
 
 class Serving:
@@ -52,6 +61,8 @@ class Serving:
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine was told to keep.
         self.pins: tuple[int, ...] = ()
+        #: Of versions that are served or retained, as far as their orders have told.
+        self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._engine = engine
         self._switching = asyncio.Lock()
         # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
@@ -89,16 +100,20 @@ class Serving:
         config_json: str,
         content_digest: bytes,
         alias: int = 0,
+        facts: VersionFacts | None = None,
     ) -> SwitchTimes:
         """Switch to a staged version; one switch at a time. An adapter's alias stands
         for it afterwards, or for ``alias`` if that version is served.
+
+        Args:
+            facts: What is known of it once it is served.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: As ``Engine``.
         """
         return await self._in_turn(
-            self._commit(transfer_id, version, config_json, content_digest, alias)
+            self._commit(transfer_id, version, config_json, content_digest, alias, facts)
         )
 
     async def _commit(
@@ -108,18 +123,19 @@ class Serving:
         config_json: str,
         content_digest: bytes,
         alias: int,
+        facts: VersionFacts | None,
     ) -> SwitchTimes:
-        if self._serves(version):
+        if self._serves(version, content_digest):
             return SwitchTimes()
         if transfer_id in self._failed:
             raise NotReadyError(f"{version} failed to load here before; push it again")
         if version.policy == BASE_POLICY:
             load = self._engine.apply_base(transfer_id, version, content_digest)
-            times = await self._load_base(version, load, transfer_id)
+            times = await self._load_base(version, load, transfer_id, facts)
             await self._look_at_memory(times)
         else:
             times = await self._load_adapter(
-                version, transfer_id, config_json, content_digest, alias
+                version, transfer_id, config_json, content_digest, alias, facts
             )
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
@@ -196,10 +212,12 @@ class Serving:
 
     async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.
-        if self._serves(version) and (version.policy == BASE_POLICY or spilled):
+        digest = spilled.content_digest if spilled else None
+        if self._serves(version, digest) and (version.policy == BASE_POLICY or spilled):
             return SwitchTimes()
         try:
             try:
+                self._check_held(version, digest)
                 times = await self._switch_held(version)
             except NotFoundError:
                 if spilled is None:
@@ -211,6 +229,14 @@ class Serving:
             await self._look_at_memory(times)
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
+
+    def _check_held(self, version: PolicyVersion, content_digest: bytes | None) -> None:
+        """Raises:
+        NotFoundError: What is held are other bytes than those that are wanted.
+        """
+        facts = self.facts.get(version)
+        if facts is not None and content_digest not in (None, facts.digest):
+            raise NotFoundError(f"{version} is held here with digest {facts.digest.hex()}")
 
     async def _switch_held(self, version: PolicyVersion) -> SwitchTimes:
         if version.policy == BASE_POLICY:
@@ -226,8 +252,10 @@ class Serving:
         await self._engine.restore(transfer_id, version, digest, copy.layout_digest)
         if version.policy == BASE_POLICY:
             load = self._engine.apply_base(transfer_id, version, digest)
-            return await self._load_base(version, load, transfer_id)
-        return await self._load_adapter(version, transfer_id, copy.config_json, digest, copy.alias)
+            return await self._load_base(version, load, transfer_id, copy.facts)
+        return await self._load_adapter(
+            version, transfer_id, copy.config_json, digest, copy.alias, copy.facts
+        )
 
     async def _load_adapter(
         self,
@@ -236,7 +264,10 @@ class Serving:
         config_json: str,
         content_digest: bytes,
         alias: int,
+        facts: VersionFacts | None,
     ) -> SwitchTimes:
+        if version in self.draining:  # by its number it would be dropped with it
+            raise NotReadyError(f"{version} is being dropped here; wait until it is gone")
         held = self.vector.adapters.get(version.policy, AdapterVersions())
         alias = alias if alias in held.versions else 0
         with self._noting_failure(transfer_id):
@@ -244,6 +275,7 @@ class Serving:
                 transfer_id, version, config_json, content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
+        self._note(version, facts)
         return times
 
     async def _load_base(
@@ -251,11 +283,25 @@ class Serving:
         version: PolicyVersion,
         load: Coroutine[Any, Any, SwitchTimes],
         transfer_id: str = "",
+        facts: VersionFacts | None = None,
     ) -> SwitchTimes:
         with self._noting_failure(transfer_id):
             times = await load
         self.vector = self.vector.with_base(version.version)
+        if transfer_id:  # else it is a copy that was known before
+            self._note(version, facts)
         return times
+
+    def _note(self, version: PolicyVersion, facts: VersionFacts | None) -> None:
+        """Know what is served under a number, and no longer what is not held any more."""
+        held = {v: f for v, f in self.facts.items() if v != version and self._has(v)}
+        self.facts = held if facts is None else {**held, version: facts}
+
+    def _has(self, version: PolicyVersion) -> bool:
+        is_retained = (
+            version.policy == BASE_POLICY and version.version in self.memory.retained_bases
+        )
+        return is_retained or self.vector.holds(version)
 
     @contextmanager
     def _noting_failure(self, transfer_id: str = "") -> Iterator[None]:
@@ -277,11 +323,50 @@ class Serving:
         except WeftError as error:
             _log.warning("could not ask the engine what it holds: %s", error)
 
-    def _serves(self, version: PolicyVersion) -> bool:
+    def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
+        """Whether a version is served, with that content where one is named.
+
+        Raises:
+            DigestMismatchError: An adapter is served under this number with other bytes,
+                which requests may use. (A base is replaced, and none is left over.)
+        """
+        if not self.vector.holds(version):
+            return False
+        facts = self.facts.get(version)
+        is_other = facts is not None and content_digest not in (None, facts.digest)
         if version.policy == BASE_POLICY:
-            return self.vector.base == version.version and not self.dirty_reason
-        entry = self.vector.adapters.get(version.policy, AdapterVersions())
-        return version.version in entry.versions
+            return not self.dirty_reason and not is_other
+        if facts is not None and is_other:
+            raise DigestMismatchError(
+                f"{version} is served here with digest {facts.digest.hex()}, which is not "
+                "what it is to be: that must be dropped first"
+            )
+        return True
+
+    def held(self) -> Iterator[tuple[PolicyVersion, bytes, bool]]:
+        """What is served, retained and spilled, with its digest as far as that is known,
+        and whether it is spilled. Mixed weights are none."""
+        for version, facts in self.facts.items():
+            is_mixed = version == PolicyVersion(BASE_POLICY, self.vector.base) and (
+                self.mixed_reason and version.version not in self.memory.retained_bases
+            )
+            if self._has(version) and not is_mixed:
+                yield version, facts.digest, False
+        for version, digest in self.memory.spilled_digests:
+            yield version, digest, True
+
+    async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """What is known of a version that is held with that digest.
+
+        Raises:
+            NotFoundError: It is not held.
+        """
+        facts = self.facts.get(version)
+        if facts is not None and facts.digest == content_digest and self._has(version):
+            return facts
+        if (version, content_digest) in self.memory.spilled_digests:
+            return await self._engine.spilled_facts(version, content_digest)
+        raise NotFoundError(f"{version} is not held here with digest {content_digest.hex()}")
 
     # -- what is dropped, kept and spilled ---------------------------------------
 
@@ -295,6 +380,21 @@ class Serving:
             self.draining.add(version)
             if self._engine.spills:
                 self._retired.add(version)
+        await self.drop_unused()
+
+    async def drop_mistaken(self, mistaken: list[tuple[PolicyVersion, bytes]]) -> None:
+        """Stop serving adapter versions whose bytes are not those of their numbers, if they
+        still are the ones with these digests; what their names stand for goes with them."""
+        for version, digest in mistaken:
+            facts = self.facts.get(version)
+            entry = self.vector.adapters.get(version.policy, AdapterVersions())
+            if version.version not in entry.versions or facts is None or facts.digest != digest:
+                continue
+            if entry.alias == version.version:
+                await self._engine.drop_alias(version.policy)
+            self.vector = self.vector.without_adapter(version)
+            self.draining.add(version)
+            _log.warning("dropping %s: its bytes are not what the catalog has", version)
         await self.drop_unused()
 
     async def drop_unused(self) -> None:

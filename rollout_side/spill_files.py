@@ -40,6 +40,7 @@ MANIFEST = "weft.manifest"
 #: Payload of one file of a base.
 SHARD_BYTES = 5 * 10**9
 
+_CONFIG = "adapter_config.json"
 _FORMAT = 1
 _PIECE_BYTES = 32 * 2**20
 _MAX_HEADER_BYTES = 256 * 2**20
@@ -87,7 +88,7 @@ def write_version(
         with _synced(directory / name) as file:
             _write_shard(file, copy, slots, going_on)
     if is_adapter(copy.version):
-        _write_text(directory / "adapter_config.json", config_json)
+        _write_text(directory / _CONFIG, config_json)
     elif len(shards) > 1:
         weight_map = {slot.meta.name: name for name, slots in shards.items() for slot in slots}
         total = sum(slot.meta.num_bytes for slot in copy.manifest.tensors)
@@ -122,6 +123,15 @@ def read_facts(directory: Path) -> Facts:
             raise InvalidManifestError(f"{directory} is of format {facts['format']!r}")
         version = PolicyVersion.parse(facts["version"])
         return Facts(version, facts["base_fingerprint"], bytes.fromhex(facts["content_digest"]))
+
+
+def read_config(directory: Path) -> str:
+    """PEFT's config of the adapter in a directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return (directory / _CONFIG).read_text()
 
 
 def read_manifest(directory: Path) -> Manifest:

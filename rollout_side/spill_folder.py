@@ -22,8 +22,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_side.spill_files import read_facts, read_manifest, sync_directory, write_version
+from rollout_side.spill_files import (
+    read_config,
+    read_facts,
+    read_manifest,
+    sync_directory,
+    write_version,
+)
 from rollout_side.staged import StagedVersion
+from rollout_side.version_facts import VersionFacts, spilled_facts
 from weft.contract.errors import CapacityError, InvalidNameError, NotFoundError
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -91,6 +98,23 @@ class SpillFolder:
                 with contextlib.suppress(InvalidNameError):
                     found[path] = PolicyVersion.parse(match["version"])
         return found
+
+    def digest_of(self, path: Path) -> bytes:
+        """The content digest of a version that lies there, by its name."""
+        match = _NAME.fullmatch(path.name)
+        return bytes.fromhex(match["digest"]) if match else b""
+
+    def facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """What a version that lies there is; blocks for the disk.
+
+        Raises:
+            OSError, InvalidManifestError: It cannot be read, or is damaged.
+            NotFoundError: It is of another base model.
+        """
+        path = self.place_of(version, content_digest)
+        manifest = self.manifest(path)
+        config = read_config(path) if version.policy != BASE_POLICY else ""
+        return spilled_facts(manifest, content_digest, config)
 
     def place_of(self, version: PolicyVersion, content_digest: bytes) -> Path:
         """Where a version of that content lies, or would."""

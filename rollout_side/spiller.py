@@ -61,6 +61,7 @@ class Spiller:
         self._retry_at: dict[PolicyVersion, float] = {}
         self._restore: tuple[str, Future[None]] | None = None
         self._listed: tuple[PolicyVersion, ...] = ()
+        self._digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
         self._list()
         self._thread = threading.Thread(target=self._run, name="weft-spill", daemon=True)
         self._thread.start()
@@ -69,6 +70,11 @@ class Spiller:
     def listed(self) -> tuple[PolicyVersion, ...]:
         """Versions that lie there whole, bases first, then newest first; bounded."""
         return self._listed
+
+    @property
+    def digests(self) -> tuple[tuple[PolicyVersion, bytes], ...]:
+        """The content digests of those; of one version there may be several."""
+        return self._digests
 
     def follow(self, order: SpillOrder) -> None:
         """Take what is to be spilled from now on; returns at once."""
@@ -167,13 +173,14 @@ class Spiller:
 
     def _list(self) -> None:
         now = time.monotonic()
-        found = {
-            version
-            for path, version in self._folder.complete().items()
-            if now >= self._refused.get(path.name, 0.0)
-        }
+        found: dict[PolicyVersion, list[bytes]] = {}
+        for path, version in self._folder.complete().items():
+            if now >= self._refused.get(path.name, 0.0):
+                found.setdefault(version, []).append(self._folder.digest_of(path))
         ordered = sorted(found, key=lambda v: (v.policy != BASE_POLICY, -v.version, v.policy))
-        self._listed = tuple(ordered[:MAX_LISTED])
+        listed = ordered[:MAX_LISTED]
+        self._digests = tuple((v, digest) for v in listed for digest in sorted(found[v]))
+        self._listed = tuple(listed)
 
     # -- reading, on a thread for each ----------------------------------------------
 

@@ -29,6 +29,7 @@ from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.spiller import Spiller
 from rollout_side.staged import ServedBase, tensor_in
 from rollout_side.store import WorkerStore
+from rollout_side.version_facts import VersionFacts
 from trainer_side.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
@@ -221,6 +222,13 @@ class EngineDouble:
         self.store.held(version)
         self.aliases[version.policy] = version.version
 
+    async def drop_alias(self, policy: str) -> None:
+        self.aliases.pop(policy, None)
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        assert self.folder is not None
+        return self.folder.facts(version, content_digest)
+
     async def manifest(self, version: PolicyVersion) -> Manifest:
         return self.store.sendable(version).manifest
 
@@ -280,6 +288,7 @@ class EngineDouble:
             staged_transfer_ids=usage.transfer_ids,
             retained_bases=self.store.retained_bases(),
             spilled=self.spiller.listed if self.spiller else (),
+            spilled_digests=self.spiller.digests if self.spiller else (),
             pinned_base_bytes=usage.pinned_bytes,
         )
 

@@ -25,7 +25,7 @@ _METHODS = frozenset(
     {
         "join_group", "load_adapter", "apply_base", "apply_retained", "set_alias", "manifest",
         "send", "discard", "hide_aliases", "retire", "memory", "holds", "pin_bases", "spill",
-        "restore", "load_in_place",
+        "restore", "load_in_place", "drop_alias", "spilled_facts",
     }
 )  # fmt: skip
 

@@ -142,6 +142,7 @@ class Delivery:
         request = pb.BeginTransferRequest(
             request_id=secrets.token_hex(16),
             policy=policy,
+            session_id=self._leases.session_id,
             layout_digest=manifest.layout_digest,
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
@@ -157,9 +158,11 @@ class Delivery:
                 request.group_id = self._sender.ticket.group_id
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
             try:
-                return self._call(
+                begun = self._call(
                     lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
                 )
+                self._leases.assigned(policy, begun.version.version)
+                return begun
             except LeaseFencedError as error:
                 # Expired while we were away (a long step under a debugger, a restart
                 # of the coordinator): acquire anew once, or learn who holds it.

@@ -74,11 +74,15 @@ class Leases:
         self._takeover = takeover
         self._on_wanted = on_wanted
         self._trainer_id = trainer_id
-        self._session_id = secrets.token_hex(8)
+        #: Random: what tells this publisher from others with its trainer_id.
+        self.session_id = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         #: Policies that were ever held: none of them is taken over by force again.
         self._known: set[str] = set()
+        # By policy, the newest version and the largest token that were told: a coordinator
+        # that has lost its catalog learns from them how far it was.
+        self._last: dict[str, tuple[int, int]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="weft-leases", daemon=True)
         self._thread.start()
@@ -100,20 +104,23 @@ class Leases:
             if policy in self._held:
                 return self._held[policy].token
             was_held = policy in self._known
+            last_version, last_token = self._last.get(policy, (0, 0))
         request = pb.AcquirePolicyRequest(
             trainer_id=self._trainer_id,
-            session_id=self._session_id,
+            session_id=self.session_id,
             policy=policy,
             kind=kind,
             process=this_process(),
+            last_version=last_version,
+            last_fencing_token=last_token,
         )
         rival = Rival(takeover=self._takeover and not was_held)
         waiting = False
         while True:
             try:
-                lease = self._stub.AcquirePolicy(
+                response = self._stub.AcquirePolicy(
                     request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True
-                ).lease
+                )
                 break
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
@@ -136,7 +143,10 @@ class Leases:
                     waiting = True
                 if self._stop.wait(_RETRY_SECONDS):
                     raise error from rpc_error
+        lease = response.lease
         with self._lock:
+            last_version = max(last_version, response.last_version)
+            self._last[policy] = last_version, max(last_token, lease.fencing_token)
             self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
             self._known.add(policy)
         return lease.fencing_token
@@ -156,6 +166,12 @@ class Leases:
         """Policies that are to be published again; does not block."""
         with self._lock:
             return frozenset(name for name, held in self._held.items() if held.wanted_version)
+
+    def assigned(self, policy: str, version: int) -> None:
+        """Note the version that a push was given."""
+        with self._lock:
+            last_version, last_token = self._last.get(policy, (0, 0))
+            self._last[policy] = max(last_version, version), last_token
 
     def published(self, policy: str) -> None:
         """Note that a version was pushed: what was asked for is done."""
@@ -181,7 +197,9 @@ class Leases:
         with self._lock:
             held, self._held = self._held, {}
         for policy, lease in held.items():
-            request = pb.ReleasePolicyRequest(policy=policy, fencing_token=lease.token)
+            request = pb.ReleasePolicyRequest(
+                policy=policy, fencing_token=lease.token, session_id=self.session_id
+            )
             try:
                 self._stub.ReleasePolicy(request, timeout=2.0)
             except grpc.RpcError as error:
@@ -192,7 +210,9 @@ class Leases:
             with self._lock:
                 held = dict(self._held)
             for policy, lease in held.items():
-                request = pb.RenewLeaseRequest(policy=policy, fencing_token=lease.token)
+                request = pb.RenewLeaseRequest(
+                    policy=policy, fencing_token=lease.token, session_id=self.session_id
+                )
                 try:
                     response = self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
                     self._note(policy, lease, response.publish_again_version)

@@ -71,6 +71,7 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
         _headline(pool), _replicas(pool), *_withdrawn_elsewhere(pool), _policies(pool),
+        *_conflicts(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
@@ -93,9 +94,13 @@ def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str
     Args:
         most: Name so many adapters, and say how many more there are.
     """
-    parts = [f"base@{vector.base}", *map(_adapter_text, vector.adapters[:most])]
+    parts = [_base_text(vector), *map(_adapter_text, vector.adapters[:most])]
     more = len(vector.adapters) - (len(parts) - 1)
     return "  ".join(parts) + (f"  and {more} more" if more else "")
+
+
+def _base_text(vector: types_pb2.VersionVector) -> str:
+    return f"base@{vector.base}" if vector.base >= 0 else "base@?"
 
 
 def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
@@ -106,7 +111,7 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
     """What sets a replica apart from the pool; most replicas serve what it does."""
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
     wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
-    differing = [f"base@{replica.base}"] if replica.base != pool.base else []
+    differing = [_base_text(replica)] if replica.base != pool.base else []
     for name in sorted(here.keys() | wanted.keys()):
         if here.get(name) != wanted.get(name):
             differing.append(here.get(name, f"no {name}"))
@@ -188,6 +193,24 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
         table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
     return table
+
+
+def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
+    """Numbers that stand for more than one content: somebody has to publish anew."""
+    return [
+        Text(
+            f"{policy.policy}@{conflict.version} is not served, for replicas hold other bytes "
+            "under that number: "
+            + "; ".join(
+                f"{content.content_digest.hex()} at {', '.join(content.replica_ids)}"
+                for content in conflict.contents
+            )
+            + f". Push {policy.policy} again.",
+            "red",
+        )
+        for policy in pool.policies
+        for conflict in policy.conflicts
+    ]
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:

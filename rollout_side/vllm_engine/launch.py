@@ -150,7 +150,7 @@ async def open_engine(
             model_name=models.base_name,
             worker_pids=tuple(value["pid"] for value in values),
             deadlines=deadlines or Deadlines(),
-            spills=spill is not None,
+            spill_folder=SpillFolder(spill, described.fingerprint) if spill else None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.spill_folder import SpillFolder
+from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.gate import RequestGate
 from rollout_side.vllm_engine.http_server import HttpServer
@@ -20,7 +23,9 @@ from rollout_side.vllm_engine.worker_calls import Deadlines, WorkerCalls
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
     DigestMismatchError,
+    InvalidManifestError,
     LoadFailedError,
+    NotFoundError,
     NotReadyError,
     PeerUnavailableError,
     WeftError,
@@ -69,7 +74,7 @@ class VllmReplica:
         model_name: str,
         worker_pids: tuple[int, ...],
         deadlines: Deadlines,
-        spills: bool = False,
+        spill_folder: SpillFolder | None = None,
     ) -> None:
         self.capabilities = capabilities
         self.reference = reference
@@ -83,7 +88,8 @@ class VllmReplica:
         self._workers = WorkerCalls(
             parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
         )
-        self.spills = spills
+        self._spill_folder = spill_folder
+        self.spills = spill_folder is not None
         self._gate = RequestGate(parts.engine, self._workers, parts.tracker)
         self._in_place = LoadsInPlace(self._workers, self._gate)
 
@@ -184,6 +190,16 @@ class VllmReplica:
             raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
         await self._workers.restore(transfer_id, version, content_digest, layout_digest)
 
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """See ``Engine``."""
+        folder = self._spill_folder
+        if folder is None:
+            raise NotFoundError("this replica has no --spill-dir")
+        try:
+            return await asyncio.to_thread(folder.facts, version, content_digest)
+        except (OSError, InvalidManifestError) as error:
+            raise NotFoundError(f"{version} cannot be read: {error}") from error
+
     async def send(self, order: SendOrder) -> None:
         """See ``Engine``."""
         await self._workers.send(order)
@@ -196,6 +212,11 @@ class VllmReplica:
         """See ``Engine``."""
         async with self._gate.exclusive():
             self.models.set_alias(version)
+
+    async def drop_alias(self, policy: str) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            self.models.drop_alias(policy)
 
     async def load_adapter(
         self,

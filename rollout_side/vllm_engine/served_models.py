@@ -168,6 +168,11 @@ class ServedModels:
         if not self._hidden:
             self._serving.lora_requests[version.policy] = self._served[version].request
 
+    def drop_alias(self, policy: str) -> None:
+        """Let a bare name stand for nothing; running requests keep their version."""
+        if self._aliases.pop(policy, None) is not None:
+            self._serving.lora_requests.pop(policy, None)
+
     def hide_aliases(self, hidden: bool) -> None:
         """Refuse bare names, or serve them again; exact versions answer throughout."""
         self._hidden = hidden

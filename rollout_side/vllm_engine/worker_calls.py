@@ -282,5 +282,10 @@ def _memory_use(values: Iterable[Mapping[str, Any]]) -> MemoryUse:
         staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
         retained_bases=tuple(v for value in values for v in value["retained_bases"]),
         spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
+        spilled_digests=tuple(
+            (PolicyVersion.parse(v), bytes(digest))
+            for value in values
+            for v, digest in value["spilled_digests"]
+        ),
         pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
     )

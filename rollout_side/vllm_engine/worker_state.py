@@ -78,6 +78,7 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
             "transfer_ids": [],
             "retained_bases": [],
             "spilled": [],
+            "spilled_digests": [],
             "pinned_base_bytes": 0,
         }
     usage = state.store.usage()
@@ -88,6 +89,9 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
         "transfer_ids": sorted({*usage.transfer_ids, *loading}),
         "retained_bases": list(state.store.retained_bases()),
         "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
+        "spilled_digests": (
+            [(str(v), digest) for v, digest in state.spiller.digests] if state.spiller else []
+        ),
         "pinned_base_bytes": usage.pinned_bytes,
     }
 

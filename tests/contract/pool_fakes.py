@@ -14,6 +14,7 @@ from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LoadFailedError, WeftError
 from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import VersionVector
@@ -23,6 +24,7 @@ from weft.rpc.codec import (
     duration_to_proto,
     vector_to_proto,
     version_from_proto,
+    version_to_proto,
 )
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks, reference_to_chunks
 from weft.rpc.server import Servicer, bind, make_server
@@ -134,6 +136,11 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.vector = VersionVector()
         self.retained: list[int] = []
         self.spilled: list[types_pb2.PolicyVersion] = []
+        #: What it says of versions that it was ordered to serve.
+        self.facts: dict[PolicyVersion, types_pb2.VersionFacts] = {}
+        #: Digests that it names instead of theirs.
+        self.digests: dict[PolicyVersion, bytes] = {}
+        self.registered = registry_pb2.RegisterResponse()
         self.switches: list[replica_pb2.SwitchVersionRequest] = []
         self.digest = b"\1" * 8
         self.attends = True
@@ -176,14 +183,34 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 model_name="tiny",
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                held_versions=self._held(),
+                last_coordinator_generation=self.registered.coordinator_generation,
+                last_coordinator_id=self.registered.coordinator_id,
             )
         )
+        self.registered = response
         if response.reference_wanted:
             chunks = reference_to_chunks(REFERENCE)
             await self.registry.PutReference(
                 iter([registry_pb2.PutReferenceRequest(chunk=c) for c in chunks])
             )
         return response
+
+    async def follow(self, target: str) -> None:
+        """Talk to another coordinator from now on."""
+        await self.channel.close()
+        self.target = target
+        self.channel = open_aio_channel(target)
+        self.registry = registry_pb2_grpc.RegistryServiceStub(self.channel)
+
+    def _held(self) -> list[types_pb2.HeldVersion]:
+        return [
+            types_pb2.HeldVersion(
+                version=version_to_proto(version),
+                content_digest=self.digests.get(version, facts.content_digest.value),
+            )
+            for version, facts in self.facts.items()
+        ]
 
     async def heartbeat(self) -> bool:
         response = await self.registry.Heartbeat(
@@ -193,6 +220,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 version_vector=vector_to_proto(self.vector),
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                held_versions=self._held(),
+                held_versions_complete=True,
             )
         )
         return bool(response.ready)
@@ -225,6 +254,11 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         if self.commit_error:
             raise self.commit_error
         version = version_from_proto(request.version)
+        self.facts[version] = types_pb2.VersionFacts(
+            content_digest=request.content_digest,
+            layout_digest=request.layout_digest,
+            adapter=request.adapter if request.HasField("adapter") else None,
+        )
         if version.policy == "base":
             self.vector = self.vector.with_base(version.version)
             self.retained = [version.version, *self.retained][:2]
@@ -263,9 +297,15 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("discard")
         return replica_pb2.DiscardTransferResponse()
 
+    async def DescribeVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
+        facts = self.facts[version_from_proto(request.version)]
+        assert request.facts_of_digest == facts.content_digest.value
+        yield replica_pb2.DescribeVersionResponse(facts=facts)
+
     async def RetireVersions(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("retire")
-        for message in request.versions:
+        for message in (*request.versions, *(h.version for h in request.mistaken_versions)):
+            self.facts.pop(version_from_proto(message), None)
             self.vector = self.vector.without_adapter(version_from_proto(message))
         return replica_pb2.RetireVersionsResponse(version_vector=vector_to_proto(self.vector))
 
@@ -336,13 +376,14 @@ class FakeTrainer:
         self.sender: FakeRank | None = None
         self.token = 0
 
-    async def acquire(self) -> publish_pb2.Lease:
+    async def acquire(self, **told: int) -> publish_pb2.Lease:
         response = await self.stub.AcquirePolicy(
             publish_pb2.AcquirePolicyRequest(
                 trainer_id=self.trainer_id,
                 session_id=self.session_id,
                 policy=self.policy,
                 kind=types_pb2.POLICY_KIND_BASE if self.is_base else types_pb2.POLICY_KIND_ADAPTER,
+                **told,
             )
         )
         self.token = response.lease.fencing_token

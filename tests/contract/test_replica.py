@@ -246,3 +246,70 @@ async def test_orders_of_an_older_coordinator_are_fenced(
         served.stub.LoadTransfer(_load(coordinator_generation=4)),
     ):
         assert await _refused(call) == "ABORTED/EPOCH_FENCED"
+
+
+def _facts_request(digest: bytes, policy: str = "math") -> replica_pb2.DescribeVersionRequest:
+    version = types_pb2.PolicyVersion(policy=policy, version=1)
+    return replica_pb2.DescribeVersionRequest(version=version, facts_of_digest=digest)
+
+
+async def test_what_a_catalog_is_to_record_of_a_version(served: Served) -> None:
+    spec = types_pb2.AdapterSpec(config_json="{}", base_fingerprint="f")
+    layout = MANIFEST.layout_digest
+    await served.commit("math@1", layout_digest=layout, adapter=spec)
+    await served.commit("base@1", layout_digest=layout)
+    response = await served.stub.DescribeVersion(_facts_request(b"math@1")).read()
+    assert response.facts == types_pb2.VersionFacts(
+        content_digest=types_pb2.ContentDigest(value=b"math@1"), layout_digest=layout, adapter=spec
+    )
+    held = {(str(version), digest) for version, digest, _ in served.agent.serving.held()}
+    assert held == {("math@1", b"math@1"), ("base@1", b"base@1")}
+    refused = await _refused(served.stub.DescribeVersion(_facts_request(b"other")))
+    assert refused == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+async def test_a_number_never_stands_for_other_bytes(served: Served) -> None:
+    layout = MANIFEST.layout_digest
+    for version in ("math@1", "base@1"):
+        await served.commit(version, layout_digest=layout)
+        await served.commit(version, layout_digest=layout)  # idempotent
+    served.stage("math@2")
+    other = replica_pb2.CommitTransferRequest(
+        transfer_id="t-math@2",
+        version=types_pb2.PolicyVersion(policy="math", version=1),
+        content_digest=types_pb2.ContentDigest(value=b"math@2"),
+    )
+    assert await _refused(served.stub.CommitTransfer(other)) == "DATA_LOSS/DIGEST_MISMATCH"
+    served.stage("base@2")
+    other = replica_pb2.CommitTransferRequest(
+        transfer_id="t-base@2",
+        version=BASE_1,
+        content_digest=types_pb2.ContentDigest(value=b"base@2"),
+        layout_digest=layout,
+    )
+    await served.stub.CommitTransfer(other)
+    assert served.engine.base["w"].view(torch.uint8).eq(2).all(), "a base is replaced"
+    assert (PolicyVersion("base", 1), b"base@2", False) in set(served.agent.serving.held())
+
+
+async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> None:
+    await served.commit("math@1", layout_digest=MANIFEST.layout_digest)
+    served.engine.in_use.add(PolicyVersion("math", 1))
+
+    async def drop(digest: bytes) -> replica_pb2.RetireVersionsResponse:
+        version = types_pb2.PolicyVersion(policy="math", version=1)
+        mistaken = types_pb2.HeldVersion(version=version, content_digest=digest)
+        request = replica_pb2.RetireVersionsRequest(mistaken_versions=[mistaken])
+        return await served.stub.RetireVersions(request)
+
+    left = vector_from_proto((await drop(b"other")).version_vector)
+    assert left.adapters == {"math": AdapterVersions((1,), 1)}, "it is another one by now"
+    for _ in range(2):  # idempotent
+        response = await drop(b"math@1")
+        assert vector_from_proto(response.version_vector).adapters == {}
+        assert [v.version for v in response.draining] == [1]
+    assert served.engine.aliases == {}
+    assert await _refused(served.commit("math@1")) == "FAILED_PRECONDITION/NOT_STAGED"
+    served.engine.in_use.clear()
+    await served.agent.serving.drop_unused()
+    await served.commit("math@1", layout_digest=MANIFEST.layout_digest)

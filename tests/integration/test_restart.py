@@ -69,7 +69,7 @@ def spilled(pool: Pool, replica_id: str) -> list[str]:
 def policy(pool: Pool, name: str) -> pb.Policy:
     with open_channel(pool.target) as channel:
         policies = InspectServiceStub(channel).ListPolicies(pb.ListPoliciesRequest()).policies
-    return next(p for p in policies if p.policy == name)
+    return next((p for p in policies if p.policy == name), pb.Policy())
 
 
 ALL = ["base@1", "code@1", "math@1", "math@2"]
@@ -241,3 +241,61 @@ def test_a_trainer_may_poll_instead_and_nobody_owning_it_is_said(pool: Pool) -> 
         console=Console(file=shown, width=200),
     )
     assert "math@2 is held by no replica: push it again" in shown.getvalue()
+
+
+def lose_catalog(pool: Pool, tmp_path: Path) -> None:
+    pool.stop_coordinator()
+    for path in tmp_path.glob("weft.db*"):
+        path.unlink()
+
+
+def is_back(pool: Pool, replica_id: str) -> bool:
+    with open_channel(pool.target) as channel:
+        replicas = InspectServiceStub(channel).ListReplicas(pb.ListReplicasRequest()).replicas
+    states = {known.replica_id: known.state for known in replicas}
+    served = policy(pool, "math").served_version if states else 0
+    return bool(served) and states.get(replica_id) == pb.REPLICA_STATE_READY
+
+
+def serves(pool: Pool, replica_id: str, adapters: dict[str, Any]) -> None:
+    """By what the engine has."""
+    engine = pool.agents[replica_id].engine
+    assert isinstance(engine, EngineDouble)
+    assert same(engine.base, weights(Model(5)))
+    assert {name: engine.aliases[name] for name in ("code", "math")} == {"code": 1, "math": 2}
+    for name, adapter in adapters.items():
+        assert same(engine.adapter(name), lora(adapter))
+
+
+def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_path: Path) -> None:
+    names = ("replica-0", "replica-1")
+    for name in names:
+        pool.add_replica(name, double(tmp_path / name, name))
+    with trainer(pool) as publisher:
+        adapters = push_all(publisher)
+        lose_catalog(pool, tmp_path)
+        pool.start_coordinator()
+        for name in names:
+            until(lambda name=name: is_back(pool, name), 20)  # type: ignore[misc]
+            serves(pool, name, adapters)
+        pool.add_replica("late", double())
+        until(lambda: is_back(pool, "late"), 20)
+        serves(pool, "late", adapters)
+        assert publisher.push_base(Model(6)) == PolicyVersion("base", 1002)
+        until(lambda: policy(pool, "math").versions == [1, 2])
+        pool.remove_replica("late")
+    for name in names:
+        until(lambda name=name: "base@1002" in spilled(pool, name), 20)  # type: ignore[misc]
+    lose_catalog(pool, tmp_path)
+    for name in names:
+        pool.remove_replica(name)
+    pool.start_coordinator()
+    for name in names:  # which hold nothing but what is on their disks
+        pool.add_replica(name, double(tmp_path / name, name))
+    for name in names:
+        until(lambda name=name: is_back(pool, name), 20)  # type: ignore[misc]
+    engine = pool.agents["replica-0"].engine
+    assert isinstance(engine, EngineDouble)
+    assert same(engine.base, weights(Model(6)))
+    with trainer(pool) as publisher:
+        assert publisher.push_base(Model(5)).version > 1002

@@ -323,6 +323,20 @@ def test_floats_wider_than_most_keep_their_width() -> None:
     ]
 
 
+def test_a_dropped_alias_stands_for_nothing_and_its_version_can_go() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+    version = PolicyVersion("math", 1)
+    models.add(version, _request(version), b"")
+    for _ in range(2):
+        models.drop_alias("math")
+        assert set(serving.lora_requests) == {"math@1"}
+    models.hide_aliases(True)
+    models.hide_aliases(False)
+    assert models.remove(version, 0) is not None
+    assert not serving.lora_requests
+
+
 def test_hidden_aliases_come_back_as_they_should_be_by_then() -> None:
     serving = _Serving()
     models = ServedModels(serving)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.answers import Answer
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
@@ -60,6 +61,7 @@ HELD: dict[str, Any] = {
     "transfer_ids": [],
     "retained_bases": [3],
     "spilled": [],
+    "spilled_digests": [],
     "pinned_base_bytes": 0,
 }
 
@@ -124,6 +126,9 @@ def make_replica(
         tracker=RequestTracker(),
         cleanup=contextlib.AsyncExitStack(),
     )
+    spill_folder = SpillFolder(
+        SpillSettings(directory="/nonexistent", capacity_bytes=0, owner="r0"), "f" * 64
+    )
     return VllmReplica(
         parts,
         capabilities=Capabilities(
@@ -141,7 +146,7 @@ def make_replica(
         deadlines=Deadlines(
             load_seconds=load_seconds, restore_seconds=restore_seconds, call_seconds=5.0
         ),
-        spills=spills,
+        spill_folder=spill_folder if spills else None,
     )
 
 

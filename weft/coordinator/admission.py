@@ -57,7 +57,9 @@ _FOR_PINS = " to hear what is pinned"
 def begin(change: Change, event: events.BeginTransfer) -> None:
     """Take a push in, or answer the one that this request id already made."""
     try:
-        policy, lease = require_lease(change.state, event.policy, event.fencing_token, change.now)
+        policy, lease = require_lease(
+            change.state, event.policy, event.fencing_token, change.now, event.session_id
+        )
         if not _answer_again(change, event, lease):
             _check(change.state, event, policy)
             change.put_transfer(_new_transfer(change.now, event, policy, lease))

@@ -42,6 +42,8 @@ from weft.coordinator.effects import (
     Save,
     SaveCommitted,
     SaveEpoch,
+    SaveGeneration,
+    SaveNumberFloor,
     SavePin,
     SavePolicy,
     SavePool,
@@ -72,6 +74,7 @@ class Snapshot:
     epoch: int
     fingerprint: str
     architecture: str
+    number_floor: int
     policies: tuple[Policy, ...]
     withdrawn: Mapping[str, Withdrawn]
 
@@ -139,8 +142,8 @@ class Catalog:
 
     def snapshot(self) -> Snapshot:
         """What is known at the start."""
-        generation, epoch, fingerprint, architecture = self._read.execute(
-            "SELECT generation, epoch, fingerprint, architecture FROM meta"
+        generation, epoch, fingerprint, architecture, number_floor = self._read.execute(
+            "SELECT generation, epoch, fingerprint, architecture, number_floor FROM meta"
         ).fetchone()
         held: dict[str, list[int]] = {}
         for name, version in self._read.execute(
@@ -180,6 +183,7 @@ class Catalog:
             epoch,
             fingerprint,
             architecture,
+            number_floor,
             policies,
             withdrawn,
         )
@@ -205,6 +209,10 @@ class Catalog:
         match save:
             case SavePool():
                 rows.change(META, {}, fingerprint=save.fingerprint, architecture=save.architecture)
+            case SaveGeneration():
+                rows.change(META, {}, generation=save.generation)
+            case SaveNumberFloor():
+                rows.change(META, {}, number_floor=save.number_floor)
             case SaveEpoch():
                 rows.change(META, {}, epoch=save.epoch)
             case SavePolicy(policy=p):

@@ -47,8 +47,11 @@ CREATE TABLE withdrawn (
   replica_id TEXT PRIMARY KEY, standing INTEGER NOT NULL, reason TEXT NOT NULL
 );
 """
+_NUMBER_FLOOR: Final = """
+ALTER TABLE meta ADD COLUMN number_floor INTEGER NOT NULL DEFAULT 0;
+"""
 #: Schema n is the first n of these; an older catalog gets what it lacks.
-_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN, COUNTS)
+_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN, _NUMBER_FLOOR + COUNTS)
 SCHEMA_VERSION: Final = len(_STEPS)
 #: Problems that are looked for; a file that is no database any more has one a page.
 _MAX_PROBLEMS: Final = 1000

@@ -309,6 +309,7 @@ def _order_to_restore(
             transfer.adapter,
             transfer.content_digest,
             _alias(change.state, transfer),
+            transfer.layout.digest,
         )
     return CallRestore(
         transfer.transfer_id,
@@ -363,6 +364,7 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
             transfer.adapter,
             expected,
             _alias(change.state, transfer),
+            transfer.layout.digest,
         )
     )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.names import BASE_POLICY
-from weft.coordinator import abort, catchup, events, leftovers, rollback
+from weft.coordinator import abort, catchup, events, holdings, leftovers, rollback
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import (
@@ -78,6 +78,7 @@ def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
                 transfer.policy_version,
                 transfer.adapter,
                 digest,
+                layout_digest=transfer.layout.digest,
             )
         )
 
@@ -96,6 +97,8 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
     if replica and replica.incarnation == event.incarnation:
         if event.vector is not None:
             loaded_base = transfer is not None and transfer.kind is PolicyKind.BASE
+            if transfer is not None:
+                replica = holdings.switched(replica, transfer.policy_version)
             replica = replace(
                 replica,
                 vector=event.vector,
@@ -104,6 +107,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
                 retained=event.retained if loaded_base else replica.retained,
                 dirty_reason="" if loaded_base else replica.dirty_reason,
             )
+            replica = holdings.counted(change.state, replica)
         elif event.failure and event.failure.metadata.get("dirty") == "true":
             replica = replace(replica, dirty_reason=event.failure.message, vector_set_at=change.now)
         elif event.failure:

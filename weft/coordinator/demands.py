@@ -66,4 +66,16 @@ def _lost(state: State) -> dict[str, int]:
 def publish_again_version(state: State, policy: str) -> int:
     """The version that a policy's owner is asked to replace; 0 for none."""
     demand = state.demands.get(policy)
-    return demand.version if demand and demand.is_asked else 0
+    lost = demand.version if demand and demand.is_asked else 0
+    return max((lost, *conflicts(state, policy)))
+
+
+def conflicts(state: State, policy: str) -> list[int]:
+    """Versions that replicas held with other bytes each, until a newer one is served."""
+    known = state.policies.get(policy)
+    served = known.served_version if known else 0
+    return sorted(
+        version.version
+        for version in state.conflicts
+        if version.policy == policy and version.version > served
+    )

@@ -20,7 +20,7 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.feed import Feed, RouteFeed
 from weft.coordinator.hub import Hub
-from weft.coordinator.lookup import look_up
+from weft.coordinator.lookup import describe_held, look_up
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.preflight import check_fit
 from weft.coordinator.replica_calls import ReplicaCaller
@@ -65,7 +65,7 @@ class Driver:
         self._manifests = manifests or ManifestCache()
         self._feed = feed
         self._clock = clock
-        self._caller = ReplicaCaller(state.generation, self.post, commit_seconds)
+        self._caller = ReplicaCaller(lambda: self.state.generation, self.post, commit_seconds)
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()
         self._wake = asyncio.Event()
@@ -235,6 +235,8 @@ class Driver:
                 self._check_fit(effect)
             case effects.LookUp():
                 self._spawn(self._look_up(effect))
+            case effects.DescribeHeld():
+                self._spawn(self._describe_held(effect))
             case effects.RoutesChanged():
                 self.routes.change()
             case effects.Announce():
@@ -290,6 +292,9 @@ class Driver:
 
     async def _look_up(self, effect: effects.LookUp) -> None:
         self.post(await look_up(effect, self._catalog, self._manifests, self._caller))
+
+    async def _describe_held(self, effect: effects.DescribeHeld) -> None:
+        self.post(await describe_held(effect, self._catalog, self._caller))
 
     async def stop(self) -> None:
         """Refuse what waits, end streams and calls, write what is left."""

@@ -10,7 +10,13 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import FitKey, Lease, Policy
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import AdapterSpec, ContentDigest, Failure, VersionRecord
+from weft.coordinator.values import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    HeldVersion,
+    VersionRecord,
+)
 
 # -- saves: one transaction for all of a batch ---------------------------------
 
@@ -21,6 +27,22 @@ class SavePool:
 
     fingerprint: str
     architecture: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveGeneration:
+    """Replicas have heard of later coordinators than the catalog has."""
+
+    generation: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveNumberFloor:
+    """Numbers of policies that the catalog does not know begin above this."""
+
+    number_floor: int
     durable: bool = True
 
 
@@ -86,6 +108,8 @@ class SaveWithdrawn:
 
 Save = (
     SavePool
+    | SaveGeneration
+    | SaveNumberFloor
     | SaveEpoch
     | SavePolicy
     | SaveVersion
@@ -128,6 +152,7 @@ class RegisterAnswer:
     heartbeat_seconds: float
     reference_wanted: bool
     generation: int
+    coordinator_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +169,8 @@ class HeartbeatAnswer:
     """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
     """Why it must refuse new requests; empty when it must not."""
+    held_wanted: bool = False
+    """Whether the next heartbeat is to name all that it holds."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +326,7 @@ class CallCommit:
     content_digest: ContentDigest
     alias: int = 0
     """What an adapter's bare name stands for afterwards; 0 is this version."""
+    layout_digest: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -359,6 +387,8 @@ class CallRetire:
     incarnation: str
     address: str
     versions: tuple[PolicyVersion, ...]
+    mistaken: tuple[HeldVersion, ...] = ()
+    """Adapters whose bytes are not those of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -389,6 +419,17 @@ class LookUp:
     source_id: str
     source_address: str
     version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class DescribeHeld:
+    """What the catalog is to record of a version; answers HeldDescribed."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -426,6 +467,7 @@ Effect = (
     | CloseChannel
     | CheckFit
     | LookUp
+    | DescribeHeld
     | Announce
     | RoutesChanged
 )

@@ -18,8 +18,10 @@ from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
+    HeldVersion,
     Layout,
     PolicyKind,
+    VersionFacts,
     VersionRecord,
 )
 
@@ -48,6 +50,10 @@ class AcquirePolicy:
     process: TrainerProcess = UNKNOWN_PROCESS
     displaced_token: int = 0
     """The lease of the same trainer that ends first, if it is held."""
+    last_version: int = 0
+    """Newest of the policy that the trainer was told of."""
+    last_token: int = 0
+    """Largest that it held."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class RenewLease:
     ticket: int
     policy: str
     fencing_token: int
+    session_id: str = ""
+    """Whose lease it must be; empty for any."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class ReleasePolicy:
     ticket: int
     policy: str
     fencing_token: int
+    session_id: str = ""
+    """Whose lease it must be; empty for any."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class BeginTransfer:
     backend: str
     group_id: str
     ids: FreshIds
+    session_id: str = ""
+    """Whose lease it must be; empty for any."""
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
     check_finite: bool = False
@@ -126,6 +138,14 @@ class DrainNote:
     reason: str
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What a replica holds, with what the catalog says of that version."""
+
+    held: HeldVersion
+    record: VersionRecord | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Register:
     """A replica joins."""
@@ -142,6 +162,13 @@ class Register:
     dirty_reason: str = ""
     spilled: frozenset[PolicyVersion] = frozenset()
     drain: DrainNote | None = None
+    held: tuple[Heard, ...] = ()
+    """All of it."""
+    last_generation: int = 0
+    """Of coordinators, and of groups: the highest that it was told."""
+    last_epoch: int = 0
+    last_coordinator_id: str = ""
+    """Of whom it has the generation."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +188,9 @@ class Heartbeat:
     drain: DrainNote | None = None
     pins_obeyed: frozenset[int] = frozenset()
     pinned_bytes: int = 0
+    held: tuple[Heard, ...] = ()
+    """What it has not told before, or all."""
+    held_complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,6 +337,20 @@ class LookedUp:
     failure: Failure | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldDescribed:
+    """What a replica says of a version that the catalog does not know, or why not."""
+
+    replica_id: str
+    incarnation: str
+    version: PolicyVersion
+    digest: bytes
+    facts: VersionFacts | None
+    failure: Failure | None
+    recorded: VersionRecord | None
+    """What the catalog has of it now."""
+
+
 @dataclass(frozen=True)
 class Rollback:
     """An operator asks to serve a former version again."""
@@ -416,6 +460,7 @@ Event = (
     | RetireAnswered
     | DiscardAnswered
     | LookedUp
+    | HeldDescribed
     | Rollback
     | Pin
     | RetireVersion

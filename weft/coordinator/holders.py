@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
+from weft.coordinator.holdings import mistaken_adapters
 from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.state import State
@@ -13,9 +14,11 @@ from weft.coordinator.values import Errand, Phase, Standing
 def lacks(state: State, replica: Replica) -> list[str]:
     """What a replica must still serve to be ready, as ``policy@version``.
 
-    Between the commit point and its own switch it serves what it should.
+    Between the commit point and its own switch it serves what it should. What it has
+    under a number of other bytes it is to drop first.
     """
     lacking = state.vector.missing_from(replica.vector)
+    lacking += [str(v) for h in mistaken_adapters(replica) if str(v := h.version) not in lacking]
     if lacking:
         switching = {
             str(transfer.policy_version)
@@ -109,6 +112,10 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
     setback = replica.setbacks.get(version)
     if setback:
         return f", which could not be brought yet, it is tried again: {setback.why}"
+    if version in (held.version for held in mistaken_adapters(replica)):
+        return ", for it has other bytes under that number, and drops them"
+    if version.policy in state.unrecorded_since:
+        return f", until it is clear which versions of {version.policy} replicas hold"
     if version not in state.copies:
         return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
     return ""
@@ -120,7 +127,7 @@ def _own(replica: Replica, version: PolicyVersion) -> str:
 
 def who_publishes(state: State, policy: str) -> str:
     """Who brings back what nobody holds any more, for people."""
-    lease = state.policies[policy].lease
-    if lease is None:
+    known = state.policies.get(policy)
+    if known is None or known.lease is None:
         return "nobody owns it now, push it again"
-    return f"its owner {lease.trainer_id} is asked to publish it again"
+    return f"its owner {known.lease.trainer_id} is asked to publish it again"

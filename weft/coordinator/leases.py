@@ -12,7 +12,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
-from weft.coordinator import abort, events
+from weft.coordinator import abort, events, numbering
 from weft.coordinator.change import Change
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import Done, LeaseAnswer, SavePolicy
@@ -27,7 +27,8 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     except WeftError as error:
         change.refuse([event.ticket], error)
         return
-    policy = change.state.policies.get(event.policy) or Policy(event.policy, event.kind)
+    policy = change.state.policies.get(event.policy)
+    policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
     lease = live_lease(policy, change.now)
     if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
         if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
@@ -36,7 +37,8 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
         lease = None
     if lease is None:
         _expire(change, policy, event)
-        token = policy.fencing_token + 1
+        policy = numbering.trainer_asks(change, policy, event)
+        token = numbering.next_token(policy, event.last_token)
         lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
         policy = replace(policy, fencing_token=token)
         change.emit(SavePolicy(policy))
@@ -80,7 +82,9 @@ def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
 def renew(change: Change, event: events.RenewLease) -> None:
     """Extend a lease that is still held."""
     try:
-        policy, lease = require_lease(change.state, event.policy, event.fencing_token, change.now)
+        policy, lease = require_lease(
+            change.state, event.policy, event.fencing_token, change.now, event.session_id
+        )
     except WeftError as error:
         change.refuse([event.ticket], error)
         return
@@ -99,7 +103,8 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
     """Give a lease back; one that is not held any more is no error."""
     policy = change.state.policies.get(event.policy)
     lease = live_lease(policy, change.now) if policy else None
-    if policy and lease and lease.fencing_token == event.fencing_token:
+    is_own = event.session_id in ("", lease.session_id) if lease else False
+    if policy and lease and is_own and lease.fencing_token == event.fencing_token:
         change.put_policy(replace(policy, lease=None))
         change.announce("lease_released", policy.name, f"by trainer {lease.trainer_id}")
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
@@ -144,9 +149,10 @@ def live_lease(policy: Policy, now: float) -> Lease | None:
 
 
 def require_lease(
-    state: State, policy_name: str, fencing_token: int, now: float
+    state: State, policy_name: str, fencing_token: int, now: float, session_id: str = ""
 ) -> tuple[Policy, Lease]:
-    """The policy and its lease, if the token is that lease's.
+    """The policy and its lease, if the token is that lease's, and the session where one
+    is named: a catalog that was lost may have given the token before.
 
     Raises:
         LeaseFencedError: The lease expired, was taken over, or never was.
@@ -158,7 +164,7 @@ def require_lease(
             f"no lease of policy {policy_name[:80]!r} is held: it expired or was never taken; "
             "acquire it again"
         )
-    if lease.fencing_token != fencing_token:
+    if lease.fencing_token != fencing_token or session_id not in ("", lease.session_id):
         raise LeaseFencedError(
             f"token {fencing_token} of policy {policy_name!r} was superseded by "
             f"{lease.fencing_token}, held by trainer {lease.trainer_id!r} ({lease.process})",

@@ -1,4 +1,5 @@
-"""What a clone needs to know, from the catalog and, if need be, from its source."""
+"""What a clone needs to know, from the catalog and, if need be, from its source; and what
+the catalog needs to know of what replicas hold."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.manifests import ManifestCache
 from weft.coordinator.transfer import FreshIds
-from weft.coordinator.values import Failure, Layout, VersionRecord
+from weft.coordinator.values import Failure, Layout, VersionFacts, VersionRecord
 
 
 class Describer(Protocol):
@@ -23,6 +24,13 @@ class Describer(Protocol):
 
         Raises:
             WeftError: It does not answer, or holds no copy.
+        """
+
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+        """What is to be recorded of a version that it holds with that digest.
+
+        Raises:
+            WeftError: It does not answer, or does not hold it.
         """
 
 
@@ -65,6 +73,27 @@ async def look_up(
         record=record,
         layout=layout,
         failure=failure,
+    )
+
+
+async def describe_held(
+    effect: effects.DescribeHeld, catalog: Catalog, describer: Describer
+) -> events.HeldDescribed:
+    """What a replica says of a version, and what the catalog has of it by then."""
+    facts: VersionFacts | None = None
+    failure: Failure | None = None
+    try:
+        facts = await describer.facts(effect.address, effect.version, effect.digest)
+    except WeftError as error:
+        failure = Failure.of(error)
+    return events.HeldDescribed(
+        replica_id=effect.replica_id,
+        incarnation=effect.incarnation,
+        version=effect.version,
+        digest=effect.digest,
+        facts=facts,
+        failure=failure,
+        recorded=catalog.find_version(effect.version),
     )
 
 

@@ -13,7 +13,17 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
-from weft.coordinator import abort, base_binding, drains, events, in_place, leftovers, reform
+from weft.coordinator import (
+    abort,
+    base_binding,
+    drains,
+    events,
+    holdings,
+    in_place,
+    leftovers,
+    numbering,
+    reform,
+)
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.discard import tell_at_registration
@@ -76,27 +86,29 @@ def register(change: Change, event: events.Register) -> None:
     if old and old.address != event.address:
         change.emit(CloseChannel(old.address))
     base_binding.bind(change, event.capabilities)
-    replica = change.put_replica(
-        Replica(
-            replica_id=event.replica_id,
-            incarnation=event.incarnation,
-            address=event.address,
-            http_url=event.http_url,
-            model_name=event.model_name,
-            capabilities=event.capabilities,
-            vector=event.vector,
-            last_heard=change.now,
-            dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
-            announced=old.announced if old else None,
-            retained=event.retained,
-            spilled=event.spilled,
-            drain=drains.noted(old, event.drain, change.now),
-        )
+    replica = Replica(
+        replica_id=event.replica_id,
+        incarnation=event.incarnation,
+        address=event.address,
+        http_url=event.http_url,
+        model_name=event.model_name,
+        capabilities=event.capabilities,
+        vector=event.vector,
+        last_heard=change.now,
+        dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
+        announced=old.announced if old else None,
+        retained=event.retained,
+        spilled=event.spilled,
+        drain=drains.noted(old, event.drain, change.now),
     )
+    numbering.replica_registers(change, event)
+    numbering.versions_heard(change, replica, event.held)
+    replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,
         change.state.generation,
+        change.state.coordinator_id,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -178,16 +190,27 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     # While it loads in place its weights are mixed, as they must be.
     loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
-    if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
+    settled_at = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
+    is_believed = change.now > settled_at
+    if is_believed:
+        is_new = event.vector != replica.vector
         replica = replace(
             replica,
             vector=event.vector,
             retained=event.retained,
             dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
         )
+        if is_new or event.held:
+            numbering.versions_heard(change, replica, event.held)
+        complete = event.held_complete
+        replica = holdings.counted(change.state, replica, event.held, complete=complete)
+    else:
+        replica = holdings.counted(change.state, replica)
     change.put_replica(replica)
     leftovers.settle(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
+    wanted = replica.unrecorded or replica.mistaken or (event.held and not is_believed)
+    answer = replace(answer, held_wanted=bool(wanted))
     # What it says of itself now counts at once against it, though not yet for it.
     whole = loading or not event.dirty_reason
     change.reply(event.ticket, replace(answer, ready=answer.ready and whole))

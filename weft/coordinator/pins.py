@@ -15,9 +15,9 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
-from weft.coordinator.retire import may_be_kept, may_be_withdrawn, num_retained, retire
+from weft.coordinator.retire import may_be_kept, may_be_withdrawn, retire
 from weft.coordinator.rollback import known_policy, requestable, unknown_policy
-from weft.coordinator.state import Policy, State
+from weft.coordinator.state import Policy, State, num_retained
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import Errand, PolicyKind
 

@@ -105,6 +105,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 PolicyKind(request.kind),
                 process_from_proto(request.process),
                 request.displaced_token,
+                request.last_version,
+                request.last_fencing_token,
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
@@ -119,7 +121,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     ) -> publish_pb2.RenewLeaseResponse:
         """Source: protos/weft/v1/publish.proto."""
         answer = await self._driver.call(
-            lambda ticket: events.RenewLease(ticket, request.policy, request.fencing_token)
+            lambda ticket: events.RenewLease(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
         )
         assert isinstance(answer, effects.LeaseAnswer)
         lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
@@ -132,7 +136,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     ) -> publish_pb2.ReleasePolicyResponse:
         """Source: protos/weft/v1/publish.proto."""
         await self._driver.call(
-            lambda ticket: events.ReleasePolicy(ticket, request.policy, request.fencing_token)
+            lambda ticket: events.ReleasePolicy(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
         )
         return publish_pb2.ReleasePolicyResponse()
 
@@ -169,6 +175,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 backend=request.backend,
                 group_id=request.group_id,
                 ids=fresh_ids(),
+                session_id=request.session_id,
                 recorded=self._recorded(request.policy, request.request_id),
                 check_finite=request.check_finite,
             ),

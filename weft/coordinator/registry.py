@@ -3,7 +3,8 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
@@ -13,6 +14,7 @@ from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
 from weft.coordinator.uploads import Uploads
+from weft.coordinator.wire import held_from_proto
 from weft.rpc.codec import (
     capabilities_from_proto,
     duration_from_proto,
@@ -21,13 +23,16 @@ from weft.rpc.codec import (
     versions_from_proto,
 )
 from weft.rpc.manifest_codec import ReferenceDecoder
-from weft.v1 import registry_pb2, registry_pb2_grpc
+from weft.v1 import registry_pb2, registry_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 #: Leftovers that one heartbeat may speak of; the others come with the next.
 _MAX_STAGED: Final = 64
 #: Spilled versions that are taken note of.
 _MAX_SPILLED: Final = 4096
+#: Versions whose digests are taken note of: those, and what is in memory.
+_MAX_HELD: Final = 3 * _MAX_SPILLED
+_HELD_AT_ONCE: Final = 256
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -46,6 +51,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.RegisterResponse:
         """Source: protos/weft/v1/registry.proto."""
         capabilities = capabilities_from_proto(request.capabilities)
+        held = await self._heard(request.held_versions)
         answer = await self._driver.call(
             lambda ticket: events.Register(
                 ticket=ticket,
@@ -60,6 +66,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 dirty_reason=request.dirty_reason,
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 drain=_drain_note(request),
+                held=held,
+                last_generation=request.last_coordinator_generation,
+                last_epoch=request.last_epoch,
+                last_coordinator_id=request.last_coordinator_id,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -67,6 +77,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             heartbeat_interval=duration_to_proto(answer.heartbeat_seconds),
             reference_wanted=answer.reference_wanted,
             coordinator_generation=answer.generation,
+            coordinator_id=answer.coordinator_id,
         )
 
     async def PutReference(
@@ -87,6 +98,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             transfer_id: self._catalog.find_transfer(transfer_id)
             for transfer_id in request.staged_transfer_ids[:_MAX_STAGED]
         }
+        held = await self._heard(request.held_versions)
         answer = await self._driver.call(
             lambda ticket: events.Heartbeat(
                 ticket,
@@ -101,6 +113,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 _drain_note(request),
                 frozenset(request.pinned_base_versions),
                 request.pinned_base_bytes,
+                held,
+                request.held_versions_complete,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -109,6 +123,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             in_transfer=answer.in_transfer,
             refuse_reason=answer.refuse_reason,
             pinned_base_versions=answer.pinned_bases,
+            held_versions_wanted=answer.held_wanted,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason
@@ -123,6 +138,17 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
         )
         return registry_pb2.LeaveResponse()
+
+    async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[events.Heard, ...]:
+        """What a replica holds, beside what the catalog has of it; others are answered
+        between a few."""
+        heard = []
+        for index, message in enumerate(messages[:_MAX_HELD]):
+            held = held_from_proto(message)
+            heard.append(events.Heard(held, self._catalog.find_version(held.version)))
+            if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return tuple(heard)
 
 
 def _drain_note(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import VersionVector
-from weft.coordinator.values import Standing
+from weft.coordinator.values import HeldVersion, Standing
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Replica:
     """Versions of the base that it keeps copies of where it holds them."""
     pinned_bytes: int = 0
     """Of those copies."""
+    unrecorded: frozenset[HeldVersion] = frozenset()
+    """What it holds and the catalog does not know; see ``adoption``."""
+    mistaken: frozenset[HeldVersion] = frozenset()
+    """What it holds under numbers of other bytes: not counted in ``vector``, ``retained``
+    and ``spilled``, and dropped."""
 
     @property
     def in_contact(self) -> bool:

@@ -10,12 +10,18 @@ from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import REASONS, WeftError
+from weft.contract.errors import REASONS, NotFoundError, WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
-from weft.coordinator.values import Failure
-from weft.coordinator.wire import adapter_to_proto, digest_to_proto, group_to_proto
+from weft.coordinator.values import Failure, VersionFacts
+from weft.coordinator.wire import (
+    adapter_to_proto,
+    digest_to_proto,
+    facts_from_proto,
+    group_to_proto,
+    held_to_proto,
+)
 from weft.rpc.bounds import MAX_TEXT_CHARS
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import (
@@ -57,13 +63,17 @@ class ReplicaCaller:
     """Carries out calls concurrently, over one channel for each address.
 
     Args:
-        generation: Of this coordinator; repeated in every order.
+        generation: Tells that of this coordinator, which grows as it hears of later
+            ones; repeated in every order.
         post: Takes the outcomes.
         commit_seconds: Longest that a replica may take to switch.
     """
 
     def __init__(
-        self, generation: int, post: Callable[[events.Event], None], commit_seconds: float
+        self,
+        generation: Callable[[], int],
+        post: Callable[[events.Event], None],
+        commit_seconds: float,
     ) -> None:
         self._generation = generation
         self._post = post
@@ -148,7 +158,7 @@ class ReplicaCaller:
 
     async def _join(self, call: effects.CallJoin) -> None:
         request = replica_pb2.JoinGroupRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             trainer_id=call.group.trainer_id,
             group=group_to_proto(call.group, call.first_rank),
         )
@@ -161,7 +171,7 @@ class ReplicaCaller:
 
     async def _load(self, call: effects.CallLoad) -> None:
         request = replica_pb2.LoadTransferRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             timeout=duration_to_proto(call.timeout_seconds),
@@ -175,12 +185,13 @@ class ReplicaCaller:
 
     async def _commit(self, call: effects.CallCommit) -> None:
         request = replica_pb2.CommitTransferRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             adapter=adapter_to_proto(call.adapter) if call.adapter else None,
             content_digest=digest_to_proto(call.content_digest),
             alias=call.alias,
+            layout_digest=call.layout_digest,
         )
         await self._have_switched(
             call, self._stub(call.address).CommitTransfer, request, self._commit_seconds
@@ -188,7 +199,7 @@ class ReplicaCaller:
 
     async def _switch(self, call: effects.CallSwitch) -> None:
         request = replica_pb2.SwitchVersionRequest(
-            coordinator_generation=self._generation, version=version_to_proto(call.version)
+            coordinator_generation=self._generation(), version=version_to_proto(call.version)
         )
         await self._have_switched(
             call, self._stub(call.address).SwitchVersion, request, self._commit_seconds
@@ -196,7 +207,7 @@ class ReplicaCaller:
 
     async def _restore(self, call: effects.CallRestore) -> None:
         request = replica_pb2.SwitchVersionRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             version=version_to_proto(call.version),
             spilled=replica_pb2.SpilledCopy(
                 transfer_id=call.transfer_id,
@@ -244,7 +255,7 @@ class ReplicaCaller:
 
     async def _send(self, call: effects.CallSend) -> None:
         request = replica_pb2.SendVersionRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             group=group_to_proto(call.group, 0),
@@ -274,9 +285,27 @@ class ReplicaCaller:
             raise error_from_rpc(error) from error
         return await asyncio.to_thread(decoder.finish)
 
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+        """What is to be recorded of a version that the replica at ``address`` holds with
+        that digest.
+
+        Raises:
+            WeftError: It does not answer, or does not hold it.
+        """
+        request = replica_pb2.DescribeVersionRequest(
+            version=version_to_proto(version), facts_of_digest=digest
+        )
+        try:
+            call = self._stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                return facts_from_proto(response.facts)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        raise NotFoundError(f"the replica at {address} says nothing of {version}")
+
     async def _discard(self, call: effects.CallDiscard) -> None:
         request = replica_pb2.DiscardTransferRequest(
-            coordinator_generation=self._generation, transfer_id=call.transfer_id
+            coordinator_generation=self._generation(), transfer_id=call.transfer_id
         )
         try:
             await self._stub(call.address).DiscardTransfer(request, timeout=_DISCARD_SECONDS)
@@ -288,8 +317,9 @@ class ReplicaCaller:
 
     async def _retire(self, call: effects.CallRetire) -> None:
         request = replica_pb2.RetireVersionsRequest(
-            coordinator_generation=self._generation,
+            coordinator_generation=self._generation(),
             versions=map(version_to_proto, call.versions),
+            mistaken_versions=map(held_to_proto, call.mistaken),
         )
         try:
             response = await self._stub(call.address).RetireVersions(

@@ -8,17 +8,13 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallRetire, SaveRetired
+from weft.coordinator.holdings import counted, mistaken_adapters
 from weft.coordinator.replica import Replica
-from weft.coordinator.state import Policy, Settings, State
+from weft.coordinator.state import Policy, Settings, State, num_retained
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import Errand, Phase, PolicyKind
 
 EVERY_SECONDS = 1.0
-
-
-def num_retained(policy: Policy, settings: Settings) -> int:
-    """How many of the newest versions of an adapter are kept."""
-    return policy.retain or settings.retain
 
 
 def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
@@ -63,15 +59,23 @@ def retire(change: Change) -> None:
     for replica in list(state.replicas.values()):
         if replica.lost:
             continue
-        unwanted = _unwanted(replica, kept)
+        # Nothing that the catalog does not know goes before it is decided about.
+        undecided_here = {h.version for h in replica.unrecorded}
+        unwanted = [v for v in _unwanted(replica, kept) if v not in undecided_here]
         held.update(unwanted)
-        unwanted += _spilled_in_vain(state, replica, kept, held)
-        if unwanted and change.now >= replica.retire_at and replica.in_contact:
+        in_vain = _spilled_in_vain(state, replica, kept, held)
+        unwanted += [v for v in in_vain if v not in undecided_here]
+        mistaken = mistaken_adapters(replica)
+        if (unwanted or mistaken) and change.now >= replica.retire_at and replica.in_contact:
             retry_at = change.now + state.settings.retire_retry_seconds
             change.put_replica(replace(replica, retire_at=retry_at))
             change.emit(
                 CallRetire(
-                    replica.replica_id, replica.incarnation, replica.address, tuple(unwanted)
+                    replica.replica_id,
+                    replica.incarnation,
+                    replica.address,
+                    tuple(unwanted),
+                    mistaken,
                 )
             )
     _record(change, kept, held)
@@ -135,5 +139,6 @@ def retire_answered(change: Change, event: events.RetireAnswered) -> None:
     """Note what a replica still holds."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
-        change.put_replica(replace(replica, vector=event.vector, retire_at=change.now))
+        replica = replace(replica, vector=event.vector, retire_at=change.now)
+        change.put_replica(counted(change.state, replica))
         change.state = replace(change.state, retire_at=change.now)

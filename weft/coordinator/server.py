@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -155,6 +156,8 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         fingerprint=known.fingerprint,
         architecture=known.architecture,
         epoch=known.epoch,
+        number_floor=known.number_floor,
+        coordinator_id=secrets.token_hex(8),
         policies={policy.name: policy for policy in known.policies},
         withdrawn=known.withdrawn,
     )

@@ -94,6 +94,11 @@ class Policy:
     """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
 
 
+def num_retained(policy: Policy, settings: Settings) -> int:
+    """How many of the newest versions of an adapter are kept."""
+    return policy.retain or settings.retain
+
+
 @dataclass(frozen=True)
 class FitKey:
     """What a preflight's answer depends on."""
@@ -114,11 +119,22 @@ class Demand:
 
 
 @dataclass(frozen=True)
+class Inquiry:
+    """A replica is asked what is to be recorded of a version."""
+
+    replica_id: str
+    again_at: float
+    """When somebody is asked again."""
+
+
+@dataclass(frozen=True)
 class State:
     """Everything; replaced, never changed."""
 
     settings: Settings = field(default_factory=Settings)
     generation: int = 1
+    coordinator_id: str = ""
+    """Random for each process."""
     wall_offset_seconds: float = 0.0
     fingerprint: str = ""
     """Of the pool's base model; durable, empty before the first replica."""
@@ -156,6 +172,16 @@ class State:
     """By policy."""
     withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
     """By replica, of the pool or not; durable."""
+    number_floor: int = 0
+    """Numbers and tokens of policies that are new to the catalog begin above; durable."""
+    unrecorded_since: Mapping[str, float] = field(default_factory=dict)
+    """By policy, since when a replica holds versions that the catalog does not know."""
+    inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
+    """Those of whose facts a holder is asked."""
+    adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
+    """The digests of those that were recorded since the start."""
+    conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
+    """Those under whose number replicas held other bytes: by digest, who."""
 
     @cached_property
     def vector(self) -> VersionVector:

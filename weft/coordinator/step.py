@@ -17,6 +17,7 @@ from weft.contract.errors import (
 from weft.coordinator import (
     abort,
     admission,
+    adoption,
     base_binding,
     catchup,
     clones,
@@ -80,6 +81,7 @@ def _apply(change: Change, event: events.Event) -> None:
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
+            adoption.watch(change)
             catchup.plan(change)
             demands.watch(change)
         case events.CallerGone():
@@ -136,6 +138,8 @@ def _apply(change: Change, event: events.Event) -> None:
             discard.discard_answered(change, event)
         case events.LookedUp():
             catchup.looked_up(change, event)
+        case events.HeldDescribed():
+            adoption.described(change, event)
         case events.Rollback():
             rollback.ask(change, event)
         case events.Pin():

@@ -83,6 +83,24 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True)
+class VersionFacts:
+    """See ``weft.v1.VersionFacts``."""
+
+    content_digest: ContentDigest
+    layout_digest: bytes
+    adapter: AdapterSpec | None
+
+
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version whose bytes a replica says that it has; see ``weft.v1.HeldVersion``."""
+
+    version: PolicyVersion
+    digest: bytes
+    spilled: bool = False
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why something ended, as a value that an error can be made of."""
 

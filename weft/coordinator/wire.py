@@ -6,18 +6,20 @@ import hashlib
 
 from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError
-from weft.coordinator.demands import publish_again_version
+from weft.contract.names import PolicyVersion
+from weft.coordinator.demands import conflicts, publish_again_version
 from weft.coordinator.effects import BeginAnswer
 from weft.coordinator.replica import Replica
-from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
-from weft.coordinator.state import Lease, Policy, State, TrainerProcess
+from weft.coordinator.state import Lease, Policy, State, TrainerProcess, num_retained
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
+    HeldVersion,
     Phase,
     PolicyKind,
+    VersionFacts,
     VersionRecord,
     VersionState,
 )
@@ -26,6 +28,7 @@ from weft.rpc.codec import (
     duration_to_proto,
     timestamp_to_proto,
     vector_to_proto,
+    version_from_proto,
     version_to_proto,
 )
 from weft.v1 import inspect_pb2, publish_pb2, types_pb2
@@ -67,6 +70,39 @@ def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
         algorithm=types_pb2.DigestAlgorithm.ValueType(digest.algorithm),
         value=digest.value,
         size_bytes=digest.size_bytes,
+    )
+
+
+def digest_from_proto(message: types_pb2.ContentDigest) -> ContentDigest:
+    """A digest over content."""
+    return ContentDigest(int(message.algorithm), message.value, message.size_bytes)
+
+
+def held_to_proto(held: HeldVersion) -> types_pb2.HeldVersion:
+    """A version that a replica holds."""
+    return types_pb2.HeldVersion(
+        version=version_to_proto(held.version),
+        content_digest=held.digest,
+        spilled=held.spilled,
+    )
+
+
+def held_from_proto(message: types_pb2.HeldVersion) -> HeldVersion:
+    """A version that a replica holds."""
+    version = version_from_proto(message.version)
+    return HeldVersion(version, message.content_digest, message.spilled)
+
+
+def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
+    """What is recorded of a version.
+
+    Raises:
+        InvalidAdapterError: The adapter's config is too long.
+    """
+    return VersionFacts(
+        digest_from_proto(message.content_digest),
+        message.layout_digest,
+        adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
     )
 
 
@@ -260,6 +296,17 @@ def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
     ]
 
 
+def _conflict_to_proto(state: State, version: PolicyVersion) -> inspect_pb2.VersionConflict:
+    contents = state.conflicts[version]
+    return inspect_pb2.VersionConflict(
+        version=version.version,
+        contents=[
+            inspect_pb2.FoundContent(content_digest=digest, replica_ids=replica_ids)
+            for digest, replica_ids in contents.items()
+        ],
+    )
+
+
 def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Policy:
     """A policy, its owner if there is one, and what is asked of it."""
     message = inspect_pb2.Policy(
@@ -270,6 +317,10 @@ def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Pol
         versions=policy.versions,
         pinned_versions=policy.pinned,
         publish_again_version=publish_again_version(state, policy.name),
+        conflicts=[
+            _conflict_to_proto(state, PolicyVersion(policy.name, number))
+            for number in conflicts(state, policy.name)
+        ],
     )
     if policy.kind is PolicyKind.ADAPTER:
         message.num_retained = num_retained(policy, state.settings)

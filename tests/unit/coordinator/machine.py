@@ -20,9 +20,11 @@ from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
+    HeldVersion,
     Layout,
     Phase,
     PolicyKind,
+    VersionFacts,
     VersionRecord,
 )
 
@@ -62,7 +64,9 @@ class Machine:
         self.refused_rank = -1
         self.refusal: Failure | None = None
         self.retain_base = 1
-        self.answered_lookups = 0
+        self.answered_lookups = self.answered_inquiries = 0
+        #: What a replica names in heartbeats, with digests, until a test changes it.
+        self.says: dict[str, Any] = {}
 
     def do(self, event: events.Event) -> list[effects.Effect]:
         self.state, self.last = step(self.state, event, self.now)
@@ -75,18 +79,23 @@ class Machine:
         while self.now < end:
             self.now = min(end, self.now + 0.25)
             for replica in list(self.state.replicas.values()) if beats else []:
+                vector, retained, spilled, held = self.says.get(
+                    replica.replica_id, (replica.vector, replica.retained, replica.spilled, {})
+                )
                 self.do(
                     events.Heartbeat(
                         0,
                         replica.replica_id,
                         replica.incarnation,
-                        replica.vector,
+                        vector,
                         0,
-                        replica.retained,
+                        retained,
                         replica.dirty_reason,
-                        spilled=replica.spilled,
+                        spilled=spilled,
                         pins_obeyed=replica.pins_obeyed,
                         pinned_bytes=replica.pinned_bytes,
+                        held=self.heard(held),
+                        held_complete=bool(held),
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -122,6 +131,12 @@ class Machine:
         spilled = frozenset(map(PolicyVersion.parse, capabilities.pop("spilled", ())))
         dirty_reason = capabilities.pop("dirty_reason", "")
         http_url = capabilities.pop("http_url", "")
+        held = capabilities.pop("held", {})
+        if held:
+            self.says[replica_id] = vector, retained, spilled, held
+        last_generation = capabilities.pop("last_generation", 0)
+        last_epoch = capabilities.pop("last_epoch", 0)
+        last_coordinator_id = capabilities.pop("last_coordinator_id", "")
         self.do(
             events.Register(
                 ticket=ticket,
@@ -135,9 +150,44 @@ class Machine:
                 retained=retained,
                 dirty_reason=dirty_reason,
                 spilled=spilled,
+                held=self.heard(held),
+                last_generation=last_generation,
+                last_epoch=last_epoch,
+                last_coordinator_id=last_coordinator_id,
             )
         )
         return ticket
+
+    def heard(self, held: dict[str, bytes]) -> tuple[events.Heard, ...]:
+        """Digests by version; those of what is spilled with a + behind it."""
+        return tuple(
+            events.Heard(HeldVersion(version, digest, name.endswith("+")), self.record(version))
+            for name, digest in held.items()
+            for version in [PolicyVersion.parse(name.rstrip("+"))]
+        )
+
+    def describe_held(self, failure: Failure | None = None, **changes: Any) -> list[PolicyVersion]:
+        """Answer what holders are asked, as they would; returns the versions, as asked."""
+        asked = self.ever(effects.DescribeHeld)[self.answered_inquiries :]
+        self.answered_inquiries += len(asked)
+        for effect in asked:
+            is_base = effect.version.policy == "base"
+            facts = VersionFacts(
+                ContentDigest(1, effect.digest, LAYOUT.total_bytes),
+                LAYOUT.digest,
+                None if is_base else SPEC,
+            )
+            fields: dict[str, Any] = {
+                "replica_id": effect.replica_id,
+                "incarnation": effect.incarnation,
+                "version": effect.version,
+                "digest": effect.digest,
+                "facts": None if failure else facts,
+                "failure": failure,
+                "recorded": self.record(effect.version),
+            }
+            self.do(events.HeldDescribed(**fields | changes))
+        return [effect.version for effect in asked]
 
     def pool(self, *replica_ids: str) -> Machine:
         for replica_id in replica_ids:

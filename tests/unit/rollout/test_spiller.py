@@ -94,7 +94,13 @@ def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[...,
     first.spiller.close()
     again = start()
     assert again.spiller.listed == parsed("base@1", "math@2")
+    assert again.spiller.digests == tuple((c.version, c.content_digest) for c in copies)
     for copy in copies:
+        facts = again.folder.facts(copy.version, copy.content_digest).to_proto()
+        assert facts.content_digest.value == copy.content_digest
+        assert facts.content_digest.size_bytes == copy.manifest.total_bytes
+        assert facts.layout_digest == copy.manifest.layout_digest
+        assert facts.adapter.config_json == (CONFIG if copy.version.policy == "math" else "")
         again.restore(copy, f"t-{copy.version}")
         staged = again.store.staged(f"t-{copy.version}", copy.content_digest)
         assert staged.manifest == copy.manifest

@@ -24,10 +24,15 @@ class Coordinator:
     def __init__(self) -> None:
         self.lost = 0
         self.renewals = 0
+        self.token, self.last_version = 1, 0
+        self.asked: list[Any] = []
         self.renewed = threading.Condition()
 
     def AcquirePolicy(self, request: Any, **kwargs: Any) -> pb.AcquirePolicyResponse:  # noqa: N802
-        return pb.AcquirePolicyResponse(lease=self._lease(request.policy))
+        self.asked.append(request)
+        return pb.AcquirePolicyResponse(
+            lease=self._lease(request.policy), last_version=self.last_version
+        )
 
     def RenewLease(self, request: Any, **kwargs: Any) -> pb.RenewLeaseResponse:  # noqa: N802
         with self.renewed:
@@ -41,7 +46,9 @@ class Coordinator:
         return pb.ReleasePolicyResponse()
 
     def _lease(self, policy: str) -> pb.Lease:
-        return pb.Lease(policy=policy, fencing_token=1, time_to_live=duration_to_proto(0.03))
+        return pb.Lease(
+            policy=policy, fencing_token=self.token, time_to_live=duration_to_proto(0.03)
+        )
 
     def say(self, lost: int) -> None:
         """Return once an answer with that was taken in: the one before the last."""
@@ -105,3 +112,21 @@ def test_closing_from_within_does_not_wait_for_itself() -> None:
     assert done.wait(10)
     box.notices._thread.join(10)
     assert not box.notices._thread.is_alive()
+
+
+def test_what_was_told_before_is_said_with_the_next_lease() -> None:
+    coordinator = Coordinator()
+    coordinator.token, coordinator.last_version = 7, 4
+    leases = Leases(coordinator, "trainer")  # type: ignore[arg-type]
+    try:
+        for last_version in (0, 4, 9, 9):
+            leases.token("math", ADAPTER, time.monotonic() + 10)
+            asked = coordinator.asked[-1]
+            assert asked.last_version == last_version
+            assert asked.last_fencing_token == (7 if last_version else 0)
+            if last_version == 4:
+                leases.assigned("math", 9)
+                leases.assigned("math", 8)
+            leases.forget("math")  # it was fenced: the coordinator may have lost its catalog
+    finally:
+        leases.close()

@@ -1,0 +1,49 @@
+"""What a replica knows of a version beside its number: what a catalog records of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.contract.manifest import Manifest
+from weft.v1 import types_pb2
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """See ``weft.v1.VersionFacts``; plain, so that it can be kept and compared."""
+
+    digest: bytes
+    """``weft.v1.ContentDigest.value``."""
+    message: bytes
+    """The ``weft.v1.VersionFacts``, serialized."""
+
+    def to_proto(self) -> types_pb2.VersionFacts:
+        """As the coordinator takes it."""
+        return types_pb2.VersionFacts.FromString(self.message)
+
+
+def ordered_facts(
+    digest: types_pb2.ContentDigest, layout_digest: bytes, adapter: types_pb2.AdapterSpec | None
+) -> VersionFacts | None:
+    """What an order says of a version; None where it is a coordinator's that does not name
+    the layout."""
+    if not layout_digest:
+        return None
+    facts = types_pb2.VersionFacts(
+        content_digest=digest, layout_digest=layout_digest, adapter=adapter
+    )
+    return VersionFacts(digest.value, facts.SerializeToString())
+
+
+def spilled_facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
+    """What the files of a spilled version say; ``config_json`` is empty for a base."""
+    content = types_pb2.ContentDigest(
+        algorithm=types_pb2.DigestAlgorithm.ValueType(int(manifest.digest_algorithm)),
+        value=digest,
+        size_bytes=manifest.total_bytes,
+    )
+    adapter = types_pb2.AdapterSpec(config_json=config_json) if config_json else None
+    facts = types_pb2.VersionFacts(
+        content_digest=content, layout_digest=manifest.layout_digest, adapter=adapter
+    )
+    return VersionFacts(digest, facts.SerializeToString())
