@@ -11,6 +11,8 @@ from weft.coordinator.effects import (
     Save,
     SaveCommitted,
     SaveEpoch,
+    SaveGeneration,
+    SaveNumberFloor,
     SavePin,
     SavePolicy,
     SavePool,
@@ -35,10 +37,18 @@ class CatalogModel:
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
         self.withdrawn: dict[str, Withdrawn] = {}
+        self.number_floor = 0
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
 
-    def open(self, settings: Settings) -> State:
+    def copy(self) -> CatalogModel:
+        """An older copy of it, later."""
+        made = CatalogModel()
+        for name, value in vars(self).items():
+            setattr(made, name, value.copy() if isinstance(value, dict | set) else value)
+        return made
+
+    def open(self, settings: Settings, coordinator_id: str) -> State:
         """What a coordinator starts from; counts a generation."""
         self.generation += 1
         base = self.policies.get(BASE_POLICY)
@@ -73,6 +83,8 @@ class CatalogModel:
             fingerprint=self.fingerprint,
             architecture=self.architecture,
             epoch=self.epoch,
+            number_floor=self.number_floor,
+            coordinator_id=coordinator_id,
             policies=policies,
             withdrawn=dict(self.withdrawn),
         )
@@ -83,6 +95,10 @@ class CatalogModel:
             match save:
                 case SavePool():
                     self.fingerprint, self.architecture = save.fingerprint, save.architecture
+                case SaveGeneration():
+                    self.generation = save.generation
+                case SaveNumberFloor():
+                    self.number_floor = save.number_floor
                 case SaveEpoch():
                     self.epoch = save.epoch
                 case SavePolicy(policy=policy):

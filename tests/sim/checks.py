@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
+from tests.sim.loss_checks import LossChecks
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.coordinator import effects, events
@@ -41,6 +42,7 @@ class Checks:
         self._world = world
         self.leases = LeaseChecks(world)
         self.orders = OperatorChecks(world)
+        self.losses = LossChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
@@ -52,6 +54,23 @@ class Checks:
         self._cloned: dict[tuple[str, str, str], set[int]] = {}
         self._newest_epoch = 0
         self._tokens: set[str] = set()
+
+    def catalog_lost(self, transfer_ids: set[str]) -> None:
+        """The catalog is empty, or what it was some time ago; these transfers are lost."""
+        catalog = self._world.catalog
+        self.losses.catalog_lost(transfer_ids)
+        self.leases.catalog_lost()
+        self.orders.catalog_lost()
+        self._owners = {v: record.transfer_id for v, record in catalog.versions.items()}
+        self._newest = {name: policy.last_version for name, policy in catalog.policies.items()}
+        self._digests = {
+            version: record.content_digest
+            for version, record in catalog.versions.items()
+            if record.content_digest is not None
+        }
+        self._ever_served.clear()
+        self._served = {name: [0, p.served_version] for name, p in catalog.policies.items()}
+        self._newest_epoch = catalog.epoch
 
     # -- decisions -----------------------------------------------------------------
 
@@ -67,8 +86,11 @@ class Checks:
             self._world.trace("step", repr(event)[:300])
         for effect in emitted:
             if isinstance(effect, effects.SaveVersion):
-                if effect.record.state is VersionState.STAGING:
+                if isinstance(event, events.HeldDescribed):
+                    self.losses.adopting(effect.record)
+                elif effect.record.state is VersionState.STAGING:
                     self.leases.assigned(state, effect)
+                    self.losses.assigned(before, effect.record.version)
                     transfer_id = effect.record.transfer_id
                     if transfer_id in state.transfers:
                         self._begun[transfer_id] = state.transfers[transfer_id].targets
@@ -151,6 +173,7 @@ class Checks:
 
     def group_opened(self, group: Group) -> None:
         """Members are let in, and may be told of it."""
+        self.losses.group_opened(self._world.coordinator.state, group)
         if group.epoch <= self._newest_epoch:
             fail(f"epoch {group.epoch} after {self._newest_epoch}")
         if group.token in self._tokens:
@@ -292,6 +315,7 @@ class Checks:
     def _saving_version(self, save: effects.SaveVersion) -> None:
         record, version = save.record, save.record.version
         owner = self._owners.setdefault(version, record.transfer_id)
+        is_adopted = record.transfer_id == f"adopted:{version}"
         if owner != record.transfer_id:
             fail(f"{version} was assigned to {owner} and to {record.transfer_id}")
         other = self._world.catalog.find_request(record.trainer_id, record.request_id)
@@ -299,22 +323,35 @@ class Checks:
             fail(f"request {record.request_id} burnt {other.version} and {version}")
         old = self._world.catalog.versions.get(version)
         before = old.state if old else VersionState.STAGING
-        if record.state is not before and record.state not in _NEXT_STATES[before]:
+        if old is not None and old.state is VersionState.ABORTED and not old.content_digest:
+            # It may have been committed in what an older copy of the catalog has lost.
+            is_adopted |= record.state in _HELD and self.losses.num_losses > 0
+        if is_adopted:
+            pass
+        elif record.state is not before and record.state not in _NEXT_STATES[before]:
             fail(f"{version} went from {before.name} to {record.state.name}")
-        if old is None and any(
-            known.policy == version.policy and known.version > version.version
-            for known in self._world.catalog.versions
+        if (
+            old is None
+            and not is_adopted
+            and any(
+                known.policy == version.policy and known.version > version.version
+                for known in self._world.catalog.versions
+            )
         ):
             fail(f"{version} is not the newest of its policy")
         if record.state is VersionState.ABORTED and version in self._ever_served:
             fail(f"{version} is aborted and was served")
-        if record.state is VersionState.COMMITTED:
+        if record.state is VersionState.COMMITTED or is_adopted:
             if record.content_digest is None:
                 fail(f"{version} was committed without a digest")
+            elif is_adopted:
+                self._digests[version] = record.content_digest
+                self._served.setdefault(version.policy, [0]).insert(1, version.version)
             else:
                 self._committed(version, record.transfer_id, record.content_digest)
 
     def _committed(self, version: PolicyVersion, transfer_id: str, digest: ContentDigest) -> None:
+        self.losses.committed(version, digest)
         if self._digests.setdefault(version, digest) != digest:
             fail(f"the digest of {version} changed after its commit")
         if self._sent.get(transfer_id) != digest:
@@ -324,6 +361,8 @@ class Checks:
 
     def sending(self, begun: effects.BeginAnswer, digest: ContentDigest) -> None:
         """A trainer was told its version."""
+        if self.losses.is_lost(begun.transfer_id):
+            return
         record = self._world.catalog.versions.get(begun.version)
         if record is None or record.transfer_id != begun.transfer_id:
             fail(f"{begun.version} was told before it was on disk")
@@ -349,6 +388,9 @@ class Checks:
     def loaded(self, replica: SimReplica, copy: Copy, stands_for: int, *, is_late: bool) -> None:
         """A replica is about to serve a version; its bare name is to stand for one."""
         version = copy.version
+        self.losses.serving(replica, version, copy.digest)
+        if self._is_of_lost(is_late=is_late) and self.losses.was_committed(version, copy.digest):
+            return
         record = self._world.catalog.versions.get(version)
         state = record.state if record else None
         if state not in _HELD:  # retired: an order that was given before came late
@@ -359,6 +401,11 @@ class Checks:
         self.standing_for(replica, PolicyVersion(version.policy, stands_for), is_late=is_late)
         self._ever_served.add(version)
 
+    def _is_of_lost(self, *, is_late: bool) -> bool:
+        """Whether an order may be that of a coordinator whose catalog is lost."""
+        is_late = is_late or not self._world.coordinator.alive
+        return is_late and self.losses.num_losses > 0
+
     def standing_for(self, replica: SimReplica, version: PolicyVersion, *, is_late: bool) -> None:
         """The base, or an adapter's name, is about to stand for a version.
 
@@ -367,12 +414,14 @@ class Checks:
         the pool's.
         """
         policy = version.policy
-        decided = self._served[policy]
+        if self._is_of_lost(is_late=is_late):
+            return
+        decided = self._served.get(policy, [0])
         last = {number: place for place, number in enumerate(decided)}
         if version.version not in last:
             fail(f"{replica.name} switches to {version}, which the pool never served")
         if policy == BASE_POLICY:
-            goes_back = last[version.version] < last[replica.vector.base]
+            goes_back = last[version.version] < last.get(replica.vector.base, -1)
         else:
             entry = replica.vector.adapters.get(policy)
             goes_back = entry is not None and version.version != entry.alias == decided[-1]
@@ -403,7 +452,7 @@ class Checks:
         late = world.clock.now - push.deadline
         if late > _SLACK_SECONDS and trainer.frozen_until + _SLACK_SECONDS < world.clock.now:
             fail(f"the push of {shown} ended {late:.1f} s after its deadline")
-        if push.error is None:
+        if push.error is None and not self.losses.is_lost(push.transfer_id):
             record = world.catalog.versions.get(push.version) if push.version else None
             if record is None or record.state not in _HELD:
                 fail(f"{trainer.name} was told that {shown} is committed; it is not")

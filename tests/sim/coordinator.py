@@ -19,7 +19,7 @@ from weft.coordinator import effects, events
 from weft.coordinator.state import State
 from weft.coordinator.step import already_committed, step
 from weft.coordinator.transfer import FreshIds
-from weft.coordinator.values import Failure, VersionRecord, VersionState
+from weft.coordinator.values import Failure, HeldVersion, VersionRecord, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -151,6 +151,8 @@ class SimCoordinator(Process):
                 self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))
             case effects.LookUp():
                 self.spawn(self._look_up(effect))
+            case effects.DescribeHeld():
+                self.spawn(self._describe_held(effect))
             case effects.Announce(kind=kind, subject=subject, message=message):
                 self.world.trace("coordinator", f"{kind} {subject}: {message}")
             case _:
@@ -230,6 +232,33 @@ class SimCoordinator(Process):
             )
         )
 
+    def _describe_held(self, effect: effects.DescribeHeld) -> Any:
+        facts, failure = None, None
+        self.num_calls_out += 1
+        try:
+            facts = yield self.world.network.call(
+                self,
+                effect.address,
+                "facts",
+                _DESCRIBE_SECONDS,
+                version=effect.version,
+                digest=effect.digest,
+            )
+        except WeftError as error:
+            failure = Failure.of(error)
+        self.num_calls_out -= 1
+        self.post(
+            events.HeldDescribed(
+                replica_id=effect.replica_id,
+                incarnation=effect.incarnation,
+                version=effect.version,
+                digest=effect.digest,
+                facts=facts,
+                failure=failure,
+                recorded=self.world.catalog.find_version(effect.version),
+            )
+        )
+
     def _fresh_ids(self) -> FreshIds:
         number = next(self.world.numbers)
         return FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}")
@@ -266,17 +295,22 @@ class SimCoordinator(Process):
 
         return future, gone
 
-    def _serve_register(self, timeout: float, **args: Any) -> events.Event:
-        return events.Register(**args, http_url="", model_name="tiny")
+    def _serve_register(self, timeout: float, held: list[HeldVersion], **args: Any) -> events.Event:
+        heard = self._heard(held)
+        return events.Register(**args, held=heard, http_url="", model_name="tiny")
+
+    def _heard(self, held: list[HeldVersion]) -> tuple[events.Heard, ...]:
+        find = self.world.catalog.find_version
+        return tuple(events.Heard(one, find(one.version)) for one in held)
 
     def _serve_put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
         self.post(events.ReferenceKnown(fingerprint))
 
     def _serve_heartbeat(
-        self, timeout: float, staged: tuple[str, ...], **args: Any
+        self, timeout: float, staged: tuple[str, ...], held: list[HeldVersion], **args: Any
     ) -> events.Event:
         records = {name: self.world.catalog.find_transfer(name) for name in staged}
-        return events.Heartbeat(**args, staged=records)
+        return events.Heartbeat(**args, staged=records, held=self._heard(held))
 
     def _serve_leave(self, timeout: float, **args: Any) -> events.Event:
         return events.Leave(**args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from tests.sim.catalog import CatalogModel
 from tests.sim.clock import Process
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Faults:
             self._leave,
         ]
         self._kinds = [kind for kind in kinds if random.random() < 0.4]
+        self._backup = CatalogModel()
+        if random.random() < 0.15:
+            self._kinds.append(self._lose_catalog)
         self._mean_seconds = random.choice([1.0, 3.0, 8.0])
         self._next()
 
@@ -101,6 +105,22 @@ class Faults:
         if self.world.coordinator.alive:
             self.world.crash(self.world.coordinator)
             self._later(lambda _: self._restart_coordinator(), "")
+
+    def _lose_catalog(self) -> None:
+        """Keep a copy of it; or lose it, and start from the copy, or from nothing."""
+        world = self.world
+        if world.random.random() < 0.4:
+            self._backup = world.catalog.copy()
+            return
+        self._crash_coordinator()
+        if world.coordinator.alive:
+            return
+        restored = self._backup.copy() if world.random.random() < 0.5 else CatalogModel()
+        known = {record.transfer_id for record in restored.versions.values()}
+        lost = {record.transfer_id for record in world.catalog.versions.values()} - known
+        world.trace("coordinator", f"has lost its catalog but {len(known)} versions")
+        world.catalog = restored
+        world.checks.catalog_lost(lost)
 
     def _restart_coordinator(self) -> None:
         if not self.world.coordinator.alive:

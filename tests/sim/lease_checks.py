@@ -33,6 +33,14 @@ class LeaseChecks:
         self._holders: dict[tuple[str, int], tuple[str, str]] = {}
         self._newest_token: dict[str, int] = {}
         self._asked: dict[str, set[tuple[str, int]]] = {}
+        self._told: dict[tuple[str, str], int] = {}
+
+    def catalog_lost(self) -> None:
+        """The coordinator knows only what it hears, and what an older copy has."""
+        self._holders.clear()
+        self._newest_token = {
+            name: policy.fencing_token for name, policy in self._world.catalog.policies.items()
+        }
 
     def asking(self, trainer: SimTrainer, push: Push, token: int) -> None:
         """A trainer calls BeginTransfer."""
@@ -49,6 +57,11 @@ class LeaseChecks:
         if lease.fencing_token < newest:
             fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
         self._newest_token[answer.policy] = lease.fencing_token
+        # Whatever became of the catalog, a session that tells what it had is given more.
+        key = answer.policy, lease.session_id
+        if lease.fencing_token < self._told.get(key, 0):
+            fail(f"{lease.trainer_id} was told token {lease.fencing_token} after {self._told[key]}")
+        self._told[key] = lease.fencing_token
 
     def saving(self, save: effects.SavePolicy) -> None:
         """A policy is about to be saved."""

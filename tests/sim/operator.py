@@ -38,8 +38,16 @@ class SimOperator(Process):
         self.withdrawn: set[str] = set()
         self._put_back: set[str] = set()
         self.busy = False
+        self._lost = 0
         self._mean_seconds = world.random.choice([1.0, 3.0, 10.0])
         self.spawn(self._work())
+
+    def catalog_lost(self) -> None:
+        """What was ordered is not known any more, nor is what is being answered."""
+        self._lost += 1
+        self.pinned.clear()
+        self.retention.clear()
+        self.withdrawn.clear()
 
     def _work(self) -> Generator[Any, Any, None]:
         random = self.world.random
@@ -87,16 +95,19 @@ class SimOperator(Process):
             return
         number = self.world.checks.num_served(version.policy)
         seconds = self.world.random.choice([2.0, 8.0])
+        lost = self._lost
         answer: RollbackAnswer = yield self._call("rollback", seconds, version=version)
-        self.world.checks.rolled_back(answer, number)
+        if lost == self._lost:
+            self.world.checks.rolled_back(answer, number)
 
     def _pin(self) -> Generator[Any, Any, None]:
         version = self._some_version()
         # A request to let go may still be on its way: what was let go stays so.
         if version is None or version in self._let_go:
             return
+        lost = self._lost
         yield self._call("pin", 2.0, version=version, pinned=True)
-        if version not in self._let_go:
+        if version not in self._let_go and lost == self._lost:
             self.pinned.add(version)
 
     def _unpin(self) -> Generator[Any, Any, None]:
@@ -111,8 +122,10 @@ class SimOperator(Process):
         if self.world.random.random() < 0.5:
             version = yield from self._being_replaced()
         if version is not None:
+            lost = self._lost
             yield self._call("retire", 2.0, version=version)
-            self.world.checks.orders.retired(version)
+            if lost == self._lost:
+                self.world.checks.orders.retired(version)
 
     def _being_replaced(self) -> Generator[Any, Any, PolicyVersion | None]:
         """What replicas switch from, at the worst moment: they may go back to it."""
@@ -131,8 +144,10 @@ class SimOperator(Process):
             left = [policy for policy in left if replaced and policy == replaced.policy] or left
             policy, number = self.world.random.choice(left), self.world.random.choice([1, 2, 4])
             self._retention_asked.add(policy)
+            lost = self._lost
             yield self._call("retain", 2.0, policy=policy, num_versions=number)
-            self.retention[policy] = number
+            if lost == self._lost:
+                self.retention[policy] = number
 
     def _some_replica(self) -> str:
         """As often as not one that a transfer takes."""
@@ -145,8 +160,9 @@ class SimOperator(Process):
     def _withdraw(self) -> Generator[Any, Any, None]:
         standing = self.world.random.choice([Standing.CORDONED, Standing.QUARANTINED])
         name, order = self._some_replica(), Withdrawn(standing, "it looks odd")
+        lost = self._lost
         yield self._call("withdraw", 2.0, replica_id=name, order=order)
-        if name not in self._put_back:
+        if name not in self._put_back and lost == self._lost:
             self.withdrawn.add(name)
 
     def _uncordon(self) -> Generator[Any, Any, None]:

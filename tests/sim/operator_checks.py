@@ -35,6 +35,12 @@ class OperatorChecks:
         self._retired: set[PolicyVersion] = set()
         self._unheld_since: dict[PolicyVersion, float] = {}
 
+    def catalog_lost(self) -> None:
+        """With it, what operators had ordered."""
+        self._retired.clear()
+        self._unheld_since.clear()
+        self._world.operator.catalog_lost()
+
     def stepped(self, before: State, event: events.Event, state: State) -> None:
         """After every event."""
         if state.transfers is not before.transfers:
@@ -89,7 +95,7 @@ class OperatorChecks:
             if version.version and version not in state.copies and _is_lacked(state, version):
                 unheld[version] = self._unheld_since.get(version, now)
                 asked = publish_again_version(state, policy.name)
-                if now > unheld[version] + after and asked != version.version:
+                if now > unheld[version] + after and asked < version.version:
                     fail(f"nobody can send {version}, and its owner is not asked for it")
         self._unheld_since = unheld
 

@@ -76,14 +76,19 @@ def behind(world: World) -> Iterator[str]:
         for version in lacks:
             if replica.dirty_reason and version.policy != BASE_POLICY:
                 continue  # its base comes first
-            holders = [r.name for r in world.replicas.values() if r.store.held(version)]
+            digest = world.checks.digest_of(version)
+            holders = [
+                r.name
+                for r in world.replicas.values()
+                if (copy := r.store.held(version)) and copy.digest == digest
+            ]
             if holders:
                 yield f"{name} lacks {version}, which {holders} hold"
         is_at, why = standing(state, known)
         should = not lacks and not replica.dirty_reason
         if should is not (is_at is Standing.READY) or should is not replica.ready:
             yield f"{name} is {is_at.name} ({why}), told {replica.ready}, and lacks {lacks}"
-        if replica.vector != known.vector:
+        if replica.vector != known.vector and not known.mistaken:
             yield f"{name} serves {replica.vector} and is taken for {known.vector}"
     for policy in policies:
         if policy.served_version != world.checks.served_last(policy.name):

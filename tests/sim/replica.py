@@ -17,7 +17,7 @@ from tests.sim.in_place import InPlace
 from tests.sim.receiver import Receiver
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
-from tests.unit.coordinator.machine import CAPABILITIES
+from tests.unit.coordinator.machine import CAPABILITIES, SPEC
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -31,7 +31,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, leftovers
 from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest
+from weft.coordinator.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -73,7 +73,10 @@ class SimReplica(Process):
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
         self._pins_told: tuple[int, ...] = ()
         self._pins: tuple[int, ...] = ()
-        self._generation = 0
+        self.generation = self.last_epoch = 0
+        self._coordinator_id = ""
+        self._told: frozenset[HeldVersion] = frozenset()
+        self._held_wanted = False
         self._switching: deque[Future] = deque()
         self._clones: set[str] = set()
         self.spawn(self._stay_registered())
@@ -99,6 +102,7 @@ class SimReplica(Process):
                     interval = yield from self._register()
                     self.is_known = True
                 note = self.drain.note()
+                held, complete = self.held(), self._held_wanted
                 answer = yield self._call(
                     "heartbeat",
                     replica_id=self.name,
@@ -110,7 +114,10 @@ class SimReplica(Process):
                     staged=self._memory[1],
                     pins_obeyed=frozenset(self._pins),
                     drain=note,
+                    held=sorted(held if complete else held - self._told, key=str),
+                    held_complete=complete,
                 )
+                self._told, self._held_wanted = held, answer.held_wanted
                 self.ready = answer.ready
                 self._pins_told = answer.pinned_bases
                 self.drain.hear(answer, is_noted=note is not None)
@@ -126,6 +133,7 @@ class SimReplica(Process):
             num_receivers=self.kind.num_receivers,
             loads_in_place=self.kind.in_place,
         )
+        held = self.held()
         answer = yield self._call(
             "register",
             replica_id=self.name,
@@ -136,12 +144,28 @@ class SimReplica(Process):
             retained=self._memory[0],
             dirty_reason=self.dirty_reason,
             drain=self.drain.note(),
+            held=sorted(held, key=str),
+            last_generation=self.generation,
+            last_epoch=self.last_epoch,
+            last_coordinator_id=self._coordinator_id,
         )
-        self._generation = answer.generation
+        self._told = held
+        self.world.checks.losses.registered(self, answer.generation)
+        self.generation = max(self.generation, answer.generation)
+        self._coordinator_id = answer.coordinator_id
         if answer.reference_wanted:
             fingerprint = CAPABILITIES.base_fingerprint
             yield self._call("put_reference", fingerprint=fingerprint)
         return float(answer.heartbeat_seconds)
+
+    def held(self) -> frozenset[HeldVersion]:
+        """What it serves and retains, with its digests."""
+        found = {base.version: base.digest for base in self.store.bases}
+        served = PolicyVersion(BASE_POLICY, self.vector.base)
+        for version, digest in self.served.items():
+            if version.policy != BASE_POLICY or (version == served and not self.dirty_reason):
+                found[version] = digest
+        return frozenset(HeldVersion(version, digest.value) for version, digest in found.items())
 
     def _call(self, method: str, **args: Any) -> Future:
         return self.world.network.call(self, "coordinator", method, 2.0, **args)
@@ -155,7 +179,10 @@ class SimReplica(Process):
             held = self.store.held(args["version"]) is not None
             future.set(held, None if held else NotFoundError("no copy of it is held here"))
             return future, None
-        if args["generation"] < self._generation:
+        if method == "facts":
+            self._facts(args["version"], args["digest"], future)
+            return future, None
+        if args["generation"] < self.generation:
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
         order = args["order"]
@@ -172,6 +199,7 @@ class SimReplica(Process):
                 self.in_place.discard(order.transfer_id)
                 future.set(True)
             case effects.CallRetire():
+                self._drop_mistaken(order.mistaken)
                 self._retire(order.versions)
                 future.set(self.vector)
             case effects.CallCommit():
@@ -180,7 +208,24 @@ class SimReplica(Process):
                 future = self.spawn(self._in_turn(self._switch(order)))
         return future, None
 
+    def _facts(self, version: PolicyVersion, digest: bytes, answer: Future) -> None:
+        held = HeldVersion(version, digest) in self.held()
+        adapter = None if version.policy == BASE_POLICY else SPEC
+        layout = layout_of(version.policy)
+        content = ContentDigest(1, digest, layout.total_bytes)
+        facts = VersionFacts(content, layout.digest, adapter)
+        answer.set(facts if held else None, None if held else NotFoundError("not held here"))
+
+    def _drop_mistaken(self, mistaken: tuple[HeldVersion, ...]) -> None:
+        for held in mistaken:
+            if held in self.held() and self.vector.holds(held.version):
+                self.world.trace(self.name, f"drops {held.version}, which is mistaken")
+                self.vector = self.vector.without_adapter(held.version)
+                self.served.pop(held.version, None)
+                self.store.adapters.pop(held.version, None)
+
     def _join(self, group: Group, first_rank: int) -> None:
+        self._hear_epoch(group)
         for index in range(self.kind.num_receivers):
             old = self.receivers.get((group.trainer_id, index))
             if old is not None:
@@ -189,6 +234,9 @@ class SimReplica(Process):
                 old.leave()
             receiver = Receiver(self, group, first_rank + index, index, old)
             self.receivers[group.trainer_id, index] = receiver
+
+    def _hear_epoch(self, group: Group) -> None:
+        self.last_epoch = max(self.last_epoch, group.epoch)
 
     def _load_in_place(self, order: effects.CallLoad, answer: Future) -> None:
         try:
@@ -223,7 +271,7 @@ class SimReplica(Process):
 
     def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
-        if self._serves(version):
+        if self._serves(version, call.content_digest):
             return
         if call.transfer_id in self.failed:
             raise NotReadyError(f"{call.transfer_id} failed to load here before")
@@ -297,10 +345,15 @@ class SimReplica(Process):
                 self.world.checks.dropping(self, base.version, is_late=is_late)
         self._look_at_memory()
 
-    def _serves(self, version: PolicyVersion) -> bool:
+    def _serves(self, version: PolicyVersion, digest: ContentDigest | None = None) -> bool:
+        if not self.vector.holds(version):
+            return False
+        is_other = digest is not None and self.served.get(version, digest) != digest
         if version.policy == BASE_POLICY:
-            return self.vector.base == version.version and not self.dirty_reason
-        return self.vector.holds(version)
+            return not self.dirty_reason and not is_other
+        if is_other:
+            raise DigestMismatchError(f"{version} is served with other bytes")
+        return True
 
     def stands_for(self, version: PolicyVersion) -> bool:
         """Whether the base, or an adapter's bare name, is that version here."""
@@ -311,6 +364,7 @@ class SimReplica(Process):
     # -- the source of a clone ------------------------------------------------------
 
     def _send(self, order: effects.CallSend, answer: Future) -> None:
+        self._hear_epoch(order.group)
         copy = self.store.held(order.version)
         if copy is None:
             answer.set(error=NotFoundError(f"no copy of {order.version} is held here"))

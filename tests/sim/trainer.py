@@ -51,6 +51,7 @@ class SimTrainer(Process):
         self.session = session
         self.policies = policies
         self.tokens: dict[str, int] = {}
+        self._last: dict[str, tuple[int, int]] = {}
         self.sender: Sender | None = None
         self.pushes: list[Push] = []
         self._put: set[bytes] = set()
@@ -74,7 +75,13 @@ class SimTrainer(Process):
             for policy, token in list(self.tokens.items()):
                 try:
                     seconds = self.world.settings.lease_seconds
-                    yield self._call("renew", seconds, policy=policy, fencing_token=token)
+                    yield self._call(
+                        "renew",
+                        seconds,
+                        policy=policy,
+                        fencing_token=token,
+                        session_id=self.session,
+                    )
                 except (PeerUnavailableError, TransferTimeoutError):
                     pass
                 except WeftError:
@@ -146,6 +153,7 @@ class SimTrainer(Process):
                     request_id=push.request_id,
                     policy=push.policy,
                     fencing_token=token,
+                    session_id=self.session,
                     layout=layout,
                     adapter=None if push.policy == BASE_POLICY else SPEC,
                     min_replicas=push.min_replicas,
@@ -166,11 +174,15 @@ class SimTrainer(Process):
                     raise
                 yield 0.5
             else:
+                last_version, last_token = self._last[push.policy]
+                last_version = max(last_version, begun.version.version)
+                self._last[push.policy] = last_version, last_token
                 return begun
 
     def _token(self, policy: str) -> Generator[Any, Any, int]:
         if policy not in self.tokens:
             kind = PolicyKind.BASE if policy == BASE_POLICY else PolicyKind.ADAPTER
+            last_version, last_token = self._last.get(policy, (0, 0))
             answer = yield self._call(
                 "acquire",
                 3.0,
@@ -178,8 +190,11 @@ class SimTrainer(Process):
                 session_id=self.session,
                 policy=policy,
                 kind=kind,
+                last_version=last_version,
+                last_token=last_token,
             )
-            self.tokens[policy] = answer.lease.fencing_token
+            self.tokens[policy] = token = answer.lease.fencing_token
+            self._last[policy] = max(last_version, answer.last_version), max(last_token, token)
         return self.tokens[policy]
 
     def _left(self, push: Push) -> float:

@@ -16,6 +16,7 @@ from tests.sim.coordinator import SimCoordinator
 from tests.sim.data import Data
 from tests.sim.faults import Faults
 from tests.sim.lease_checks import Violation
+from tests.sim.loss_checks import unrecorded
 from tests.sim.network import Network, Stream
 from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
@@ -100,7 +101,8 @@ class World:
 
     def start_coordinator(self) -> None:
         """Start or restart it from its catalog."""
-        self.coordinator = SimCoordinator(self, self.catalog.open(self.settings))
+        coordinator_id = f"c{next(self.numbers)}"
+        self.coordinator = SimCoordinator(self, self.catalog.open(self.settings, coordinator_id))
         self.network.processes["coordinator"] = self.coordinator
 
     def start_replica(self, name: str, kind: Kind) -> None:
@@ -195,11 +197,14 @@ class World:
         # The longest push, a commit's answer, a lost replica, an expired lease.
         self.clock.run_until(self.clock.now + 10.0)
         # The longest pause between two attempts at a clone comes on top.
-        self._must_end(80.0, peace.left_over, peace.behind, peace.kept)
+        questions = peace.left_over, peace.behind, peace.kept, unrecorded
+        self._must_end(80.0, *questions)
         self.trace("world", "all is well")
         for policy in POLICIES:
             self._push_must_succeed(policy)
-        self._must_end(20.0, peace.left_over, peace.behind, peace.kept, peace.disagreeing)
+        self._must_end(
+            20.0, peace.left_over, peace.behind, peace.kept, unrecorded, peace.disagreeing
+        )
 
     def _must_end(self, seconds: float, *questions: Callable[[World], Iterator[str]]) -> None:
         """Wait until there is no complaint any more."""
