@@ -32,6 +32,12 @@ class Settings:
     """Between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
     """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    stall_seconds: float = 10.0
+    """How long a member of a transfer may owe the next step without a word."""
+    sender_stall_seconds: float = 60.0
+    """The same of a trainer, where another transfer waits for a replica that it holds."""
+    max_transfer_seconds: float = 3600.0
+    """Longest that a push may take once it is its turn."""
     publish_again_after_seconds: float = 5.0
     """How long a version must be held by nobody before its owner is asked for it: of
     a pool that restarts, another replica may hold it."""
