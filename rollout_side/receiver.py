@@ -30,7 +30,7 @@ from weft.contract.errors import (
     error_from_reason,
 )
 from weft.contract.manifest import Manifest
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
 from weft.transport.membership import GroupTicket, Membership
@@ -301,7 +301,11 @@ class _Group:
         if partial is None:
             layout = manifest()
             segment = self._store.reserve(
-                transfer_id, layout.wire_bytes, adapter=is_adapter(version), speak=speak
+                transfer_id,
+                layout.wire_bytes,
+                adapter=is_adapter(version),
+                clone=is_replica_sender(self.spec.trainer_id),
+                speak=speak,
             )
             partial = PartialTransfer(transfer_id, self.spec.trainer_id, layout, segment, [])
         return StagedArrival(self._store, version, partial)

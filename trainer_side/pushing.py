@@ -11,6 +11,7 @@ from trainer_side.adapter_source import Adapter
 from trainer_side.content import Content
 from trainer_side.delivery import Delivery
 from trainer_side.lane import Plan, plan_for
+from trainer_side.outcome import missing_replicas
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.source import Source, check_all_finite
 from trainer_side.together import LedSource, follow
@@ -38,8 +39,9 @@ class PushReport:
     version: PolicyVersion
     total_bytes: int
     num_replicas: int
+    """Replicas that served the version when the push ended; ``remarks`` names the others."""
     seconds: float
-    """From the call until every replica served the version."""
+    """From the call until every replica had switched, or had failed to."""
     forming_seconds: float
     staging_seconds: float
     committing_seconds: float
@@ -48,7 +50,8 @@ class PushReport:
     source: str
     """What was read: the kind of trainer and of model that was found."""
     remarks: tuple[str, ...] = ()
-    """What the success does not tell: a trainer's base that is quantised, ..."""
+    """What the success does not tell: a replica that did not switch and why, a trainer's base
+    that is quantised, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Pushing:
         began: float,
         is_replaced: Callable[[], bool] = lambda: False,
     ) -> PushReport:
-        """Push; collective, blocks until all replicas serve the version.
+        """Push; collective, blocks until every replica has switched or failed to.
 
         Args:
             content: Looks at the model; its failure is that of every rank.
@@ -126,19 +129,20 @@ class Pushing:
             begun.group.epoch,
         )
         transfer = self._carry_out(begun, source, manifest, deadline)
-        for remark in what.remarks:
+        remarks = (*what.remarks, *missing_replicas(transfer))
+        for remark in remarks:
             _log.warning("%s: %s", version, remark)
         report = PushReport(
             version=version,
             total_bytes=manifest.total_bytes,
-            num_replicas=len(transfer.replica_ids),
+            num_replicas=len(transfer.serving_replica_ids),
             seconds=time.monotonic() - began,
             forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
             staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
             committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
             pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
             source=source.description,
-            remarks=what.remarks,
+            remarks=remarks,
         )
         _log.info("pushed %s in %.3f s", version, report.seconds)
         return report

@@ -268,6 +268,14 @@ def push(
         str, typer.Option(help="'all' replicas in contact, or at least so many.")
     ] = "all",
     timeout: Annotated[float, typer.Option(help="Seconds for the whole push.", min=1)] = 600.0,
+    connect_seconds: Annotated[
+        float,
+        typer.Option(help="Longest wait for a coordinator that was never reached.", min=0.1),
+    ] = 5.0,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take the policy over from a process of --trainer-id."),
+    ] = False,
     cast: Annotated[
         bool, typer.Option(help="Cast floats to the dtype that the replicas serve.")
     ] = True,
@@ -285,6 +293,8 @@ def push(
         trainer_id=trainer_id,
         require=require,
         timeout_seconds=timeout,
+        connect_seconds=connect_seconds,
+        takeover=takeover,
         cast=cast,
         check_finite=check_finite,
     )

@@ -20,6 +20,8 @@ def push_path(
     trainer_id: str,
     require: str,
     timeout_seconds: float,
+    connect_seconds: float,
+    takeover: bool,
     cast: bool,
     check_finite: bool,
 ) -> None:
@@ -35,6 +37,8 @@ def push_path(
         trainer_id=trainer_id,
         require=_parse_require(require),
         timeout_seconds=timeout_seconds,
+        connect_seconds=connect_seconds,
+        takeover=takeover,
     ) as publisher:
         if policy == BASE_POLICY:
             publisher.push_base(path, cast=cast, check_finite=check_finite)

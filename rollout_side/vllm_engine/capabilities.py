@@ -44,6 +44,7 @@ def make_capabilities(
     staging_capacity_bytes: int,
     adapter_capacity_bytes: int,
     loads_in_place: bool = False,
+    served_names: Iterable[str] = (),
 ) -> Capabilities:
     """Gather what a replica declares.
 
@@ -56,6 +57,7 @@ def make_capabilities(
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
         loads_in_place: Whether bases are loaded as they arrive.
+        served_names: That vLLM's OpenAI server has by its arguments.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
     base_dtype = data_type(model.dtype)
@@ -75,4 +77,5 @@ def make_capabilities(
         staging_capacity_bytes=staging_capacity_bytes,
         adapter_capacity_bytes=adapter_capacity_bytes,
         loads_in_place=loads_in_place,
+        served_names=tuple(served_names),
     )

@@ -19,6 +19,7 @@ from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.served_models import own_names
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -134,6 +135,7 @@ async def open_engine(
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
                 loads_in_place=in_place,
+                served_names=own_names(app.state.openai_serving_models),
             ),
             reference=described,
             model_name=app.state.openai_serving_models.base_model_paths[0].name,

@@ -38,6 +38,22 @@ class ServedAdapter:
     """``time.monotonic()`` when it was first seen unused after that."""
 
 
+def own_names(serving_models: Any) -> tuple[str, ...]:
+    """Names that vLLM's server has by its own arguments, sorted: of the base model, and of
+    adapters that it loaded from files.
+
+    Args:
+        serving_models: vLLM's ``OpenAIServingModels``.
+    """
+    bases = {model.name for model in serving_models.base_model_paths}
+    files = {
+        name
+        for name, request in serving_models.lora_requests.items()
+        if not request.lora_path.startswith(adapter_hook.SCHEME)
+    }
+    return tuple(sorted(bases | files))
+
+
 class ServedModels:
     """Names of adapters in vLLM's registry. Used from one event loop only.
 

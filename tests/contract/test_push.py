@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.conftest import Pool
 from tests.contract.pool_fakes import BASE_MANIFEST, LEFT_DIRTY, LOAD_FAILED
+from trainer_side.outcome import missing_replicas
 from weft.contract.errors import CapacityError, WeftError
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.status import error_from_rpc
@@ -226,6 +227,50 @@ async def test_lost_replica_aborts_the_push(pool: Pool) -> None:
 
 
 # -- failures after the commit point -------------------------------------------
+
+
+async def test_who_serves_it_is_counted_and_the_others_named(pool: Pool) -> None:
+    """A replica is lost in the commit, another one refuses."""
+    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.3)
+    replicas = [await pool.replica(f"r{i}") for i in range(3)]
+    trainer = await pool.trainer()
+    replicas[1].commit_error = LOAD_FAILED
+    replicas[2].commit_gate.clear()
+    pushing = asyncio.create_task(trainer.push())
+    while not pushing.done():
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(r.heartbeat() for r in replicas[:2]))
+    transfer = await pushing
+    assert list(transfer.replica_ids) == ["r0", "r1", "r2"]
+    assert list(transfer.serving_replica_ids) == ["r0"]
+    assert [(r.replica_id, r.reason) for r in transfer.refusals] == [
+        ("r1", "LOAD_FAILED"),
+        ("r2", "PEER_GONE"),
+    ]
+    refused, lost = missing_replicas(transfer)
+    assert refused.startswith("r1 does not serve it: it did not switch at the commit")
+    assert "the engine said no [LOAD_FAILED]" in refused
+    assert lost.startswith("r2 does not serve it: it did not switch at the commit")
+    assert "no heartbeat" in lost
+    replicas[2].commit_gate.set()
+
+
+async def test_a_restarted_coordinator_counts_who_is_there(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    pushed = await trainer.push()
+    await pool.restart()
+    replica.target = pool.target
+    again = await pool.trainer("other")
+    transfer = await again.wait(pushed.transfer_id)
+    assert not transfer.serving_replica_ids
+    (remark,) = missing_replicas(transfer)
+    assert "0 of the replicas in contact by then served it" in remark
+    joined = await pool.replica("r1")
+    joined.vector = replica.vector
+    await joined.register()
+    transfer = await again.wait(pushed.transfer_id)
+    assert list(transfer.serving_replica_ids) == ["r1"]
 
 
 async def test_one_replica_that_cannot_load_leaves_service(pool: Pool) -> None:

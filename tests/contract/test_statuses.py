@@ -307,6 +307,22 @@ async def test_register_names(pool: Pool) -> None:
     await second.register()
 
 
+async def test_no_adapter_has_a_name_that_a_server_has(pool: Pool) -> None:
+    """Such a push would commit, and every replica refuse it."""
+    await pool.replica("r0")
+    named = await pool.replica("r1", served_names=("tiny", "math"))
+    trainer = await pool.trainer()
+    error = await _fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_NAME")
+    assert error.metadata == {"replica": "r1", "name": "math"}
+    leave = registry_pb2.LeaveRequest(replica_id="r1", incarnation=named.incarnation)
+    await named.registry.Leave(leave)
+    await trainer.push()
+    error = await _fails(named.register(), "INVALID_ARGUMENT", "INVALID_NAME")
+    assert error.metadata == {"policy": "math", "name": "math"}
+    named.capabilities = dataclasses.replace(CAPABILITIES, served_names=("x",) * 5000)
+    await _fails(named.register(), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
 async def test_put_reference(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = await pool.replica()
     (chunk,) = reference_to_chunks(REFERENCE)

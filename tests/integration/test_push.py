@@ -23,6 +23,7 @@ from weft.contract.errors import (
     InvalidAdapterError,
     InvalidManifestError,
     InvalidNameError,
+    LeaseFencedError,
     LoadFailedError,
     PeerUnavailableError,
     PolicyOwnedError,
@@ -194,6 +195,44 @@ def test_the_second_trainer_is_told_who_owns_the_policy(pool, engines, publisher
         publisher.close()
         assert str(other.push_base(Model(2))) == "base@2"
     assert same(engines[0].base, weights(Model(2)))
+
+
+def test_a_second_live_publisher_of_one_trainer_is_told_at_once_and_may_take_over(
+    pool, engines, publisher
+):
+    publisher.push_base(Model(1))
+    here = f"process {os.getpid()} on "
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=60) as second:
+        with pytest.raises(PolicyOwnedError, match="another Publisher of this very process") as e:
+            second.push_base(Model(2))
+        assert here in e.value.message
+        assert "takeover=True" in e.value.message
+    with Publisher(pool.target, trainer_id="trainer-a", takeover=True) as third:
+        assert str(third.push_base(Model(2))) == "base@2"
+        for _ in range(2):  # and it does not take it back
+            with pytest.raises(LeaseFencedError, match=here):
+                publisher.push_base(Model(3))
+    assert same(engines[0].base, weights(Model(2)))
+    assert str(publisher.push_base(Model(3))) == "base@3"  # the other one has ended
+
+
+def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, engines, publisher):
+    model = peft_of(Model())
+    publisher.push_adapter(model, "math")
+    assert publisher.last_report.remarks == ()
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+    publisher.push_adapter(model, "math")
+    (remark,) = publisher.last_report.remarks
+    assert "'default' was pushed, but the trainer computes with 'other'" in remark
+    publisher.push_adapter(model, "math", adapter_name="other")
+    assert publisher.last_report.remarks == ()
+    with model.disable_adapter():
+        publisher.push_adapter(model, "math", adapter_name="other")
+        (remark,) = publisher.last_report.remarks
+        assert "adapters are disabled in the trainer" in remark
+        publisher.push_merged(model, adapter_name="other")
+        assert publisher.last_report.remarks == (remark,)
 
 
 def _without(model):

@@ -88,6 +88,8 @@ def test_survivors_go_on_after_a_kill(replicas, victim):
     with publisher_that_loses(replicas, victim, signal.SIGKILL, require=2) as publisher:
         assert str(publisher.push_base(model(1.0))) == "base@1"
         assert publisher.last_report.num_replicas == 2
+        (remark,) = publisher.last_report.remarks
+        assert remark.startswith(f"{victim} does not serve it: it was lost before the commit")
         for name in survivors:
             served = replicas.ask(name)
             assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)

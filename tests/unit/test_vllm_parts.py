@@ -15,7 +15,7 @@ from rollout_side.vllm_engine.answers import Answer, check_answers, guarded
 from rollout_side.vllm_engine.capabilities import lora_modules
 from rollout_side.vllm_engine.reference import build_reference, local_model_dir, served_dtypes
 from rollout_side.vllm_engine.request_tracker import RequestTracker
-from rollout_side.vllm_engine.served_models import FIRST_LORA_ID, ServedModels
+from rollout_side.vllm_engine.served_models import FIRST_LORA_ID, ServedModels, own_names
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -104,6 +104,7 @@ async def test_refused_requests_get_an_openai_error() -> None:
 class _Serving:
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
+        self.base_model_paths = [SimpleNamespace(name=name) for name in ("tiny", "tiny-2")]
 
     def is_base_model(self, name: str) -> bool:
         return name == "tiny"
@@ -149,6 +150,9 @@ def test_names_that_are_taken() -> None:
     for name, text in (("tiny", "base model"), ("disk", "/adapters/disk")):
         with pytest.raises(InvalidNameError, match=text):
             models.check_new(PolicyVersion(name, 1))
+    serving.lora_requests["math@1"] = _request(PolicyVersion("math", 1))
+    assert own_names(serving) == ("disk", "tiny", "tiny-2")
+    del serving.lora_requests["math@1"]
     version = PolicyVersion("math", 1)
     models.check_new(version)
     assert not models.is_served(version, b"a")

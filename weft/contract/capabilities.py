@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.contract.tensors import DataType
 
@@ -45,3 +45,6 @@ class Capabilities:
     """Bound of the adapter store."""
     loads_in_place: bool = False
     """Whether bases that come over a side group are loaded as they arrive, not staged."""
+    served_names: tuple[str, ...] = field(default=(), compare=False)
+    """Names that its server has by its own arguments, for the base model and for adapters
+    from files. Not compared: whether a layout fits does not depend on them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.contract.errors import InvalidNameError
@@ -10,6 +11,7 @@ from weft.contract.errors import InvalidNameError
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
 
+_SENDER_PREFIX = "replica:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -21,6 +23,8 @@ def check_name(name: str, what: str) -> str:
             a letter or digit, and no ``..``; so a name is safe in a URL, a path, a
             Kubernetes label and in ``policy@version``.
     """
+    if not isinstance(name, str):  # handed over by a user's program
+        raise InvalidNameError(f"{name!r:.80} cannot name a {what}: names are strings")
     if not _NAME.fullmatch(name) or ".." in name:
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise InvalidNameError(
@@ -28,6 +32,16 @@ def check_name(name: str, what: str) -> str:
             "beginning with a letter or digit, without '..'"
         )
     return name
+
+
+def replica_sender(replica_id: str) -> str:
+    """A replica as the sender of a clone; no trainer can be named so."""
+    return f"{_SENDER_PREFIX}{replica_id}"
+
+
+def is_replica_sender(trainer_id: str) -> bool:
+    """Whether what sends is a replica, not a trainer."""
+    return trainer_id.startswith(_SENDER_PREFIX)
 
 
 def check_adapter_name(policy: str) -> str:
@@ -62,3 +76,14 @@ class PolicyVersion:
         if not at or not number.isascii() or not number.isdigit():
             raise InvalidNameError(f"{text[:80]!r} is not of the form name@version")
         return cls(check_name(policy, "policy"), int(number))
+
+
+def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
+    """The name of a server's own that requests for an adapter would get instead of it:
+    the policy's, or one of the form ``policy@N``. Empty when there is none.
+    """
+    for name in served_names:
+        head, at, number = name.rpartition("@")
+        if name == policy or (at and head == policy and number.isascii() and number.isdigit()):
+            return name
+    return ""

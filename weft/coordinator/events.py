@@ -13,7 +13,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.progress import Word
 from weft.coordinator.replica import Withdrawn
-from weft.coordinator.state import FitKey
+from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
 from weft.coordinator.values import (
     AdapterSpec,
@@ -46,6 +46,9 @@ class AcquirePolicy:
     session_id: str
     policy: str
     kind: PolicyKind
+    process: TrainerProcess = UNKNOWN_PROCESS
+    displaced_token: int = 0
+    """The lease of the same trainer that ends first, if it is held."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         record = self._catalog.find_transfer(request.transfer_id)
         if record is None:
             raise unknown_transfer(request.transfer_id)
-        return inspect_pb2.GetTransferResponse(transfer=transfer_from_record(record))
+        return inspect_pb2.GetTransferResponse(transfer=transfer_from_record(record, state))
 
     async def WatchEvents(
         self, request: inspect_pb2.WatchEventsRequest, context: Context

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from weft.contract.errors import (
     BaseMismatchError,
+    InvalidNameError,
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
     RequestConflictError,
     WeftError,
 )
-from weft.contract.names import check_name
+from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator import abort, drains, events, in_place, leftovers, reform, stalls
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
@@ -144,6 +145,24 @@ def _check_registration(
                 f"for {2 * state.settings.heartbeat_seconds:.0f} s"
             )
     _check_backends(state, event)
+    _check_served_names(state, event)
+
+
+def _check_served_names(state: State, event: events.Register) -> None:
+    """A server that has the name of an adapter of this pool could never serve it: a typed
+    refusal now, rather than a replica that is never ready."""
+    pushed = {t.policy for t in state.transfers.values() if t.version and not t.replica_id}
+    for policy in sorted(state.policies.values(), key=lambda policy: policy.name):
+        if policy.name == BASE_POLICY or not (policy.served_version or policy.name in pushed):
+            continue
+        name = name_in_the_way(policy.name, event.capabilities.served_names)
+        if name:
+            raise InvalidNameError(
+                f"replica {event.replica_id!r} has the name {name!r} for its base model or for an "
+                f"adapter from a file, and this pool serves the adapter {policy.name!r}: start it "
+                "with another --served-model-name or --lora-modules",
+                metadata={"policy": policy.name, "name": name},
+            )
 
 
 def _check_backends(state: State, event: events.Register) -> None:

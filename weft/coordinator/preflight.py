@@ -9,10 +9,12 @@ from weft.contract.adapter import check_adapter
 from weft.contract.errors import (
     BaseMismatchError,
     CapacityError,
+    InvalidNameError,
     NotReadyError,
     WeftError,
 )
 from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY, name_in_the_way
 from weft.contract.reference import Reference, check_base
 from weft.coordinator import events, in_place
 from weft.coordinator.change import Change
@@ -83,6 +85,26 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
             change.fit_under_way(key)
             change.emit(CheckFit(key, transfer.layout.manifest, transfer.adapter))
     return complete
+
+
+def check_names(state: State, policy: str) -> None:
+    """Refuse an adapter whose name a replica's server has for something else; asked of all
+    that may serve it one day: one that is withdrawn comes back. O(replicas).
+
+    Raises:
+        InvalidNameError: Metadata names the replica and the name.
+    """
+    if policy == BASE_POLICY:
+        return
+    for replica in state.replicas.values():
+        name = name_in_the_way(policy, replica.capabilities.served_names)
+        if name and not replica.lost:
+            raise InvalidNameError(
+                f"replica {replica.replica_id!r} has the name {name!r} for its base model or for "
+                f"an adapter from a file: give the policy {policy!r} another name, or start the "
+                "replica with another --served-model-name or --lora-modules",
+                metadata={"replica": replica.replica_id, "name": name},
+            )
 
 
 def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) -> None:

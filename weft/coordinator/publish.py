@@ -24,6 +24,7 @@ from weft.coordinator.wire import (
     adapter_from_proto,
     begin_to_proto,
     lease_to_proto,
+    process_from_proto,
     transfer_from_record,
     transfer_to_proto,
 )
@@ -100,6 +101,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.session_id,
                 request.policy,
                 PolicyKind(request.kind),
+                process_from_proto(request.process),
+                request.displaced_token,
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
@@ -190,7 +193,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         if record is not None:
             if record.failure:
                 raise record.failure.error()
-            return publish_pb2.AwaitTransferResponse(transfer=transfer_from_record(record))
+            message = transfer_from_record(record, self._driver.state)
+            return publish_pb2.AwaitTransferResponse(transfer=message)
         answer = await self._driver.call(
             lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
         )

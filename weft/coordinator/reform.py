@@ -49,7 +49,8 @@ def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure
             # Most often its process is dead: no push waits for it until it is heard again.
             change.put_replica(replace(replica, suspicion=why.message))
         in_place.abandon(change, transfer, [replica_id], why)
-    may_go_on = transfer.loading or not transfer.require_all
+    is_required = transfer.require_all and not transfer.required.isdisjoint(lost)
+    may_go_on = transfer.loading or not is_required
     enough = 1 if transfer.loading else transfer.min_replicas
     if not may_go_on or len(survivors) < enough:
         abort.abort(change, transfer, failure)
@@ -86,7 +87,7 @@ def _reform(
     renewed = replace(
         group,
         group_id=f"{transfer.ids.group_id}.{num_reforms}",
-        token=_derived_token(transfer, num_reforms),
+        token=derived_token(transfer, num_reforms),
         epoch=epoch,
         members=members_of([(m.replica_id, m.incarnation, m.num_receivers) for m in survivors]),
         attending=frozenset(),
@@ -98,6 +99,7 @@ def _reform(
         epoch=epoch,
         targets=tuple(m.replica_id for m in survivors),
         lost=(*transfer.lost, *lost),
+        losses={**transfer.losses, **lost},
         prepare_sent=False,
         prepared={},
         staged={},
@@ -132,9 +134,10 @@ def _reform(
     )
 
 
-def _derived_token(transfer: Transfer, num_reforms: int) -> str:
-    """As unguessable as the secret, which no member of any group is ever told."""
-    return hashlib.sha256(f"{transfer.ids.secret}.{num_reforms}".encode()).hexdigest()
+def derived_token(transfer: Transfer, nth: int) -> str:
+    """The token of a transfer's further group: as unguessable as the secret, which no
+    member of any group is ever told."""
+    return hashlib.sha256(f"{transfer.ids.secret}.{nth}".encode()).hexdigest()
 
 
 def _discard_at(change: Change, transfer: Transfer, replica: Replica | None) -> None:

@@ -92,7 +92,10 @@ class Transfer:
     adapter: AdapterSpec | None
     min_replicas: int
     require_all: bool = True
-    """Whether the loss of one replica fails the push."""
+    """Whether the loss of one of ``required`` fails the push."""
+    required: frozenset[str] = frozenset()
+    """Replicas that were ready when it took its turn (all that take part, if none was);
+    the others take part as long as they can, and catch up otherwise."""
     backend: str
     wanted_group_id: str
     begin_at: float
@@ -108,6 +111,8 @@ class Transfer:
     targets: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     """Replicas that the transfer goes on without, in order of their loss."""
+    losses: Mapping[str, Failure] = field(default_factory=dict)
+    """Why it goes on without them."""
     prepare_sent: bool = False
     prepared: Mapping[int, int] = field(default_factory=dict)
     """Buckets that each receiver has verified already, by rank."""
@@ -146,11 +151,16 @@ class Transfer:
     """The replica that a clone or a restore is for."""
     leftover: str = ""
     """The transfer of a former coordinator whose staged bytes a restore switches to."""
+    num_interruptions: int = 0
+    """How often a clone was ended for the sake of a push."""
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Replicas that do nothing else meanwhile; none while it waits."""
-        return (*self.targets, self.source) if self.targets and self.source else self.targets
+        """Replicas that do nothing else meanwhile; none while it waits. The source of a
+        clone is free once all is staged."""
+        if self.targets and self.source and self.uncommitted:
+            return (*self.targets, self.source)
+        return self.targets
 
     @property
     def transfer_id(self) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 
 from weft.contract.adapter import MAX_CONFIG_BYTES
-from weft.contract.errors import InvalidAdapterError
+from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
 from weft.coordinator.replica import Replica
 from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
-from weft.coordinator.state import Lease, Policy, State
+from weft.coordinator.state import Lease, Policy, State, TrainerProcess
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import (
     AdapterSpec,
@@ -29,6 +29,10 @@ from weft.rpc.codec import (
     version_to_proto,
 )
 from weft.v1 import inspect_pb2, publish_pb2, types_pb2
+
+# Of a name of a machine, and of what tells its runs apart.
+_MAX_PROCESS_CHARS = 128
+_LATEST_TIME = float(2**32)
 
 
 def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
@@ -99,6 +103,23 @@ def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb
     )
 
 
+def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
+    """The process that asks for a lease.
+
+    Raises:
+        InvalidRequestError: Longer texts or another time than a process can have.
+    """
+    seconds = message.start_time.seconds + message.start_time.nanos / 1e9
+    if max(len(message.host), len(message.host_key)) > _MAX_PROCESS_CHARS or not (
+        0 <= seconds < _LATEST_TIME
+    ):
+        raise InvalidRequestError(
+            "a trainer's process has a host and a host_key of at most "
+            f"{_MAX_PROCESS_CHARS} characters, and a start_time between 1970 and 2106"
+        )
+    return TrainerProcess(message.host, message.host_key, message.pid, seconds)
+
+
 def transfer_to_proto(
     transfer: Transfer, state: State, now: float, num_verified: int
 ) -> publish_pb2.Transfer:
@@ -125,6 +146,13 @@ def transfer_to_proto(
         epoch=transfer.epoch,
         pause=duration_to_proto(transfer.pause_seconds),
         lost_replica_ids=transfer.lost,
+        serving_replica_ids=sorted(transfer.served_by),
+        refusals=[
+            publish_pb2.TransferRefusal(
+                replica_id=replica_id, reason=failure.reason, message=failure.message
+            )
+            for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
+        ],
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
@@ -138,8 +166,9 @@ def transfer_to_proto(
     return message
 
 
-def transfer_from_record(record: VersionRecord) -> publish_pb2.Transfer:
-    """What the catalog still knows of a transfer that is forgotten otherwise."""
+def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Transfer:
+    """What the catalog still knows of a transfer that is forgotten otherwise, and who in
+    contact serves its version now; O(replicas)."""
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
     message = publish_pb2.Transfer(
         transfer_id=record.transfer_id,
@@ -152,6 +181,11 @@ def transfer_from_record(record: VersionRecord) -> publish_pb2.Transfer:
         ),
         begin_time=timestamp_to_proto(record.create_time),
         layout_digest=record.layout_digest,
+        serving_replica_ids=sorted(
+            replica.replica_id
+            for replica in state.replicas.values()
+            if replica.in_contact and replica.vector.holds(record.version)
+        ),
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))

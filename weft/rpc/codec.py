@@ -20,6 +20,8 @@ from weft.v1 import registry_pb2, types_pb2
 CHUNK_ENTRIES: Final = 4096
 #: Members that one replica may add to a side group.
 MAX_RECEIVERS: Final = 1024
+#: Names that one replica's server may have of its own.
+MAX_SERVED_NAMES: Final = 4096
 
 
 def chunk_ranges(count: int) -> Iterator[slice]:
@@ -62,6 +64,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         staging_capacity_bytes=value.staging_capacity_bytes,
         adapter_capacity_bytes=value.adapter_capacity_bytes,
         loads_in_place=value.loads_in_place,
+        served_names=value.served_names,
     )
 
 
@@ -69,12 +72,17 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
     """As in Register.
 
     Raises:
-        InvalidRequestError: An element type is unset, or the receivers are none or
-            too many.
+        InvalidRequestError: An element type is unset, the receivers are none or too
+            many, or the server's own names too many.
     """
     if not 1 <= message.num_receivers <= MAX_RECEIVERS:
         raise InvalidRequestError(
             f"num_receivers is {message.num_receivers}; a replica adds 1 to {MAX_RECEIVERS} members"
+        )
+    if len(message.served_names) > MAX_SERVED_NAMES:
+        raise InvalidRequestError(
+            f"{len(message.served_names)} served_names; a replica declares at most "
+            f"{MAX_SERVED_NAMES}"
         )
     return Capabilities(
         engine_version=message.engine_version,
@@ -92,6 +100,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         staging_capacity_bytes=message.staging_capacity_bytes,
         adapter_capacity_bytes=message.adapter_capacity_bytes,
         loads_in_place=message.loads_in_place,
+        served_names=tuple(message.served_names),
     )
 
 

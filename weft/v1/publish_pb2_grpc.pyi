@@ -43,7 +43,9 @@ class PublishServiceStub:
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
@@ -66,9 +68,10 @@ class PublishServiceStub:
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
-    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-    INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-    cannot serve; the message names the first);
+    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+    server has the adapter's name already, see Capabilities.served_names; metadata
+    `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+    variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
     ABORTED/LEASE_FENCED;
@@ -78,7 +81,9 @@ class PublishServiceStub:
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
@@ -109,7 +114,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
@@ -132,9 +139,10 @@ class PublishServiceAsyncStub(PublishServiceStub):
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
-    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-    INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-    cannot serve; the message names the first);
+    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+    server has the adapter's name already, see Capabilities.served_names; metadata
+    `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+    variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
     ABORTED/LEASE_FENCED;
@@ -144,7 +152,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
@@ -184,7 +194,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
 
     @_abc_1.abstractmethod
@@ -231,9 +243,10 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         and a side group. Nothing has changed anywhere when it fails.
         Idempotent by (trainer_id, request_id): a repeated call answers the same
         transfer and burns no version.
-        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-        INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-        cannot serve; the message names the first);
+        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+        server has the adapter's name already, see Capabilities.served_names; metadata
+        `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+        variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
         ABORTED/LEASE_FENCED;
@@ -249,7 +262,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.AwaitTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.AwaitTransferResponse, _abc.Awaitable[_publish_pb2.AwaitTransferResponse]]:
-        """Waits until a transfer is committed and served, or has failed.
+        """Waits until a transfer is committed and every replica that took part has
+        switched, or has failed to, or until it has failed. It is committed if one
+        replica serves it: Transfer.refusals names the others.
         Idempotent: reads only.
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
