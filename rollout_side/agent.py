@@ -62,7 +62,7 @@ class Agent:
         if spec.is_probe:
             await self._probes.tell(spec)
             return
-        _log.info(
+        _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
             spec.group_id,
             trainer_id,

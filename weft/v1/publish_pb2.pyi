@@ -498,6 +498,7 @@ class BeginTransferRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    CHECK_FINITE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -511,6 +512,11 @@ class BeginTransferRequest(_message.Message):
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
+    """
+    check_finite: _builtins.bool
+    """Whether the sender looks for NaN and infinities in each bucket that it packs,
+    and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
+    where a replica loads the base in place: it would have loaded earlier buckets.
     """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
@@ -536,10 +542,11 @@ class BeginTransferRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        check_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

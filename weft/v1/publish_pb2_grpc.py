@@ -146,7 +146,8 @@ class PublishServiceServicer(object):
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +164,8 @@ class PublishServiceServicer(object):
         UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
         thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), or the reason that a rank gave.
+        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+        or infinity in what it packed), or the reason that a rank gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

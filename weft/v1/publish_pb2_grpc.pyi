@@ -78,7 +78,8 @@ class PublishServiceStub:
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and every replica that took part has
@@ -91,7 +92,8 @@ class PublishServiceStub:
     UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -149,7 +151,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and every replica that took part has
@@ -162,7 +165,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -253,7 +257,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
 
     @_abc_1.abstractmethod
@@ -272,7 +277,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
         thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), or the reason that a rank gave.
+        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+        or infinity in what it packed), or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod
