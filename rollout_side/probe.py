@@ -29,7 +29,7 @@ class Probe:
     """One probe, from the order to attend it until the coordinator drops its group.
 
     Args:
-        spec: The group; its backend is of no matter.
+        spec: The group; nothing is sent over its backend.
         threads: That must have answered before.
     """
 

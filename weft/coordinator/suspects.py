@@ -79,7 +79,7 @@ def _new_group(change: Change, replica: Replica, suspicion: Suspicion) -> Group:
         epoch,
         f"probe:{name}",
         "",
-        "",
+        next(iter(replica.capabilities.backends), ""),
         (Member(name, replica.incarnation, 1, replica.capabilities.num_receivers),),
         is_probe=True,
     )
