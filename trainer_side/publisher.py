@@ -417,10 +417,14 @@ class Publisher:
         self, policy: str, content: Callable[[], Content], options: PushOptions
     ) -> PolicyVersion:
         began = time.monotonic()
-        self._background.drain()  # in the order of the calls, on every rank
-        with self._lock:
-            self.last_report = self._pushing.push(policy, content, options, began=began)
-            return self.last_report.version
+        try:
+            self._background.drain()  # in the order of the calls, on every rank
+            with self._lock:
+                self.last_report = self._pushing.push(policy, content, options, began=began)
+                return self.last_report.version
+        except KeyboardInterrupt:
+            # Where it was, many calls deep, tells nobody anything.
+            raise KeyboardInterrupt(f"a push of {policy} was interrupted") from None
 
     def _push_later(
         self,

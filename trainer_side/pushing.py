@@ -123,7 +123,7 @@ class Pushing:
             )
         )
         version = version_from_proto(begun.version)
-        _log.info(
+        _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
             version,
             source.description,
@@ -147,7 +147,14 @@ class Pushing:
             source=source.description,
             remarks=remarks,
         )
-        _log.info("pushed %s in %.3f s", version, report.seconds)
+        _log.info(
+            "pushed %s in %.3f s: %d bytes to %d replicas, epoch %d",
+            version,
+            report.seconds,
+            report.total_bytes,
+            report.num_replicas,
+            begun.group.epoch,
+        )
         return report
 
     @property

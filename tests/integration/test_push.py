@@ -1,10 +1,13 @@
 """A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
 
+import collections
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -340,6 +343,34 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     # The failed version is never reused.
     assert str(publisher.push_base(Model(3))) == "base@3"
     assert same(engines[1].base, weights(Model(3)))
+
+
+def test_an_interrupted_push_says_where_it_was_called_and_no_more(pool, engines, publisher):
+    """Ctrl-C was 40 lines of what a push is made of."""
+
+    class Interrupted(Model):
+        def named_parameters(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="a push of base was interrupted") as caught:
+        publisher.push_base(Interrupted(1))
+    assert len(traceback.format_exception(caught.value)) <= 5
+    assert str(publisher.push_base(Model(2))) == "base@1"
+
+
+def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog):
+    caplog.set_level(logging.INFO)
+    publisher.push_base(Model(1))  # forms the group
+    caplog.clear()
+    publisher.push_base(Model(2))
+    by_process = collections.Counter(record.name.partition(".")[0] for record in caplog.records)
+    assert by_process == {"trainer_side": 1, "weft": 1, "rollout_side": len(engines)}
+    caplog.clear()
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError):
+        publisher.push_base(Model(3))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publisher):
