@@ -53,6 +53,12 @@ class InvalidAdapterError(InvalidRequestError):
     default_reason = "INVALID_ADAPTER"
 
 
+class NotFiniteError(InvalidRequestError):
+    """What was to be sent holds NaN or infinity; metadata ``parameter`` names the first."""
+
+    default_reason = "NOT_FINITE"
+
+
 class InvalidNameError(InvalidRequestError):
     """A policy, trainer or replica name outside the rule."""
 
@@ -174,6 +180,7 @@ REASONS: dict[str, type[WeftError]] = {
     "INVALID_ADAPTER": InvalidAdapterError,
     "INVALID_NAME": InvalidNameError,
     "INVALID_PAGE": InvalidRequestError,
+    "NOT_FINITE": NotFiniteError,
     "PUBLISHER_CLOSED": InvalidRequestError,
     "PROTOCOL": InvalidRequestError,
     "VERSION_UNKNOWN": NotFoundError,
@@ -199,6 +206,7 @@ REASONS: dict[str, type[WeftError]] = {
     "STAGING_FULL": CapacityError,
     "MANIFEST_TOO_LARGE": CapacityError,
     "STORE_FULL": CapacityError,
+    "GROUP_TOO_LARGE": CapacityError,
     "TOO_SLOW": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,

@@ -11,6 +11,7 @@ from weft.contract.errors import InvalidNameError
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
 
+_SENDER_PREFIX = "replica:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -31,6 +32,16 @@ def check_name(name: str, what: str) -> str:
             "beginning with a letter or digit, without '..'"
         )
     return name
+
+
+def replica_sender(replica_id: str) -> str:
+    """A replica as the sender of a clone; no trainer can be named so."""
+    return f"{_SENDER_PREFIX}{replica_id}"
+
+
+def is_replica_sender(trainer_id: str) -> bool:
+    """Whether what sends is a replica, not a trainer."""
+    return trainer_id.startswith(_SENDER_PREFIX)
 
 
 def check_adapter_name(policy: str) -> str:

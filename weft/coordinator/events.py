@@ -96,6 +96,7 @@ class BeginTransfer:
     ids: FreshIds
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
+    check_finite: bool = False
 
 
 @dataclass(frozen=True)

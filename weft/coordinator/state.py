@@ -33,6 +33,10 @@ class Settings:
     """Between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
     """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    clone_interruptions: int = 3
+    """A clone that pushes have ended so often goes before them."""
+    clone_patience_seconds: float = 60.0
+    """So does one that is so old."""
     publish_again_after_seconds: float = 5.0
     """How long a version must be held by nobody before its owner is asked for it: of
     a pool that restarts, another replica may hold it."""

@@ -19,6 +19,7 @@ from weft.coordinator import (
     admission,
     base_binding,
     catchup,
+    clones,
     commit,
     demands,
     discard,
@@ -56,6 +57,9 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     """
     change = Change(state, now)
     _apply(change, event)
+    if state.history is not change.state.history:
+        _plan_after(change, state)
+    clones.end_unwanted(change)
     admission.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
@@ -126,9 +130,6 @@ def _apply(change: Change, event: events.Event) -> None:
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retire.retire(change)
-                ended = change.state.history[event.transfer_id]
-                if not ended.replica_id or change.now >= change.state.plan_at:
-                    catchup.plan(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
@@ -151,6 +152,14 @@ def _apply(change: Change, event: events.Event) -> None:
             drains.drain(change, event)
         case events.RebindBase():
             base_binding.rebind(change, event)
+
+
+def _plan_after(change: Change, before: State) -> None:
+    """Plan clones once a transfer has ended, before others take its replicas; after
+    clones, of which there may be many, not every time."""
+    ended = [t for name, t in change.state.history.items() if name not in before.history]
+    if change.now >= change.state.plan_at or any(not t.replica_id for t in ended):
+        catchup.plan(change)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
@@ -181,7 +190,7 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
         change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
     else:
         if transfer.uncommitted:
-            message = event.message[:500] or "no reason given"
+            message = event.message or "no reason given"
             failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
             abort.abort(change, transfer, failure)
         change.reply(event.ticket, Done())

@@ -79,8 +79,8 @@ class AdminServiceStub:
     """
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but it is not ready: it
-    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
     with the next heartbeat. Its running requests finish, and what is sent to it all
     the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -89,8 +89,8 @@ class AdminServiceStub:
     """
     Quarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]
     """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-    503); its running requests finish. Durable like Cordon, and in its place. A
+    nothing is pushed to it or cloned from it, clones from and to it end at once, and
+    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
     repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -106,8 +106,8 @@ class AdminServiceStub:
     """Lets a replica leave the pool in good order: at once it is not ready and no
     target of new transfers; it refuses new requests when routers have had a moment
     to hear of it, finishes running requests and the transfers that it takes part
-    in, then leaves the pool, and its process ends with status 0. When the time is
-    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+    When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
     other holder is free. Answers at once; ListReplicas tells when it has left.
     Not durable at the coordinator, but the replica remembers it once it has heard,
     within a heartbeat. Only a shorter time changes a drain that is under way.
@@ -181,8 +181,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but it is not ready: it
-    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
     with the next heartbeat. Its running requests finish, and what is sent to it all
     the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -191,8 +191,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Quarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]  # type: ignore[assignment]
     """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-    503); its running requests finish. Durable like Cordon, and in its place. A
+    nothing is pushed to it or cloned from it, clones from and to it end at once, and
+    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
     repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -208,8 +208,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lets a replica leave the pool in good order: at once it is not ready and no
     target of new transfers; it refuses new requests when routers have had a moment
     to hear of it, finishes running requests and the transfers that it takes part
-    in, then leaves the pool, and its process ends with status 0. When the time is
-    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+    When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
     other holder is free. Answers at once; ListReplicas tells when it has left.
     Not durable at the coordinator, but the replica remembers it once it has heard,
     within a heartbeat. Only a shorter time changes a drain that is under way.
@@ -310,8 +310,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CordonResponse, _abc.Awaitable[_admin_pb2.CordonResponse]]:
         """Takes a replica out of service, so that it can come back at once: it stays in
-        the pool, goes on receiving pushes and may send clones, but it is not ready: it
-        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        the pool, goes on receiving pushes and may send clones, but none is sent to it
+        (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
         with the next heartbeat. Its running requests finish, and what is sent to it all
         the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -326,8 +326,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.QuarantineResponse, _abc.Awaitable[_admin_pb2.QuarantineResponse]]:
         """Takes a replica out of service because its answers are not to be trusted:
-        nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-        503); its running requests finish. Durable like Cordon, and in its place. A
+        nothing is pushed to it or cloned from it, clones from and to it end at once, and
+        it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
         repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
         and the replica then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -355,8 +355,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lets a replica leave the pool in good order: at once it is not ready and no
         target of new transfers; it refuses new requests when routers have had a moment
         to hear of it, finishes running requests and the transfers that it takes part
-        in, then leaves the pool, and its process ends with status 0. When the time is
-        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+        When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
         other holder is free. Answers at once; ListReplicas tells when it has left.
         Not durable at the coordinator, but the replica remembers it once it has heard,
         within a heartbeat. Only a shorter time changes a drain that is under way.

@@ -463,9 +463,12 @@ class Requirement(_message.Message):
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
-    push goes on with the others while there are so many. 0 means all: if one
-    dies, the push fails. Once a replica loads a base in place (see
-    ReplicaService.LoadTransfer) the push goes on with whoever is left.
+    push goes on with the others while there are so many. 0 means all that are
+    ready at begin: if one of them dies, the push fails. Replicas that have still
+    to catch up take part where they are free (the push ends clones that are not
+    committed, which go on after it), and get the version afterwards otherwise;
+    where none is ready, all that take part count. Once a replica loads a base in
+    place (see ReplicaService.LoadTransfer) the push goes on with whoever is left.
     """
     def __init__(
         self,
@@ -495,6 +498,7 @@ class BeginTransferRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    CHECK_FINITE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -508,6 +512,11 @@ class BeginTransferRequest(_message.Message):
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
+    """
+    check_finite: _builtins.bool
+    """Whether the sender looks for NaN and infinities in each bucket that it packs,
+    and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
+    where a replica loads the base in place: it would have loaded earlier buckets.
     """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
@@ -533,10 +542,11 @@ class BeginTransferRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        check_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,7 +573,7 @@ class GroupPlan(_message.Message):
     rank: _builtins.int
     """This member's rank; the sender is rank 0."""
     size: _builtins.int
-    """Number of members."""
+    """Number of members; 2 to 16,384."""
     backend: _builtins.str
     """"nccl" or "gloo"."""
     def __init__(
