@@ -92,7 +92,7 @@ class Catalog:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
         """Open or create a catalog, check all of it, and count a new generation; blocks for
-        a few fsyncs, and for a second per 100,000 versions.
+        a few fsyncs, and for 2 s of work per 100,000 versions.
 
         Versions that were on their way become ABORTED: their bytes are gone.
 
