@@ -31,6 +31,7 @@ from weft.coordinator import (
     rollback,
     routes,
     staging,
+    unserved,
     withdrawals,
 )
 from weft.coordinator.change import Change
@@ -55,6 +56,8 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     """
     change = Change(state, now)
     _apply(change, event)
+    if change.state.unserved:
+        unserved.settle(change)
     admission.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
@@ -132,6 +135,7 @@ def _apply(change: Change, event: events.Event) -> None:
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
             discard.discard_answered(change, event)
+            unserved.discard_answered(change, event)
         case events.LookedUp():
             catchup.looked_up(change, event)
         case events.Rollback():
