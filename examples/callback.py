@@ -61,7 +61,10 @@ def main() -> None:
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )
     # Made after the Trainer, which has joined the ranks if there are several.
-    with Publisher(args.coordinator, trainer_id="callback-example") as publisher:
+    # The pool may be starting beside this job: wait for its coordinator.
+    with Publisher(
+        args.coordinator, trainer_id="callback-example", connect_seconds=300
+    ) as publisher:
         trainer.add_callback(PushAdapter(publisher, args.policy, args.every))
         trainer.train()
 

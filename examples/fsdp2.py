@@ -44,7 +44,8 @@ def main() -> None:
     torch.manual_seed(rank)  # each rank has batches of its own
 
     # Every rank makes a Publisher and calls every push; rank 0 sends.
-    with Publisher(args.coordinator, trainer_id="fsdp2-example") as publisher:
+    # The pool may be starting beside this job: wait for its coordinator.
+    with Publisher(args.coordinator, trainer_id="fsdp2-example", connect_seconds=300) as publisher:
         pushing = None
         for step in range(args.steps):
             # Made up; your rollouts and your loss go here.

@@ -36,7 +36,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
 
-    with Publisher(args.coordinator, trainer_id="lora-example") as publisher:
+    # The pool may be starting beside this job: wait for its coordinator.
+    with Publisher(args.coordinator, trainer_id="lora-example", connect_seconds=300) as publisher:
         for _ in range(args.steps):
             # Made up; your rollouts and your loss go here.
             ids = torch.randint(model.config.vocab_size, (4, 32), device=device)

@@ -47,7 +47,8 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
 
-    with Publisher(args.coordinator, trainer_id="qlora-example") as publisher:
+    # The pool may be starting beside this job: wait for its coordinator.
+    with Publisher(args.coordinator, trainer_id="qlora-example", connect_seconds=300) as publisher:
         for _ in range(args.steps):
             # Made up; your rollouts and your loss go here.
             ids = torch.randint(model.config.vocab_size, (4, 32), device=device)

@@ -56,7 +56,8 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())  # each rank has batches of its own
 
     # Every rank makes a Publisher and calls every push; rank 0 sends.
-    with Publisher(args.coordinator, trainer_id="zero3-example") as publisher:
+    # The pool may be starting beside this job: wait for its coordinator.
+    with Publisher(args.coordinator, trainer_id="zero3-example", connect_seconds=300) as publisher:
         for _ in range(args.steps):
             # Made up; your rollouts and your loss go here.
             ids = torch.randint(model.config.vocab_size, (4, 32), device=engine.device)

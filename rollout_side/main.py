@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ _SERVICE = "weft.v1.ReplicaService"
 #: Health service name that says whether the replica serves all that the pool does.
 READY_SERVICE = "weft.ready"
 _STOP_SECONDS = 5.0
+# Between two lines that say why the replica waits.
+_LOG_SECONDS = 30.0
 #: How long running requests may take to end once the replica has failed; once it was
 #: told to stop.
 _FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
@@ -64,6 +67,9 @@ class RolloutConfig:
     it is loaded in place."""
     spill_bytes: int = 256 * 2**30
     """Bound of the versions of this base model there, of whichever replica."""
+
+    allow_unversioned_changes: bool = False
+    """Take an environment that opens endpoints of vLLM's which change weights."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.retain_base <= 100:
@@ -140,6 +146,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         backend=config.backend,
         retain_base=config.retain_base,
         spill=config.spill,
+        allow_unversioned_changes=config.allow_unversioned_changes,
     )
     patience = _FAILURE_SECONDS
     try:
@@ -158,7 +165,7 @@ async def _serve_engine(
     servicer = Servicer(_SERVICE, ReplicaServicer(agent), add_ReplicaServiceServicer_to_server)
     server = await make_server([servicer])
     await server.set_health(READY_SERVICE, serving=False)
-    agent.advertise(bind(server.server, config.agent.listen))
+    await _advertise(agent, bind(server.server, config.agent.listen))
     await server.server.start()
     _log.info(
         "replica %s: gRPC on %s, OpenAI API on %s", config.agent.replica_id, agent.address, http_url
@@ -190,6 +197,25 @@ async def _serve_engine(
             async with asyncio.timeout(_STOP_SECONDS):
                 await asyncio.gather(*tasks, return_exceptions=True)
         await server.server.stop(grace=1.0)
+
+
+async def _advertise(agent: Agent, port: int) -> None:
+    """Find out the address that others reach this replica by; waits, as registration does,
+    for a coordinator whose name is not known yet."""
+    logged_at = float("-inf")
+    while True:
+        try:
+            agent.advertise(port)
+            return
+        except OSError as error:
+            if time.monotonic() - logged_at >= _LOG_SECONDS:
+                logged_at = time.monotonic()
+                _log.warning(
+                    "no route to the coordinator at %s yet: %s (or say --advertise-host)",
+                    agent.config.coordinator,
+                    error.strerror or error,
+                )
+        await asyncio.sleep(1.0)
 
 
 async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:

@@ -23,7 +23,7 @@ from rollout_side.staged import PartialTransfer, is_adapter
 from rollout_side.store import WorkerStore
 from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
 from weft.contract.manifest import Manifest
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
 from weft.transport.membership import GroupTicket, Membership
@@ -227,7 +227,10 @@ class _Group:
         if partial is None:
             layout = manifest()
             segment = self._store.reserve(
-                transfer_id, layout.wire_bytes, adapter=is_adapter(version)
+                transfer_id,
+                layout.wire_bytes,
+                adapter=is_adapter(version),
+                clone=is_replica_sender(self.spec.trainer_id),
             )
             partial = PartialTransfer(transfer_id, self.spec.trainer_id, layout, segment, [])
         return StagedArrival(self._store, version, partial)
@@ -265,7 +268,7 @@ class _Group:
         )
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
-        _log.info(
+        _log.debug(
             "staged %s: %d bytes in %.3f s, epoch %d",
             transfer.version,
             manifest.total_bytes,

@@ -7,6 +7,7 @@ worker's methods (on the engine's thread) take them out. Nothing here knows vLLM
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from rollout_side.inflow import Inflow, InflowSlot
 from rollout_side.memory import Memory
+from rollout_side.partials import PartialTransfers
 from rollout_side.retained import RetainedBases
 from rollout_side.room import Usage, check_adapter_room, check_base_room
 from rollout_side.segment import Segment
@@ -27,15 +29,18 @@ from rollout_side.staged import (
     is_adapter,
 )
 from weft.contract.errors import (
+    CapacityError,
     DigestMismatchError,
     NotFoundError,
     NotReadyError,
     TransferAbortedError,
 )
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, is_replica_sender
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256
+# A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
+_CLONE_END_SECONDS = 5.0
 
 
 @dataclass
@@ -61,8 +66,10 @@ class WorkerStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
-    _partial: dict[str, PartialTransfer] = field(default_factory=dict)
+    _partial: PartialTransfers = field(default_factory=PartialTransfers)
     _reserved: dict[str, int] = field(default_factory=dict)
+    _clones: set[str] = field(default_factory=set)
+    """Reservations of clones."""
     _free: list[Segment] = field(default_factory=list)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _bases: RetainedBases = field(init=False)
@@ -73,21 +80,30 @@ class WorkerStore:
 
     def __post_init__(self) -> None:
         self._bases = RetainedBases(self.retain_base)
+        self._room_changed = threading.Condition(self._lock)
 
     # -- the receiver's side ------------------------------------------------
 
-    def reserve(self, transfer_id: str, num_bytes: int, *, adapter: bool) -> Segment:
+    def reserve(
+        self, transfer_id: str, num_bytes: int, *, adapter: bool, clone: bool = False
+    ) -> Segment:
         """Memory for a transfer, reused from a dropped version when one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB).
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and for a moment
+        where a clone that was ended has still to let go of the room. What was received of
+        a clone gives way to all but a ``clone``.
 
         Raises:
             CapacityError: The bound would be exceeded; says what holds the memory.
         """
         with self._lock:
+            if not clone:
+                self._end_clones(num_bytes, adapter=adapter)
             if not adapter:
                 self._make_room(num_bytes)
             self._check_room(num_bytes, adapter=adapter)
+            if clone:
+                self._clones.add(transfer_id)
             for i, segment in enumerate(self._free):
                 place = self.memory.place(adapter=adapter)
                 if segment.num_bytes == num_bytes and segment.data.device == place:
@@ -119,8 +135,14 @@ class WorkerStore:
         Pass None when an abandoned operation may still write to it.
         """
         with self._lock:
-            self._reserved.pop(transfer_id, None)
+            self._unreserve(transfer_id)
             self._recycle(segment)
+
+    def _unreserve(self, *transfer_ids: str) -> None:
+        for transfer_id in transfer_ids:
+            self._reserved.pop(transfer_id, None)
+            self._clones.discard(transfer_id)
+        self._room_changed.notify_all()
 
     def put_staged(self, staged: StagedVersion) -> None:
         """Turn a reservation into a staged version.
@@ -130,7 +152,7 @@ class WorkerStore:
                 may be reused.
         """
         with self._lock:
-            self._reserved.pop(staged.transfer_id, None)
+            self._unreserve(staged.transfer_id)
             if staged.transfer_id in self._discarded:
                 self._recycle(staged.segment)
                 raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
@@ -138,14 +160,29 @@ class WorkerStore:
             if is_adapter(staged.version):
                 self._last_adapter_bytes = staged.segment.num_bytes
 
-    def _check_room(self, num_bytes: int, *, adapter: bool) -> None:
+    def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
+        """Drop what was received of a clone if its room is needed; wait for one that has
+        still to hear that it was ended."""
+        end = time.monotonic() + _CLONE_END_SECONDS
+        while self._clones:
+            try:
+                self._check_room(num_bytes, adapter=adapter, droppable=self._bases.num_bytes)
+                return
+            except CapacityError:
+                dropped = self._partial.drop_clones()
+                self._unreserve(*dropped)
+                left = end - time.monotonic()
+                if not dropped and (left <= 0 or not self._room_changed.wait(left)):
+                    return
+
+    def _check_room(self, num_bytes: int, *, adapter: bool, droppable: int = 0) -> None:
         waiting = sum(s.segment.num_bytes for s in self._staged.values())
         waiting += sum(self._reserved.values())
         if adapter:
             held = {v: e.staged.segment.num_bytes for v, e in self._adapters.items()}
             check_adapter_room(num_bytes, self.adapter_capacity_bytes, held, waiting)
         else:
-            in_use = waiting + self._bases.num_bytes
+            in_use = waiting + max(self._bases.num_bytes - droppable, self._bases.num_pinned_bytes)
             check_base_room(num_bytes, self.staging_capacity_bytes, in_use, self._bases.pinned)
 
     def put_partial(self, partial: PartialTransfer) -> None:
@@ -153,16 +190,14 @@ class WorkerStore:
         discarded meanwhile."""
         with self._lock:
             if partial.transfer_id in self._discarded:
-                self._reserved.pop(partial.transfer_id, None)
+                self._unreserve(partial.transfer_id)
             else:
-                self._partial[partial.transfer_id] = partial
+                self._unreserve(*self._partial.put(partial))
 
     def settle_partial(self, trainer_id: str) -> None:
         """Note that operations of a trainer's former group have ended for good."""
         with self._lock:
-            for partial in list(self._partial.values()):
-                if partial.trainer_id == trainer_id:
-                    self._partial[partial.transfer_id] = replace(partial, settled=True)
+            self._partial.settle(trainer_id)
 
     def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
         """What was received of a transfer so far, in memory that is safe to write.
@@ -173,14 +208,13 @@ class WorkerStore:
         old memory.
         """
         with self._lock:
-            for other in [p for p in self._partial.values() if p.trainer_id == trainer_id]:
-                if other.transfer_id != transfer_id:
-                    del self._partial[other.transfer_id]
-                    self._reserved.pop(other.transfer_id, None)
-            partial = self._partial.pop(transfer_id, None)
+            self._unreserve(*self._partial.drop_others(transfer_id, trainer_id))
+            partial = self._partial.pop(transfer_id)
             staged = self._staged.pop(transfer_id, None) if partial is None else None
             if staged is not None:
                 self._reserved[transfer_id] = staged.segment.num_bytes
+                if is_replica_sender(trainer_id):
+                    self._clones.add(transfer_id)
                 digests = list(staged.bucket_digests)
                 return PartialTransfer(
                     transfer_id, trainer_id, staged.manifest, staged.segment, digests
@@ -368,8 +402,8 @@ class WorkerStore:
         with self._lock:
             if transfer_id not in self._discarded:
                 self._discarded.append(transfer_id)
-            if self._partial.pop(transfer_id, None) is not None:
-                self._reserved.pop(transfer_id, None)  # memory that is not reused
+            if self._partial.pop(transfer_id) is not None:
+                self._unreserve(transfer_id)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)
             self._recycle(staged.segment if staged else None)
             self.arriving.discard(transfer_id)
@@ -378,7 +412,7 @@ class WorkerStore:
         """What is held now."""
         with self._lock:
             waiting = sum(s.segment.num_bytes for s in self._staged.values())
-            transfer_ids = {*self._staged, *self._partial, *self.arriving.transfer_ids}
+            transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.arriving.transfer_ids}
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,

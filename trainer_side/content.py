@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer_side.active_adapters import active_remarks
 from trainer_side.adapter_source import Adapter, adapter_of_model, adapter_parameters
 from trainer_side.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.module_source import ModuleSource
@@ -54,6 +55,8 @@ class ModelBase:
     cast: bool
     merged: str | None = None
     """The adapter to merge into them."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the model as it was when the push was asked for."""
 
     @classmethod
     def of(
@@ -78,7 +81,8 @@ class ModelBase:
             )
         if not is_peft and merged is not None:
             raise InvalidRequestError("push_merged needs a PEFT model: push_base sends this one")
-        return cls(opened, cast, merged)
+        notes = active_remarks(opened.module, merged) if merged is not None else ()
+        return cls(opened, cast, merged, notes)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``Content.source``."""
@@ -110,8 +114,9 @@ class ModelBase:
     def remarks(self) -> tuple[str, ...]:
         """See ``Content.remarks``."""
         if isinstance(self.opened.params, DequantisedParams):
-            return ("the base is quantised here: its dequantised weights were pushed",)
-        return ()
+            text = "the base is quantised here: its dequantised weights were pushed"
+            return (text, *self.notes)
+        return self.notes
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class ModelAdapter:
     adapter_name: str
     cast: bool
     check_base: bool
+    notes: tuple[str, ...] = ()
+    """Remarks on the model as it was when the push was asked for."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
         """See ``Content.source``."""
@@ -142,10 +149,11 @@ class ModelAdapter:
         """See ``Content.remarks``."""
         kind = self.opened.params.kind
         if "quantised" not in kind:
-            return ()
+            return self.notes
         return (
             f"the adapter was trained on a base that is {kind.partition(' ')[2]}, and is served on "
             "the pool's own: answers differ from the trainer's by the error of that quantisation",
+            *self.notes,
         )
 
 
@@ -204,7 +212,9 @@ def adapter_content(
     """What ``push_adapter`` was handed."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
-    return ModelAdapter(open_model(model, ranks, kind), adapter_name, cast, check_base)
+    opened = open_model(model, ranks, kind)
+    notes = active_remarks(opened.module, adapter_name)
+    return ModelAdapter(opened, adapter_name, cast, check_base, notes)
 
 
 def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:

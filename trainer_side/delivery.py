@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from trainer_side.adapter_source import Adapter
+from trainer_side.contact import Contact, data_address
 from trainer_side.lane import Lane
 from trainer_side.leases import Leases
 from trainer_side.progress import ProgressReporter
@@ -19,6 +20,7 @@ from trainer_side.sender import Sender
 from trainer_side.source import Source
 from weft.contract.errors import (
     LeaseFencedError,
+    NotFiniteError,
     NotReadyError,
     PeerUnavailableError,
     StaleEpochError,
@@ -33,7 +35,6 @@ from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
-from weft.transport.host import local_address_towards
 from weft.transport.membership import GroupTicket
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
@@ -59,7 +60,8 @@ class Delivery:
         data_host: Address that replicas reach this machine by; None finds it out.
         lane: Which way the bytes take.
         reporter: Shows progress.
-        on_wanted: See ``Leases``.
+        connect_seconds: See ``Contact``.
+        takeover, on_wanted: See ``Leases``.
     """
 
     def __init__(
@@ -69,15 +71,20 @@ class Delivery:
         data_host: str | None,
         lane: Lane,
         reporter: ProgressReporter,
+        *,
+        connect_seconds: float,
+        takeover: bool = False,
         on_wanted: Callable[[str], None] | None = None,
     ) -> None:
         self._target = coordinator
         self._data_host = data_host
+        self._host = ""
         self._lane = lane
         self._reporter = reporter
         self._channel = open_channel(coordinator)
         self._stub = PublishServiceStub(self._channel)
-        self._leases = Leases(self._stub, trainer_id, on_wanted)
+        self._contact = Contact(self._channel, coordinator, connect_seconds)
+        self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
         self._put: set[bytes] = set()
 
@@ -86,12 +93,15 @@ class Delivery:
         replica has described it.
 
         Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
             NotReadyError: ``BACKEND_MISMATCH``.
         """
+        if not self._contact.was_reached:
+            self._contact.wait(deadline)
+        # Known now, before anything is begun: what is wrong with it would end every push.
+        self._host = data_address(self._data_host, self._target)
         target = self._call(
-            lambda left: self._stub.DescribeTarget(
-                pb.DescribeTargetRequest(), timeout=left, wait_for_ready=True
-            ),
+            lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
             deadline,
         )
         target.backends[:] = [self._lane.backend(target.backends)]
@@ -117,6 +127,7 @@ class Delivery:
         adapter: Adapter | None,
         target: pb.DescribeTargetResponse,
         min_replicas: int,
+        check_finite: bool,
         deadline: float,
     ) -> pb.BeginTransferResponse:
         """Begin, after acquiring the lease and making the manifest known as needed."""
@@ -135,6 +146,7 @@ class Delivery:
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
             backend=target.backends[0],
+            check_finite=check_finite,
         )
         fenced = False
         while True:
@@ -146,16 +158,13 @@ class Delivery:
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
             try:
                 return self._call(
-                    lambda left: self._stub.BeginTransfer(
-                        request, timeout=left, wait_for_ready=True
-                    ),
-                    deadline,
+                    lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
                 )
-            except LeaseFencedError:
+            except LeaseFencedError as error:
                 # Expired while we were away (a long step under a debugger, a restart
                 # of the coordinator): acquire anew once, or learn who holds it.
                 self._leases.forget(policy)
-                if fenced:
+                if fenced or error.metadata.get("holder"):  # somebody took it over
                     raise
                 fenced = True
             except NotReadyError as error:
@@ -181,6 +190,7 @@ class Delivery:
         begun: pb.BeginTransferResponse,
         source: Source,
         manifest: Manifest,
+        check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
@@ -192,7 +202,7 @@ class Delivery:
             # version was committed all the same.
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 sender = self._sender_for(begun.group)
-                self._send(sender, begun, source, manifest, deadline)
+                self._send(sender, begun, source, manifest, check_finite, deadline)
             return self._outcome(begun, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
@@ -208,6 +218,7 @@ class Delivery:
         begun: pb.BeginTransferResponse,
         source: Source,
         manifest: Manifest,
+        check_finite: bool,
         deadline: float,
     ) -> None:
         version = version_from_proto(begun.version)
@@ -219,6 +230,7 @@ class Delivery:
                 nonce=begun.nonce,
                 deadline=deadline,
                 progress=progress,
+                check_finite=check_finite,
             )
 
     def _sender_for(self, group: pb.GroupPlan) -> Sender:
@@ -227,7 +239,6 @@ class Delivery:
                 return self._sender
             self._sender.close()
             self._sender = None
-        host = self._data_host or local_address_towards(self._target)
         ticket = GroupTicket(
             group_id=group.group_id,
             token=group.token,
@@ -235,7 +246,7 @@ class Delivery:
             rank=group.rank,
             size=group.size,
             backend=group.backend,
-            host=host,
+            host=self._host,
             device=self._lane.device_of(group.backend),
         )
         self._sender = Sender(self._target, ticket)
@@ -253,15 +264,9 @@ class Delivery:
                 sender.stand_by(call)
             return call.result()
 
-        while True:
-            try:
-                transfer = self._call(ask, deadline).transfer
-                self._leases.published(begun.version.policy)
-                return transfer
-            except PeerUnavailableError as error:
-                if error.reason != "COORDINATOR_AWAY" or time.monotonic() > deadline:
-                    raise
-                time.sleep(_RETRY_SECONDS)
+        transfer = self._call(ask, deadline).transfer
+        self._leases.published(begun.version.policy)
+        return transfer
 
     def _give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
         """Tell the coordinator, best effort, and leave the group."""
@@ -270,7 +275,9 @@ class Delivery:
             fencing_token=self._leases.held_token(begun.version.policy),
             message=f"the trainer gave up: {error!r}"[:500],
         )
-        if not isinstance(error, WeftError) or isinstance(error, TransferTimeoutError):
+        if not isinstance(error, WeftError) or isinstance(
+            error, TransferTimeoutError | NotFiniteError
+        ):
             try:
                 self._stub.AbortTransfer(request, timeout=2.0)
             except grpc.RpcError as rpc_error:
@@ -293,11 +300,17 @@ class Delivery:
         return ""
 
     def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
-        """One RPC with the time that is left; its failure as a typed error."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TransferTimeoutError("the push's deadline passed")
-        try:
-            return call(left)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+        """One RPC with the time that is left, made again once a coordinator that was away
+        is back (all of them are idempotent); its failure as a typed error."""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError("the push's deadline passed")
+            try:
+                return call(left)
+            except grpc.RpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                if error.reason != "COORDINATOR_AWAY":
+                    raise error from rpc_error
+            time.sleep(_RETRY_SECONDS)
+            self._contact.wait(deadline)

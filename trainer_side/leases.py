@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import grpc
 
-from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, TransferTimeoutError
+from trainer_side.processes import this_process
+from trainer_side.rival import Rival, describe
+from weft.contract.errors import (
+    LeaseFencedError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    TransferTimeoutError,
+    WeftError,
+)
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import publish_pb2 as pb
@@ -48,6 +56,8 @@ class Leases:
     holds it.
 
     Args:
+        takeover: Whether the first lease of each policy is taken from a living process of
+            this trainer: the two would displace each other for ever if it were every one.
         on_wanted: Called on the background thread with a policy that is to be
             published again, once each time that is asked; must return at once.
     """
@@ -57,13 +67,18 @@ class Leases:
         stub: PublishServiceStub,
         trainer_id: str,
         on_wanted: Callable[[str], None] | None = None,
+        *,
+        takeover: bool = False,
     ) -> None:
         self._stub = stub
+        self._takeover = takeover
         self._on_wanted = on_wanted
         self._trainer_id = trainer_id
         self._session_id = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        #: Policies that were ever held: none of them is taken over by force again.
+        self._known: set[str] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="weft-leases", daemon=True)
         self._thread.start()
@@ -71,41 +86,70 @@ class Leases:
     def token(self, policy: str, kind: types_pb2.PolicyKind.ValueType, deadline: float) -> int:
         """The fencing token of ``policy``'s lease, acquiring it if need be.
 
-        Blocks while the lease is held by a former process of this very trainer,
-        which may be dead: until it expires, at most until ``deadline``
-        (``time.monotonic()``).
+        Blocks while the lease is held by a former process of this very trainer, which may
+        be dead: until it expires, at most until ``deadline`` (``time.monotonic()``). One
+        that is known to have ended is displaced at once.
 
         Raises:
-            PolicyOwnedError: Another trainer holds it.
+            PolicyOwnedError: Another trainer holds it, or another process of this one
+                that lives: it has renewed the lease meanwhile.
+            LeaseFencedError: Another process of this trainer took it over from this one.
             WeftError: As AcquirePolicy.
         """
         with self._lock:
             if policy in self._held:
                 return self._held[policy].token
+            was_held = policy in self._known
         request = pb.AcquirePolicyRequest(
-            trainer_id=self._trainer_id, session_id=self._session_id, policy=policy, kind=kind
+            trainer_id=self._trainer_id,
+            session_id=self._session_id,
+            policy=policy,
+            kind=kind,
+            process=this_process(),
         )
+        rival = Rival(takeover=self._takeover and not was_held)
         waiting = False
         while True:
             try:
                 lease = self._stub.AcquirePolicy(
-                    request, timeout=_CALL_SECONDS, wait_for_ready=True
+                    request, timeout=max(0.1, deadline - time.monotonic()), wait_for_ready=True
                 ).lease
                 break
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
-                is_own = error.metadata.get("holder") == self._trainer_id
-                if not (isinstance(error, PolicyOwnedError) and is_own):
+                if not (
+                    isinstance(error, PolicyOwnedError)
+                    and error.metadata.get("holder") == self._trainer_id
+                ):
                     raise error from rpc_error
+                displaced = rival.displaced_token(error.metadata)
+                if displaced and displaced != request.displaced_token:
+                    _log.warning("taking the lease over: %s", error.message)
+                    request.displaced_token = displaced
+                    continue
+                if was_held or rival.is_alive(error.metadata):
+                    raise self._refused(policy, error, was_held) from rpc_error
                 if time.monotonic() + _RETRY_SECONDS > deadline:
                     raise error from rpc_error
                 if not waiting:
                     _log.warning("waiting for the lease of a former process: %s", error.message)
                     waiting = True
-                time.sleep(_RETRY_SECONDS)
+                if self._stop.wait(_RETRY_SECONDS):
+                    raise error from rpc_error
         with self._lock:
             self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
+            self._known.add(policy)
         return lease.fencing_token
+
+    def _refused(self, policy: str, error: PolicyOwnedError, was_held: bool) -> WeftError:
+        """The failure of a push whose policy another process of this trainer holds."""
+        if was_held:
+            return LeaseFencedError(
+                f"this trainer's lease of {policy!r} was taken over: {error.message}",
+                metadata=error.metadata,
+            )
+        text = describe(self._trainer_id, policy, error.metadata, error.message)
+        return PolicyOwnedError(text, metadata=error.metadata)
 
     @property
     def wanted(self) -> frozenset[str]:

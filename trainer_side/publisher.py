@@ -16,6 +16,16 @@ from typing import Literal
 
 import torch
 
+from trainer_side.arguments import (
+    check_callable,
+    check_choice,
+    check_count,
+    check_data_host,
+    check_device,
+    check_model,
+    check_ranks,
+    check_seconds,
+)
 from trainer_side.background import Background, Waiting
 from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
@@ -28,8 +38,9 @@ from trainer_side.pushing import Pushing, PushOptions, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
+from weft.transport.host import check_target
 
-#: ``require``: every replica in contact when the push begins, or at least so many.
+#: ``require``: every replica that is ready when the push begins, or at least so many.
 Require = Literal["all"] | int
 #: ``when_busy``: what becomes of an earlier push of the policy that still waits.
 WhenBusy = Literal["queue", "replace"]
@@ -49,13 +60,17 @@ class Publisher:
         coordinator: HOST:PORT; used by the sender alone.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
         require: Which replicas must hold a version, received whole and verified, before it
-            is committed: "all" that are in contact when the push begins, or at least so
+            is committed: "all" that are ready when the push begins, or at least so
             many. Once one of them loads a base in place, whoever is left. It is asked until
             the commit and not after: a replica that dies or fails while it switches leaves
             service and catches up later, and the push succeeds if one replica serves the
             version. ``last_report.num_replicas`` counts those that do, ``remarks`` names
             the others.
         timeout_seconds: Longest time of a push, waiting for replicas included.
+        connect_seconds: Longest wait for a coordinator that was never reached: the first
+            push then fails on every rank with ``COORDINATOR_UNREACHABLE``, which says what
+            was tried. Jobs that start together with the pool say 300. A coordinator that was
+            reached before is waited for until the push's deadline.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
             in host memory, or three on the accelerator.
         data_host: Address that the replicas reach this machine by; by default the
@@ -80,6 +95,16 @@ class Publisher:
             has one rank, and until it returns ``close`` waits some seconds; an exception
             is logged. The weights must not change meanwhile: a trainer that cannot
             promise that, or has several ranks, looks at ``wanted`` in its loop instead.
+        check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
+            bucket as it is packed. None does so for adapters that are packed on an
+            accelerator, where it costs next to nothing, and for nothing else.
+        takeover: Take the leases of this trainer's policies from another living process of
+            the same ``trainer_id``, whose pushes then fail with ``LEASE_FENCED``, once for
+            each policy. Otherwise the first push fails with ``POLICY_OWNED`` as soon as that
+            process is seen to live.
+
+    Raises:
+        InvalidRequestError: An argument that cannot be right; nothing was tried.
     """
 
     def __init__(
@@ -97,10 +122,25 @@ class Publisher:
         ranks: Together = "all",
         kind: Kind = "auto",
         on_publish_again: Callable[[str], None] | None = None,
+        check_finite: bool | None = None,
+        connect_seconds: float = 5.0,
+        takeover: bool = False,
     ) -> None:
+        check_target(coordinator)
         check_name(trainer_id, "trainer")
-        self._require = _min_replicas(require)
-        self._timeout_seconds = timeout_seconds
+        check_data_host(data_host)
+        check_ranks(ranks)
+        check_choice("backend", backend, BackendChoice)
+        check_choice("kind", kind, Kind)
+        check_count("bucket_bytes", bucket_bytes)
+        check_callable("on_publish_again", on_publish_again)
+        if progress != "auto":
+            check_callable("progress", progress)
+        send_from = check_device(device)
+        self._require, self._check_finite = _min_replicas(require), check_finite
+        self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
+        check_seconds("connect_seconds", connect_seconds)
+        self._is_closed = False
         self._ranks, self._kind = ranks_of(ranks), kind
         self._notices = Notices(on_publish_again) if on_publish_again else None
         self._delivery: Delivery | None = None
@@ -109,8 +149,10 @@ class Publisher:
                 coordinator,
                 trainer_id,
                 data_host,
-                Lane(backend, torch.device(device) if device is not None else None),
+                Lane(backend, send_from),
                 reporter_for(progress),
+                connect_seconds=connect_seconds,
+                takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
             )
         self._pushing = Pushing(self._ranks, self._delivery, bucket_bytes)
@@ -128,7 +170,7 @@ class Publisher:
         *,
         adapter_name: str = "default",
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         check_base: bool = True,
         require: Require | None = None,
         timeout_seconds: float | None = None,
@@ -141,7 +183,9 @@ class Publisher:
             policy: The adapter's name in the pool.
             adapter_name: Which adapter of the PEFT model.
             cast: Cast floats to the dtype that the replicas serve adapters in.
-            check_finite: Read all tensors first and refuse NaN and infinities.
+            check_finite: Whether NaN and infinities end the push, with ``NotFiniteError``;
+                by default as for ``Publisher``. A base is refused at begin by a pool where
+                a replica loads it in place.
             check_base: Compare the base model's names and shapes with the pool's.
             require, timeout_seconds: As for ``Publisher``, for this push.
 
@@ -150,6 +194,7 @@ class Publisher:
 
         Raises:
             InvalidAdapterError, BaseMismatchError, ...: Refused; nothing changed.
+            NotFiniteError: A tensor holds NaN or infinity; nothing that is served changed.
             PeerUnavailableError, TransferTimeoutError, ...: Failed; nothing changed.
         """
         check_adapter_name(policy)
@@ -165,7 +210,7 @@ class Publisher:
         model: Model,
         *,
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
@@ -192,7 +237,7 @@ class Publisher:
         *,
         adapter_name: str = "default",
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
@@ -230,7 +275,7 @@ class Publisher:
         *,
         adapter_name: str = "default",
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         check_base: bool = True,
         require: Require | None = None,
         timeout_seconds: float | None = None,
@@ -264,7 +309,7 @@ class Publisher:
         model: Model,
         *,
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
@@ -284,7 +329,7 @@ class Publisher:
         *,
         adapter_name: str = "default",
         cast: bool = True,
-        check_finite: bool = False,
+        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
@@ -311,10 +356,12 @@ class Publisher:
     def close(self) -> None:
         """Wait for pushes under way, release the leases and leave the side group.
 
-        Blocks at most until the deadlines of those pushes, and some seconds.
+        Blocks at most until the deadlines of those pushes, and some seconds. Pushes that
+        are asked for later fail with ``PUBLISHER_CLOSED``; closing twice is no error.
         """
         if self._notices is not None:
-            self._notices.close()
+            self._notices.close()  # what it calls may push until then
+        self._is_closed = True
         self._background.close()
         with self._lock:
             self._ranks.abandon()
@@ -335,32 +382,49 @@ class Publisher:
     # -- how ---------------------------------------------------------------------
 
     def _base(self, model: Model, cast: bool, merged: str | None = None) -> Callable[[], Content]:
+        if merged is None:
+            check_model(model, "push_base")
+        else:
+            check_model(model, "push_merged", directories=False)
         return lambda: base_content(model, self._ranks, cast, merged, self._kind)
 
     def _adapter(
         self, model: Model, cast: bool, adapter_name: str, check_base: bool
     ) -> Callable[[], Content]:
+        check_model(model, "push_adapter")
         return lambda: adapter_content(
             model, self._ranks, cast, adapter_name, check_base, self._kind
         )
 
     def _options(
-        self, check_finite: bool, require: Require | None, timeout_seconds: float | None
+        self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
     ) -> PushOptions:
+        if self._is_closed:
+            raise InvalidRequestError(
+                "this Publisher is closed: make another one, or push inside its `with` block",
+                reason="PUBLISHER_CLOSED",
+            )
+        seconds = self._timeout_seconds
+        if timeout_seconds is not None:
+            seconds = check_seconds("timeout_seconds", timeout_seconds)
         return PushOptions(
-            check_finite=check_finite,
+            check_finite=self._check_finite if check_finite is None else check_finite,
             min_replicas=self._require if require is None else _min_replicas(require),
-            timeout_seconds=timeout_seconds or self._timeout_seconds,
+            timeout_seconds=seconds,
         )
 
     def _push(
         self, policy: str, content: Callable[[], Content], options: PushOptions
     ) -> PolicyVersion:
         began = time.monotonic()
-        self._background.drain()  # in the order of the calls, on every rank
-        with self._lock:
-            self.last_report = self._pushing.push(policy, content, options, began=began)
-            return self.last_report.version
+        try:
+            self._background.drain()  # in the order of the calls, on every rank
+            with self._lock:
+                self.last_report = self._pushing.push(policy, content, options, began=began)
+                return self.last_report.version
+        except KeyboardInterrupt:
+            # Where it was, many calls deep, tells nobody anything.
+            raise KeyboardInterrupt(f"a push of {policy} was interrupted") from None
 
     def _push_later(
         self,
@@ -369,8 +433,7 @@ class Publisher:
         options: PushOptions,
         when_busy: WhenBusy,
     ) -> Future[PolicyVersion]:
-        if when_busy not in ("queue", "replace"):
-            raise InvalidRequestError(f"when_busy={when_busy!r}: use 'queue' or 'replace'")
+        check_choice("when_busy", when_busy, WhenBusy)
         began = time.monotonic()
         borrower = next(self._borrowers)
         kept = _attempt(lambda: content().kept(self._memory.lend(borrower)))

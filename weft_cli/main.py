@@ -165,6 +165,14 @@ def rollout(
             max=86_400,
         ),
     ] = 30.0,
+    allow_unversioned_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unversioned-changes",
+            help="Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set: "
+            "they open endpoints that change weights behind Weft's back.",
+        ),
+    ] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -197,6 +205,7 @@ def rollout(
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * 2**30),
         drain_seconds=drain_seconds,
+        allow_unversioned_changes=allow_unversioned_changes,
     )
     why = asyncio.run(
         serve(
@@ -252,11 +261,19 @@ def push(
         str, typer.Option(help="'all' replicas in contact, or at least so many.")
     ] = "all",
     timeout: Annotated[float, typer.Option(help="Seconds for the whole push.", min=1)] = 600.0,
+    connect_seconds: Annotated[
+        float,
+        typer.Option(help="Longest wait for a coordinator that was never reached.", min=0.1),
+    ] = 5.0,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take the policy over from a process of --trainer-id."),
+    ] = False,
     cast: Annotated[
         bool, typer.Option(help="Cast floats to the dtype that the replicas serve.")
     ] = True,
     check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="Refuse NaN and infinities.")
+        bool, typer.Option("--check-finite", help="Refuse NaN and infinities, after the cast.")
     ] = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
@@ -269,6 +286,8 @@ def push(
         trainer_id=trainer_id,
         require=require,
         timeout_seconds=timeout,
+        connect_seconds=connect_seconds,
+        takeover=takeover,
         cast=cast,
         check_finite=check_finite,
     )

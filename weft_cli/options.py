@@ -6,6 +6,17 @@ from typing import Annotated
 
 import typer
 
+from weft.contract.errors import InvalidRequestError
+from weft.transport.host import check_target
+
+
+def _target(value: str) -> str:
+    try:
+        return check_target(value, "--coordinator")
+    except InvalidRequestError as error:
+        raise typer.BadParameter(error.message) from None
+
+
 Coordinator = Annotated[
     str,
     typer.Option(
@@ -13,6 +24,7 @@ Coordinator = Annotated[
         "-c",
         envvar="WEFT_COORDINATOR",
         metavar="HOST:PORT",
+        callback=_target,
         help="The coordinator's address.",
     ),
 ]

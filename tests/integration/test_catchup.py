@@ -10,6 +10,7 @@ import pytest
 
 import rollout_side.cloner
 from rollout_side.cloner import compose
+from rollout_side.landing import StagedLanding
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
@@ -139,6 +140,47 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
     until(lambda: is_ready(pool, "replica-9"))
     assert same(late.base, weights(Model(5)))
     assert late.store.usage().staging_bytes == engines[1].store.usage().staging_bytes
+
+
+def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
+    pool: Pool, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.add_replica("replica-0", double())
+    publisher.push_base(Model(5))
+    reached, go_on = threading.Event(), threading.Event()
+    landed: list[int] = []
+    land = StagedLanding.land
+
+    def slow(copy, nonce, device):  # type: ignore[no-untyped-def]
+        wire_bytes = compose(copy, nonce, device)
+
+        def make(index):  # type: ignore[no-untyped-def]
+            if index == 3 and not reached.is_set():
+                until(lambda: len(landed) == 3)
+                reached.set()
+                go_on.wait(10)
+            return wire_bytes(index)
+
+        return make
+
+    def count(self, index, nonce):  # type: ignore[no-untyped-def]
+        land(self, index, nonce)
+        if threading.current_thread().name == "weft-receive-replica:replica-0":
+            landed.append(index)
+
+    monkeypatch.setattr(rollout_side.cloner, "compose", slow)
+    monkeypatch.setattr(StagedLanding, "land", count)
+    late = double()
+    pool.add_replica("replica-9", late)
+    assert reached.wait(10)
+    adapter = peft_of(Model(), 1)
+    assert str(publisher.push_adapter(adapter, "math")) == "math@1"
+    assert same(late.adapter("math@1"), lora(adapter)), "it took part, since it was free"
+    until(lambda: is_ready(pool, "replica-9"))
+    go_on.set()
+    assert same(late.base, weights(Model(5)))
+    assert landed == list(range(len(landed))), "no bucket came twice"
+    assert len(landed) > 4
 
 
 def test_a_whole_pool_restarted_says_what_is_to_be_pushed_again(

@@ -1,10 +1,13 @@
 """A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
 
+import collections
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,9 @@ from weft.contract.errors import (
     InvalidAdapterError,
     InvalidManifestError,
     InvalidNameError,
+    LeaseFencedError,
     LoadFailedError,
+    NotFiniteError,
     PeerUnavailableError,
     PolicyOwnedError,
     WeftError,
@@ -196,6 +201,44 @@ def test_the_second_trainer_is_told_who_owns_the_policy(pool, engines, publisher
     assert same(engines[0].base, weights(Model(2)))
 
 
+def test_a_second_live_publisher_of_one_trainer_is_told_at_once_and_may_take_over(
+    pool, engines, publisher
+):
+    publisher.push_base(Model(1))
+    here = f"process {os.getpid()} on "
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=60) as second:
+        with pytest.raises(PolicyOwnedError, match="another Publisher of this very process") as e:
+            second.push_base(Model(2))
+        assert here in e.value.message
+        assert "takeover=True" in e.value.message
+    with Publisher(pool.target, trainer_id="trainer-a", takeover=True) as third:
+        assert str(third.push_base(Model(2))) == "base@2"
+        for _ in range(2):  # and it does not take it back
+            with pytest.raises(LeaseFencedError, match=here):
+                publisher.push_base(Model(3))
+    assert same(engines[0].base, weights(Model(2)))
+    assert str(publisher.push_base(Model(3))) == "base@3"  # the other one has ended
+
+
+def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, engines, publisher):
+    model = peft_of(Model())
+    publisher.push_adapter(model, "math")
+    assert publisher.last_report.remarks == ()
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+    publisher.push_adapter(model, "math")
+    (remark,) = publisher.last_report.remarks
+    assert "'default' was pushed, but the trainer computes with 'other'" in remark
+    publisher.push_adapter(model, "math", adapter_name="other")
+    assert publisher.last_report.remarks == ()
+    with model.disable_adapter():
+        publisher.push_adapter(model, "math", adapter_name="other")
+        (remark,) = publisher.last_report.remarks
+        assert "adapters are disabled in the trainer" in remark
+        publisher.push_merged(model, adapter_name="other")
+        assert publisher.last_report.remarks == (remark,)
+
+
 def _without(model):
     del model.layers[2]
     return model
@@ -229,7 +272,6 @@ def _nan(model):
         (_reshaped, r"has shape \(8,32\)"),
         (_extra, "'more.weight' is not a tensor of Model"),
         (_integer, "is int8"),
-        (_nan, "holds NaN"),
     ],
 )
 def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
@@ -237,10 +279,20 @@ def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
 ):
     publisher.push_base(Model(1))
     with pytest.raises(InvalidManifestError, match=words):
-        publisher.push_base(spoil(Model(2)), check_finite=True)
+        publisher.push_base(spoil(Model(2)))
     assert same(engines[0].base, weights(Model(1)))
     assert engines[0].store.usage().staging_bytes == 0
     assert str(publisher.push_base(Model(3))) == "base@2"  # no version was burned
+
+
+def test_a_base_that_holds_nan_is_given_up_and_nothing_changes(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    with pytest.raises(NotFiniteError, match=r"'layers.1.v_proj.bias' holds NaN"):
+        publisher.push_base(_nan(Model(2)), check_finite=True)
+    assert same(engines[0].base, weights(Model(1)))
+    publisher.push_base(Model(3), check_finite=True)
+    assert same(engines[0].base, weights(Model(3)))
+    assert engines[0].store.usage().staging_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -293,6 +345,34 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     assert same(engines[1].base, weights(Model(3)))
 
 
+def test_an_interrupted_push_says_where_it_was_called_and_no_more(pool, engines, publisher):
+    """Ctrl-C was 40 lines of what a push is made of."""
+
+    class Interrupted(Model):
+        def named_parameters(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="a push of base was interrupted") as caught:
+        publisher.push_base(Interrupted(1))
+    assert len(traceback.format_exception(caught.value)) <= 5
+    assert str(publisher.push_base(Model(2))) == "base@1"
+
+
+def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog):
+    caplog.set_level(logging.INFO)
+    publisher.push_base(Model(1))  # forms the group
+    caplog.clear()
+    publisher.push_base(Model(2))
+    by_process = collections.Counter(record.name.partition(".")[0] for record in caplog.records)
+    assert by_process == {"trainer_side": 1, "weft": 1, "rollout_side": len(engines)}
+    caplog.clear()
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError):
+        publisher.push_base(Model(3))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
 def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publisher):
     class Exploding(nn.Module):
         def __init__(self):
@@ -306,7 +386,7 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
     publisher.push_base(model)
     read = trainer_side.packer.Packer.pack
 
-    def explode(self, index, source, nonce):
+    def explode(self, *_):
         raise RuntimeError("the disk burned")
 
     trainer_side.packer.Packer.pack = explode

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.coordinator import effects, events
 from weft.coordinator.in_place import is_loading
 from weft.coordinator.state import State
@@ -50,6 +50,7 @@ class Checks:
         self._begun: dict[str, tuple[str, ...]] = {}
         self._staged: dict[tuple[str, str], dict[int, ContentDigest]] = {}
         self._served: dict[str, list[int]] = {}
+        self._cloned: dict[tuple[str, str, str], set[int]] = {}
         self._newest_epoch = 0
         self._tokens: set[str] = set()
 
@@ -114,7 +115,9 @@ class Checks:
         if num_staged < len(transfer.targets) or num_staged < wanted:
             fail(f"{record.version} was committed with {num_staged} replicas that have it")
         was_begun_by = self._begun.get(transfer.transfer_id)
-        if transfer.require_all and not transfer.loading and transfer.targets != was_begun_by:
+        required = [name for name in was_begun_by or () if name in transfer.required]
+        lacking = set(required).difference(transfer.targets)
+        if transfer.require_all and not transfer.loading and lacking:
             fail(f"{record.version} requires all and was committed without one")
         if transfer.lost:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
@@ -218,6 +221,8 @@ class Checks:
         for transfer in state.transfers.values():
             if transfer.phase >= Phase.COMMITTED:
                 fail(f"{transfer.transfer_id} ended and is still under way")
+            if transfer.num_interruptions > state.settings.clone_interruptions:
+                fail(f"{transfer.transfer_id} was ended {transfer.num_interruptions} times")
             for replica_id in transfer.held:
                 if replica_id in held:
                     fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")
@@ -339,9 +344,15 @@ class Checks:
 
     def receiving(self, receiver: Receiver, transfer_id: str, bucket: int, expected: int) -> None:
         """A bucket came."""
+        replica = receiver.replica
         if bucket != expected:
-            name = receiver.replica.name
-            fail(f"{name} got bucket {bucket} of {transfer_id}, its next is {expected}")
+            fail(f"{replica.name} got bucket {bucket} of {transfer_id}, its next is {expected}")
+        # Several receivers of a replica go on from what the slowest of them has.
+        if is_replica_sender(receiver.group.trainer_id) and replica.kind.num_receivers == 1:
+            had = self._cloned.setdefault((replica.name, replica.incarnation, transfer_id), set())
+            if bucket in had and not replica.kind.in_place:
+                fail(f"{replica.name} got bucket {bucket} of {transfer_id} twice")
+            had.add(bucket)
 
     def staging(self, receiver: Receiver, transfer_id: str, digest: ContentDigest) -> None:
         """A receiver has everything; it is about to say so."""

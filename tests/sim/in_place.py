@@ -29,12 +29,15 @@ class InPlace:
         self._num_verified = 0
         self._opened = Future()
 
-    def prepare(self, transfer_id: str) -> None:
-        """A receiver is ready; what was loaded before is not gone on with."""
-        if transfer_id != self._transfer_id:
-            self._end()
-            self._transfer_id, self._num_verified = transfer_id, 0
-            self._opened = Future()
+    def prepare(self, transfer_id: str) -> bool:
+        """A receiver is ready; whether it goes on with what has come of the transfer. What
+        has come of another one is gone."""
+        if transfer_id == self._transfer_id:
+            return True
+        self._end()
+        self._transfer_id, self._num_verified = transfer_id, 0
+        self._opened = Future()
+        return False
 
     def order(self, order: effects.CallLoad) -> None:
         """Requests are held still, and what has come is loaded."""

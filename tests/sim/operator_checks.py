@@ -40,6 +40,7 @@ class OperatorChecks:
         if state.transfers is not before.transfers:
             self._check_taken(before, state)
             self._check_turns(state)
+        self._check_clones(state)
         if isinstance(event, events.Tick):
             self._check_asked(state)
 
@@ -65,6 +66,19 @@ class OperatorChecks:
             other = under_way.setdefault(transfer.policy, transfer.transfer_id)
             if other != transfer.transfer_id:
                 fail(f"{other} and {transfer.transfer_id} change {transfer.policy} at once")
+
+    def _check_clones(self, state: State) -> None:
+        """None goes on to a replica that is withdrawn, or from one that is quarantined."""
+        for transfer in state.transfers.values():
+            if transfer.errand is not Errand.CLONE or not transfer.uncommitted:
+                continue
+            for name in transfer.held:
+                replica = state.replicas[name]
+                if state.is_quarantined(name) or (
+                    name != transfer.source
+                    and (replica.drain is not None or name in state.withdrawn)
+                ):
+                    fail(f"{transfer.transfer_id} goes on, and {name} is withdrawn")
 
     def _check_asked(self, state: State) -> None:
         """Of what is served and nobody may send, for as long as somebody lacks it."""

@@ -125,8 +125,9 @@ class Receiver:
         if store.num_held(self.index) >= _STAGING_ROOM:
             raise CapacityError("staging is full")
         self._prepared = transfer, partial
-        if self._in_place(transfer):
-            self.replica.in_place.prepare(transfer.transfer_id)
+        goes_on = self.replica.in_place.prepare
+        if self._in_place(transfer) and not goes_on(transfer.transfer_id):
+            partial.contents.clear()
         self.stream.up(("prepared", transfer.transfer_id, len(partial.contents)))
 
     def _receive(self, transfer_id: str, first_bucket: int) -> Generator[Any, Any, None]:

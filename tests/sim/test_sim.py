@@ -51,6 +51,7 @@ _WORDS = [
     "is committed by the survivors",
     "clone_ended",
     "clone_failed",
+    "clone_interrupted",
     "restore_ended",
     "rolled_back base@",
     "rolled_back math@",

@@ -69,6 +69,7 @@ class World:
             retain=self.random.choice([1, 2, 3]),
             retire_retry_seconds=1.0,
             clone_seconds=6.0,
+            clone_patience_seconds=self.random.choice([1.0, 5.0, 20.0]),
         )
         self.commit_seconds = 6.0
         self.numbers = itertools.count(1)

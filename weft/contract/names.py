@@ -11,6 +11,7 @@ from weft.contract.errors import InvalidNameError
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
 
+_SENDER_PREFIX = "replica:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -22,6 +23,8 @@ def check_name(name: str, what: str) -> str:
             a letter or digit, and no ``..``; so a name is safe in a URL, a path, a
             Kubernetes label and in ``policy@version``.
     """
+    if not isinstance(name, str):  # handed over by a user's program
+        raise InvalidNameError(f"{name!r:.80} cannot name a {what}: names are strings")
     if not _NAME.fullmatch(name) or ".." in name:
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise InvalidNameError(
@@ -29,6 +32,16 @@ def check_name(name: str, what: str) -> str:
             "beginning with a letter or digit, without '..'"
         )
     return name
+
+
+def replica_sender(replica_id: str) -> str:
+    """A replica as the sender of a clone; no trainer can be named so."""
+    return f"{_SENDER_PREFIX}{replica_id}"
+
+
+def is_replica_sender(trainer_id: str) -> bool:
+    """Whether what sends is a replica, not a trainer."""
+    return trainer_id.startswith(_SENDER_PREFIX)
 
 
 def check_adapter_name(policy: str) -> str:

@@ -1,11 +1,13 @@
 """Begin: from a trainer's request to a version, a membership and a group.
 
 A begun transfer waits, in the order of begin, until there are enough replicas,
-preflight has passed, and none of its replicas is held by another transfer. A policy
-changes once at a time, even where the replicas concerned differ. A transfer that waits
-for its turn holds back those behind it on the same replicas, so that trainers
-alternate; one that waits for replicas, or for them to hear what is pinned, holds back
-nobody.
+preflight has passed, and none of its replicas is held by another transfer: of those that
+are ready. One that has still to catch up takes part if it is free, else it gets the version
+afterwards; a clone that is not committed does not keep a replica from a push, which ends it
+(see clones.py). A policy changes once at a time, even where the replicas concerned differ.
+A transfer that waits for its turn holds back those behind it on the same replicas, so that
+trainers alternate; one that waits for replicas, or for them to hear what is pinned, holds
+back nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator import abort, catchup, events, preflight, reform, rollback, staging
+from weft.coordinator import abort, catchup, clones, events, preflight, reform, rollback, staging
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     BeginAnswer,
@@ -34,18 +36,21 @@ from weft.coordinator.effects import (
     SavePolicy,
     SaveVersion,
 )
-from weft.coordinator.holders import is_changing, obeys_pins
+from weft.coordinator.holders import is_changing, is_joining, obeys_pins
 from weft.coordinator.leases import require_lease
 from weft.coordinator.records import record_of
 from weft.coordinator.replica import Replica
 from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import Lease, Policy, State
 from weft.coordinator.transfer import Group, Member, Transfer
+from weft.coordinator.turns import Turns
 from weft.coordinator.values import Errand, Phase, PolicyKind, VersionState
 
 #: Transfers of one policy that may be under way or wait.
 MAX_TRANSFERS_PER_POLICY = 16
 _FOR_REPLICAS = "replicas"
+_FOR_JOINING = "replicas that are catching up"
+_FOR_WHOM = (_FOR_REPLICAS, _FOR_JOINING)
 _FOR_PINS = " to hear what is pinned"
 
 
@@ -145,6 +150,7 @@ def _new_transfer(
         adapter=event.adapter,
         min_replicas=max(1, event.min_replicas),
         require_all=event.min_replicas == 0,
+        check_finite=event.check_finite,
         backend=event.backend,
         wanted_group_id=event.group_id,
         begin_at=now,
@@ -156,37 +162,33 @@ def _new_transfer(
 
 def admit(change: Change) -> None:
     """Give every waiting transfer whose time has come its version and group."""
-    waiting = [t for t in change.state.transfers.values() if t.phase is Phase.WAITING]
-    if not waiting:
+    if all(t.phase is not Phase.WAITING for t in change.state.transfers.values()):
         return
-    busy = {
-        replica_id for transfer in change.state.transfers.values() for replica_id in transfer.held
-    }
+    turns = Turns(change.state, change.now)
     # A base also goes to those that it would repair.
     takers = {
         PolicyKind.ADAPTER: in_contact(change.state),
         PolicyKind.BASE: reachable(change.state),
     }
-    for transfer in waiting:
+    for transfer in turns.waiting():
         if transfer.errand is not Errand.PUSH:
             take = rollback.admit if transfer.errand is Errand.ROLLBACK else catchup.admit
-            busy |= take(change, transfer, busy)
+            turns.take(take(change, transfer, turns))
             continue
         replicas = takers[transfer.kind]
-        ids = {replica.replica_id for replica in replicas}
         try:
-            waits_for = _try(change, transfer, replicas, turn=not (busy & ids))
+            waits_for = _try(change, transfer, replicas, turns)
         except WeftError as error:
             change.refuse(transfer.begin_tickets, error)
             change.drop_transfer(transfer.transfer_id)
             continue
-        if waits_for != _FOR_REPLICAS and not waits_for.endswith(_FOR_PINS):
-            busy |= ids
+        if waits_for not in _FOR_WHOM and not waits_for.endswith(_FOR_PINS):
+            turns.take(replica.replica_id for replica in replicas)
         if waits_for and waits_for != transfer.waits_for:
             change.put_transfer(replace(transfer, waits_for=waits_for))
 
 
-def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, turn: bool) -> str:
+def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], turns: Turns) -> str:
     """Start a transfer if it may; otherwise say what it waits for."""
     if change.now >= transfer.answer_by:
         raise _too_late(transfer, len(replicas))
@@ -194,18 +196,30 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], *, tur
     if len(replicas) < transfer.min_replicas or not change.state.reference_known:
         return _FOR_REPLICAS
     fits = preflight.fits(change, transfer, replicas)
-    if transfer.kind is PolicyKind.BASE:
-        unheard = [r.replica_id for r in replicas if not obeys_pins(change.state, r)]
-        if unheard:
-            return ", ".join(unheard) + _FOR_PINS
-    if not turn or is_changing(change.state, transfer.policy):
+    unheard = _unheard(change.state, transfer, replicas)
+    waited_for = [r.replica_id for r in unheard if not is_joining(change.state, r)]
+    if waited_for or len(unheard) == len(replicas):
+        return ", ".join(waited_for or [r.replica_id for r in unheard]) + _FOR_PINS
+    if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
         return "its turn"
     preflight.check_names(change.state, transfer.policy)  # some came while it waited
-    preflight.check_room(change.state, transfer, replicas)
+    left_out = {replica.replica_id for replica in unheard}
+    free = [r for r in turns.free(replicas) if r.replica_id not in left_out]
+    if len(free) < transfer.min_replicas:
+        return _FOR_JOINING
+    preflight.check_room(change.state, transfer, free)
     if not fits:
         return "preflight"
-    _start(change, transfer, replicas)
+    clones.interrupt_on(change, {replica.replica_id for replica in free}, transfer)
+    _start(change, transfer, free)
     return ""
+
+
+def _unheard(state: State, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that would drop what is pinned if they were brought this transfer now."""
+    if transfer.kind is not PolicyKind.BASE or not state.pinned_bases:
+        return []
+    return [replica for replica in replicas if not obeys_pins(state, replica)]
 
 
 def _too_late(transfer: Transfer, num_replicas: int) -> WeftError:
@@ -225,6 +239,7 @@ def _start(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> N
     change.put_policy(policy)
     group = _usable_group(change.state, transfer, replicas)
     is_new = group is None
+    ready = [r.replica_id for r in replicas if not is_joining(change.state, r)]
     if group is None:
         group = _new_group(change, transfer, replicas)
     transfer = replace(
@@ -235,6 +250,7 @@ def _start(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> N
         group_id=group.group_id,
         epoch=group.epoch,
         targets=tuple(member.replica_id for member in group.members),
+        required=frozenset(ready or [replica.replica_id for replica in replicas]),
         begin_tickets=(),
     )
     change.put_transfer(transfer)

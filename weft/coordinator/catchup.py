@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator import abort, events, setbacks
+from weft.contract.names import BASE_POLICY, PolicyVersion, replica_sender
+from weft.coordinator import abort, events, reform, setbacks
 from weft.coordinator.change import Change
+from weft.coordinator.discard import discard
 from weft.coordinator.effects import (
     CallCommit,
     CallJoin,
@@ -29,19 +30,15 @@ from weft.coordinator.effects import (
     OpenGroup,
     SaveEpoch,
 )
-from weft.coordinator.holders import is_ready, obeys_pins, wants
+from weft.coordinator.holders import is_ready, obeys_pins, takes_clones, wants
 from weft.coordinator.replica import Replica, held_versions, holds
 from weft.coordinator.state import State
 from weft.coordinator.transfer import Group, Member, Transfer
+from weft.coordinator.turns import Turns
 from weft.coordinator.values import ContentDigest, Errand, Failure, Phase, PolicyKind
 
 #: Between two plans when one clone ends after another.
 PLAN_SECONDS = 0.02
-
-
-def sender_name(replica_id: str) -> str:
-    """A replica as the sender of a clone; no trainer can be named so."""
-    return f"replica:{replica_id}"
 
 
 def plan(change: Change) -> None:
@@ -56,7 +53,8 @@ def plan(change: Change) -> None:
     state = change.state
     occupied = {replica_id for t in state.transfers.values() for replica_id in t.held}
     served = {t.replica_id for t in state.transfers.values() if t.replica_id}
-    taken = occupied | served | {t.source for t in state.transfers.values()} | state.lookups
+    sources = {t.source for t in state.transfers.values() if t.uncommitted}
+    taken = occupied | served | sources | state.lookups
     free: dict[PolicyVersion, list[Replica]] | None = None
     for replica in list(state.replicas.values()):
         ids = replica.replica_id
@@ -72,7 +70,8 @@ def plan(change: Change) -> None:
                 continue
             if free is None:
                 free = _free_holders(state, taken)
-            source = _choose(state, replica, version, free.get(version, ()), taken)
+            holders = free.get(version, ()) if takes_clones(state, replica) else ()
+            source = _choose(state, replica, version, holders, taken)
             if source is not None:
                 taken |= {ids, source.replica_id}
                 change.look_up(ids)
@@ -156,7 +155,7 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
             request_id="",
             policy=event.version.policy,
             kind=PolicyKind.BASE if event.version.policy == BASE_POLICY else PolicyKind.ADAPTER,
-            trainer_id=sender_name(event.source_id),
+            trainer_id=replica_sender(event.source_id),
             session_id="",
             fencing_token=-1,
             layout=layout,
@@ -181,7 +180,7 @@ def _backend(source: Replica, replica: Replica) -> str | None:
     return next((b for b in source.capabilities.backends if b in theirs), None)
 
 
-def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
+def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
     """Start an errand for one replica if it is its turn; drop it if it is not wanted
     any more.
 
@@ -199,6 +198,7 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         or source.lost
         or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
+        or (transfer.errand is Errand.CLONE and not takes_clones(state, replica))
         or not (
             transfer.leftover
             or holds(source, version)
@@ -206,15 +206,18 @@ def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
         )
     ):
         change.drop_transfer(transfer.transfer_id)
+        if transfer.num_interruptions:  # what was verified is of no use any more
+            discard(change, transfer.transfer_id, [transfer.replica_id])
         return set()
     if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
         return set()
     needed = {replica.replica_id, source.replica_id}
-    if not busy & needed:
-        if transfer.errand is Errand.CLONE:
-            _start_clone(change, transfer, source, replica)
-        else:
-            _restore(change, transfer, replica)
+    if turns.held & needed:
+        return needed if turns.is_next(transfer, needed) else set()
+    if transfer.errand is Errand.CLONE:
+        _start_clone(change, transfer, source, replica)
+    else:
+        _restore(change, transfer, replica)
     return needed
 
 
@@ -224,9 +227,10 @@ def _start_clone(change: Change, transfer: Transfer, source: Replica, replica: R
     change.emit(SaveEpoch(epoch))
     receivers = replica.capabilities.num_receivers
     member = Member(replica.replica_id, replica.incarnation, 1, receivers)
+    nth = transfer.num_interruptions
     group = Group(
-        transfer.ids.group_id,
-        transfer.ids.token,
+        f"{transfer.ids.group_id}.{nth}" if nth else transfer.ids.group_id,
+        reform.derived_token(transfer, nth) if nth else transfer.ids.token,
         epoch,
         transfer.trainer_id,
         "",
@@ -338,6 +342,8 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
         failure = Failure("DIGEST_MISMATCH", why, {"member": transfer.source})
         abort.abort(change, transfer, failure)
         return
+    # Its source has done its part, however long the target takes to switch.
+    abort.close_group(change, transfer.group_id, "its clone is staged")
     replica = change.state.replicas[transfer.replica_id]
     change.put_transfer(
         replace(
@@ -371,8 +377,6 @@ def end(change: Change, transfer: Transfer) -> None:
         end_at=change.now,
     )
     change.end_transfer(ended)
-    if transfer.group_id:
-        abort.close_group(change, transfer.group_id, "its clone has ended")
     version, replica_id = transfer.policy_version, transfer.replica_id
     what = "clone" if transfer.errand is Errand.CLONE else "restore"
     if failure:

@@ -30,6 +30,11 @@ from weft.coordinator.values import Failure
 
 _log = logging.getLogger(__name__)
 
+#: Events of every push beside its end, which is logged: watchers get them all the same.
+_DETAILS = frozenset(
+    {"transfer_begun", "transfer_staged", "clone_begun", "restore_begun", "version_retired"}
+)
+
 TICK_SECONDS: Final = 0.25
 #: Calls that may wait to be decided; more are refused. (Events of streams and of
 #: our own calls are bounded by the number of ranks and replicas.)
@@ -69,6 +74,7 @@ class Driver:
         self._lazy: list[effects.Save] = []
         self._aside: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._failure: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
     def now(self) -> float:
@@ -131,6 +137,8 @@ class Driver:
             while not self._stopping:
                 await self._wake.wait()
                 self._wake.clear()
+                if self._failure:
+                    raise self._failure
                 await self._decide()
         finally:
             ticker.cancel()
@@ -164,8 +172,7 @@ class Driver:
         saves = [effect for effect in todo if isinstance(effect, effects.Save)]
         if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
             saves, self._lazy = [*self._lazy, *saves], []
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+            await self._save(saves)
         else:
             self._lazy += saves
         self.state = state
@@ -174,12 +181,28 @@ class Driver:
                 self._carry_out(effect)
 
     async def flush(self) -> None:
-        """Write what may be written late, so that a reader of the catalog sees it."""
+        """Write what may be written late, so that a reader of the catalog sees it.
+
+        Raises:
+            PeerUnavailableError: It could not be written: the coordinator ends.
+        """
         if not self._lazy or self._stopping:
             return
         saves, self._lazy = self._lazy, []
+        try:
+            await self._save(saves)
+        except Exception as error:
+            raise _away() from error
+
+    async def _save(self, saves: list[effects.Save]) -> None:
+        """Write one transaction; a failure ends the coordinator, whoever asked for it."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+        try:
+            await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+            raise
 
     def _carry_out(self, effect: effects.Effect) -> None:
         hub = self.hub
@@ -215,7 +238,8 @@ class Driver:
             case effects.RoutesChanged():
                 self.routes.change()
             case effects.Announce():
-                _log.info("%s %s: %s", effect.kind, effect.subject, effect.message)
+                level = logging.DEBUG if effect.kind in _DETAILS else logging.INFO
+                _log.log(level, "%s %s: %s", effect.kind, effect.subject, effect.message)
                 wall = self.state.wall(self.now())
                 self._feed.publish(wall, effect.kind, effect.subject, effect.message)
             case (
@@ -281,7 +305,7 @@ class Driver:
         await self._caller.close()
         saves, self._lazy = self._lazy, []
         try:
-            if saves:
+            if saves and self._failure is None:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._writer, self._catalog.apply, saves)
         finally:

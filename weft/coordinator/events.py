@@ -12,7 +12,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.replica import Withdrawn
-from weft.coordinator.state import FitKey
+from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
 from weft.coordinator.values import (
     AdapterSpec,
@@ -45,6 +45,9 @@ class AcquirePolicy:
     session_id: str
     policy: str
     kind: PolicyKind
+    process: TrainerProcess = UNKNOWN_PROCESS
+    displaced_token: int = 0
+    """The lease of the same trainer that ends first, if it is held."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class BeginTransfer:
     ids: FreshIds
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
+    check_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -370,6 +374,15 @@ class Uncordon:
 
 
 @dataclass(frozen=True)
+class RebindBase:
+    """An operator lets go of the pool's base model."""
+
+    ticket: int
+    fingerprint: str
+    """Of the base that is to be let go of."""
+
+
+@dataclass(frozen=True)
 class DrainReplica:
     """An operator lets a replica leave."""
 
@@ -413,4 +426,5 @@ Event = (
     | Withdraw
     | Uncordon
     | DrainReplica
+    | RebindBase
 )

@@ -7,7 +7,7 @@ from weft.contract.versions import AdapterVersions
 from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.state import State
-from weft.coordinator.values import Errand, Phase
+from weft.coordinator.values import Errand, Phase, Standing
 
 
 def lacks(state: State, replica: Replica) -> list[str]:
@@ -50,6 +50,24 @@ def takes_weights(state: State, replica: Replica) -> bool:
     return replica.drain is None and not state.is_quarantined(replica.replica_id)
 
 
+def takes_clones(state: State, replica: Replica) -> bool:
+    """Whether clones are brought to a replica: not while it is cordoned, either. Pushes go
+    to it all the same, and it may switch to copies of its own."""
+    return takes_weights(state, replica) and replica.replica_id not in state.withdrawn
+
+
+def is_joining(state: State, replica: Replica) -> bool:
+    """Whether a replica in contact has still to catch up: it takes part in a push if it is
+    free, and no push waits for it.
+
+    By what was announced last where that says so: to compare all that a thousand replicas
+    serve would take longer than to begin a push.
+    """
+    if replica.announced is Standing.READY:
+        return False
+    return bool(replica.dirty_reason or lacks(state, replica))
+
+
 def obeys_pins(state: State, replica: Replica) -> bool:
     """Whether a replica that is brought a base drops no copy that is pinned."""
     return replica.pins_obeyed.issuperset(state.pinned_bases)
@@ -86,6 +104,8 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
             own = "what it has staged" if transfer.leftover else _own(replica, version)
             return f", which comes from {transfer.source or own}"
+    if version in state.copies and not takes_clones(state, replica):
+        return ", which it is sent when it is put back into service"
     setback = replica.setbacks.get(version)
     if setback:
         return f", which could not be brought yet, it is tried again: {setback.why}"

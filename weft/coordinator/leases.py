@@ -30,12 +30,14 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     policy = change.state.policies.get(event.policy) or Policy(event.policy, event.kind)
     lease = live_lease(policy, change.now)
     if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
-        change.refuse([event.ticket], _owned(policy, lease, change.now))
-        return
+        if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
+            change.refuse([event.ticket], _owned(policy, lease, change.now))
+            return
+        lease = None
     if lease is None:
-        _expire(change, policy)
+        _expire(change, policy, event)
         token = policy.fencing_token + 1
-        lease = Lease(event.trainer_id, event.session_id, token, 0.0)
+        lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
         policy = replace(policy, fencing_token=token)
         change.emit(SavePolicy(policy))
         change.announce(
@@ -60,9 +62,18 @@ def _check_names(event: events.AcquirePolicy) -> None:
 def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
     left = lease.expires_at - now
     return PolicyOwnedError(
-        f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r}; its lease expires in "
-        f"{left:.1f} s unless renewed",
-        metadata={"holder": lease.trainer_id, "expires_in_seconds": f"{left:.3f}"},
+        f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}); its "
+        f"lease expires in {left:.1f} s unless renewed",
+        metadata={
+            "holder": lease.trainer_id,
+            "expires_in_seconds": f"{left:.3f}",
+            "fencing_token": str(lease.fencing_token),
+            "num_renewals": str(lease.num_renewals),
+            "host": lease.process.host,
+            "host_key": lease.process.host_key,
+            "pid": str(lease.process.pid),
+            "start_time": f"{lease.process.start_time:.3f}",
+        },
     )
 
 
@@ -78,7 +89,7 @@ def renew(change: Change, event: events.RenewLease) -> None:
 
 def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
     seconds = change.state.settings.lease_seconds
-    lease = replace(lease, expires_at=change.now + seconds)
+    lease = replace(lease, expires_at=change.now + seconds, num_renewals=lease.num_renewals + 1)
     change.put_policy(replace(policy, lease=lease))
     lost = publish_again_version(change.state, policy.name)
     change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
@@ -102,14 +113,20 @@ def expire_leases(change: Change) -> None:
             _expire(change, policy)
 
 
-def _expire(change: Change, policy: Policy) -> None:
-    if policy.lease is None:
+def _expire(
+    change: Change, policy: Policy, displaced_by: events.AcquirePolicy | None = None
+) -> None:
+    """End a lease that ran out, or that the next process of its trainer takes over."""
+    lease = policy.lease
+    if lease is None:
         return
     change.put_policy(replace(policy, lease=None))
-    change.announce(
-        "lease_released", policy.name, f"lease of trainer {policy.lease.trainer_id} expired"
-    )
-    _abort_transfers(change, policy.name, "the lease of its trainer expired")
+    if displaced_by is not None and change.now < lease.expires_at:
+        why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
+    else:
+        why = f"the lease of trainer {lease.trainer_id!r} expired"
+    change.announce("lease_released", policy.name, why)
+    _abort_transfers(change, policy.name, why)
 
 
 def _abort_transfers(change: Change, policy: str, why: str) -> None:
@@ -144,7 +161,7 @@ def require_lease(
     if lease.fencing_token != fencing_token:
         raise LeaseFencedError(
             f"token {fencing_token} of policy {policy_name!r} was superseded by "
-            f"{lease.fencing_token}, held by trainer {lease.trainer_id!r}",
+            f"{lease.fencing_token}, held by trainer {lease.trainer_id!r} ({lease.process})",
             metadata={"holder": lease.trainer_id},
         )
     return policy, lease

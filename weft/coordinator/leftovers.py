@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.contract.names import BASE_POLICY
-from weft.coordinator import catchup
+from weft.contract.names import BASE_POLICY, replica_sender
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard
 from weft.coordinator.holders import wants
@@ -52,7 +51,7 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
         request_id="",
         policy=version.policy,
         kind=PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER,
-        trainer_id=catchup.sender_name(replica.replica_id),
+        trainer_id=replica_sender(replica.replica_id),
         session_id="",
         fencing_token=-1,
         layout=Layout(None, record.layout_digest, digest.size_bytes, digest.size_bytes, 0),

@@ -24,6 +24,7 @@ from weft.coordinator.wire import (
     adapter_from_proto,
     begin_to_proto,
     lease_to_proto,
+    process_from_proto,
     transfer_from_record,
     transfer_to_proto,
 )
@@ -100,6 +101,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.session_id,
                 request.policy,
                 PolicyKind(request.kind),
+                process_from_proto(request.process),
+                request.displaced_token,
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
@@ -168,6 +171,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 group_id=request.group_id,
                 ids=fresh_ids(),
                 recorded=self._recorded(request.policy, request.request_id),
+                check_finite=request.check_finite,
             ),
             until=answer_by,
         )

@@ -39,7 +39,8 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
         # Most often its process is dead: no push waits for it until it is heard again.
         change.put_replica(replace(replica, suspicion=failure.message))
     in_place.abandon(change, transfer, [replica_id], failure)
-    may_go_on = transfer.loading or not transfer.require_all
+    is_required = transfer.require_all and replica_id in transfer.required
+    may_go_on = transfer.loading or not is_required
     enough = 1 if transfer.loading else transfer.min_replicas
     if not may_go_on or len(survivors) < enough:
         abort.abort(change, transfer, failure)
@@ -75,7 +76,7 @@ def _reform(
     renewed = replace(
         group,
         group_id=f"{transfer.ids.group_id}.{num_reforms}",
-        token=_derived_token(transfer, num_reforms),
+        token=derived_token(transfer, num_reforms),
         epoch=epoch,
         members=members_of([(m.replica_id, m.incarnation, m.num_receivers) for m in survivors]),
         attending=frozenset(),
@@ -119,9 +120,10 @@ def _reform(
     )
 
 
-def _derived_token(transfer: Transfer, num_reforms: int) -> str:
-    """As unguessable as the secret, which no member of any group is ever told."""
-    return hashlib.sha256(f"{transfer.ids.secret}.{num_reforms}".encode()).hexdigest()
+def derived_token(transfer: Transfer, nth: int) -> str:
+    """The token of a transfer's further group: as unguessable as the secret, which no
+    member of any group is ever told."""
+    return hashlib.sha256(f"{transfer.ids.secret}.{nth}".encode()).hexdigest()
 
 
 def _discard_at(change: Change, transfer: Transfer, replica: Replica | None) -> None:

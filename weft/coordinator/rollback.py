@@ -15,7 +15,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator import events
+from weft.coordinator import clones, events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     CallSwitch,
@@ -31,6 +31,7 @@ from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
 from weft.coordinator.state import Policy, State
 from weft.coordinator.transfer import Transfer
+from weft.coordinator.turns import Turns
 from weft.coordinator.values import (
     Errand,
     Failure,
@@ -164,26 +165,31 @@ def _way_out(replicas: list[Replica]) -> str:
     return "start replicas with --retain-base 2 or more, or push the weights again"
 
 
-def admit(change: Change, transfer: Transfer, busy: set[str]) -> set[str]:
-    """Carry a rollback out if it is its turn.
+def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
+    """Carry a rollback out if it is its turn, at the replicas that are free; as with a
+    push, those that have still to catch up are not waited for, and clones end.
 
     Returns:
         The replicas that those behind it must wait for.
     """
-    everyone = {replica.replica_id for replica in reachable(change.state)}
+    replicas = reachable(change.state)
+    everyone = {replica.replica_id for replica in replicas}
     try:
         if change.now >= transfer.answer_by:
             raise TransferTimeoutError("the rollback's time was up while it waited for its turn")
-        if busy & everyone or is_changing(change.state, transfer.policy):
+        if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
             return everyone
         policy = change.state.policies[transfer.policy]
-        targets = _targets(change.state, policy, transfer.policy_version)
-        if policy.kind is PolicyKind.BASE and not all(obeys_pins(change.state, r) for r in targets):
+        targets = turns.free(_targets(change.state, policy, transfer.policy_version))
+        if policy.kind is PolicyKind.BASE and not (
+            targets and all(obeys_pins(change.state, r) for r in targets)
+        ):
             return set()
     except WeftError as error:
         change.refuse(transfer.begin_tickets, error)
         change.drop_transfer(transfer.transfer_id)
         return set()
+    clones.interrupt_on(change, {replica.replica_id for replica in targets}, transfer)
     _commit(change, transfer, policy, targets)
     return everyone
 
@@ -218,7 +224,7 @@ def _commit(change: Change, transfer: Transfer, policy: Policy, targets: list[Re
                 version,
             )
         )
-    if not targets:  # an adapter, and nobody is there: whoever comes gets it
+    if not targets:  # an adapter that is spilled only: it is read from there
         end(change, transfer)
 
 

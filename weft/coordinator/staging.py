@@ -134,7 +134,7 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
     member = group.member_name(event.rank)
     failure = Failure(event.reason or "INTERNAL", f"{member}: {event.message}", {"member": member})
     if failure.reason != "PEER_GONE":
-        if transfer.loading and event.rank:
+        if event.rank and (transfer.loading or member not in transfer.required):
             reform.lose_replica(change, transfer, member, failure)
         else:
             abort.abort(change, transfer, failure)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 
 from weft.contract.capabilities import Capabilities
@@ -32,9 +33,34 @@ class Settings:
     """Between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
     """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    clone_interruptions: int = 3
+    """A clone that pushes have ended so often goes before them."""
+    clone_patience_seconds: float = 60.0
+    """So does one that is so old."""
     publish_again_after_seconds: float = 5.0
     """How long a version must be held by nobody before its owner is asked for it: of
     a pool that restarts, another replica may hold it."""
+
+
+@dataclass(frozen=True)
+class TrainerProcess:
+    """The process that holds a lease, as it says; see ``weft.v1.TrainerProcess``."""
+
+    host: str = ""
+    host_key: str = ""
+    pid: int = 0
+    start_time: float = 0.0
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        started = datetime.fromtimestamp(self.start_time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.host}, started {started}"
+
+
+#: Of callers that did not say.
+UNKNOWN_PROCESS = TrainerProcess()
 
 
 @dataclass(frozen=True)
@@ -45,6 +71,9 @@ class Lease:
     session_id: str
     fencing_token: int
     expires_at: float
+    process: TrainerProcess = UNKNOWN_PROCESS
+    num_renewals: int = 0
+    """Grows with each sign of life of its holder."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +148,8 @@ class State:
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
     """When to look next for versions to retire."""
+    settled_at: float = float("-inf")
+    """When replicas that were there before a restart have registered, or are lost."""
     tick_at: float = float("-inf")
     """When the last tick was."""
     discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

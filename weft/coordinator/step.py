@@ -17,7 +17,9 @@ from weft.contract.errors import (
 from weft.coordinator import (
     abort,
     admission,
+    base_binding,
     catchup,
+    clones,
     commit,
     demands,
     discard,
@@ -58,6 +60,9 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     _apply(change, event)
     if change.state.unserved:
         unserved.settle(change)
+    if state.history is not change.state.history:
+        _plan_after(change, state)
+    clones.end_unwanted(change)
     admission.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
@@ -128,9 +133,6 @@ def _apply(change: Change, event: events.Event) -> None:
             commit.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retire.retire(change)
-                ended = change.state.history[event.transfer_id]
-                if not ended.replica_id or change.now >= change.state.plan_at:
-                    catchup.plan(change)
         case events.RetireAnswered():
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
@@ -152,6 +154,16 @@ def _apply(change: Change, event: events.Event) -> None:
             withdrawals.uncordon(change, event)
         case events.DrainReplica():
             drains.drain(change, event)
+        case events.RebindBase():
+            base_binding.rebind(change, event)
+
+
+def _plan_after(change: Change, before: State) -> None:
+    """Plan clones once a transfer has ended, before others take its replicas; after
+    clones, of which there may be many, not every time."""
+    ended = [t for name, t in change.state.history.items() if name not in before.history]
+    if change.now >= change.state.plan_at or any(not t.replica_id for t in ended):
+        catchup.plan(change)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

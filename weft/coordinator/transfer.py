@@ -88,7 +88,12 @@ class Transfer:
     adapter: AdapterSpec | None
     min_replicas: int
     require_all: bool = True
-    """Whether the loss of one replica fails the push."""
+    """Whether the loss of one of ``required`` fails the push."""
+    required: frozenset[str] = frozenset()
+    """Replicas that were ready when it took its turn (all that take part, if none was);
+    the others take part as long as they can, and catch up otherwise."""
+    check_finite: bool = False
+    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
     backend: str
     wanted_group_id: str
     begin_at: float
@@ -140,11 +145,16 @@ class Transfer:
     """The replica that a clone or a restore is for."""
     leftover: str = ""
     """The transfer of a former coordinator whose staged bytes a restore switches to."""
+    num_interruptions: int = 0
+    """How often a clone was ended for the sake of a push."""
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Replicas that do nothing else meanwhile; none while it waits."""
-        return (*self.targets, self.source) if self.targets and self.source else self.targets
+        """Replicas that do nothing else meanwhile; none while it waits. The source of a
+        clone is free once all is staged."""
+        if self.targets and self.source and self.uncommitted:
+            return (*self.targets, self.source)
+        return self.targets
 
     @property
     def transfer_id(self) -> str:

@@ -86,7 +86,7 @@ def settle(change: Change) -> None:
             _stands(change, version, case)
         elif _may_return(state, version):
             continue
-        elif policy.kind is PolicyKind.BASE and policy.served_version != version.version:
+        elif version.version not in policy.versions:  # replaced, or retired by an order
             _stands(change, version, case)
         elif not _still_awaited(state, version, case):
             _fails(change, version, case)
@@ -120,7 +120,7 @@ def _has_bytes(replica: Replica, version: PolicyVersion) -> bool:
 
 
 def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
-    """A replica serves it after all, or a later version came: the commit stands."""
+    """A replica serves it after all, or it is not held any more: the commit stands."""
     _forget(change, version)
     served = change.state.policies[version.policy].served_version
     if served != case.transfer.replaced_version:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 
 from weft.contract.adapter import MAX_CONFIG_BYTES
-from weft.contract.errors import InvalidAdapterError
+from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
 from weft.coordinator.replica import Replica
 from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
-from weft.coordinator.state import Lease, Policy, State
+from weft.coordinator.state import Lease, Policy, State, TrainerProcess
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import (
     AdapterSpec,
@@ -29,6 +29,10 @@ from weft.rpc.codec import (
     version_to_proto,
 )
 from weft.v1 import inspect_pb2, publish_pb2, types_pb2
+
+# Of a name of a machine, and of what tells its runs apart.
+_MAX_PROCESS_CHARS = 128
+_LATEST_TIME = float(2**32)
 
 
 def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
@@ -97,6 +101,23 @@ def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb
         fencing_token=lease.fencing_token,
         time_to_live=duration_to_proto(time_to_live),
     )
+
+
+def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
+    """The process that asks for a lease.
+
+    Raises:
+        InvalidRequestError: Longer texts or another time than a process can have.
+    """
+    seconds = message.start_time.seconds + message.start_time.nanos / 1e9
+    if max(len(message.host), len(message.host_key)) > _MAX_PROCESS_CHARS or not (
+        0 <= seconds < _LATEST_TIME
+    ):
+        raise InvalidRequestError(
+            "a trainer's process has a host and a host_key of at most "
+            f"{_MAX_PROCESS_CHARS} characters, and a start_time between 1970 and 2106"
+        )
+    return TrainerProcess(message.host, message.host_key, message.pid, seconds)
 
 
 def transfer_to_proto(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class _Direction:
 
     transfer_id: str = ""
     started: bool = False
+    first_bucket: int = 0
     num_released: int = 0
     error: WeftError | None = None
 
@@ -72,13 +74,15 @@ class BucketSender:
         deadline: float,
         progress: Progress | None = None,
     ) -> bytes:
-        """Send every bucket, each kept until all receivers have verified it.
+        """Send every bucket that the receivers lack, each kept until all have verified it.
 
-        Blocks until the last bucket was released.
+        Blocks until the last bucket was released. Where the receivers have a beginning of
+        the same transfer already, what they have is not sent again.
 
         Args:
-            wire_bytes: Called for each bucket, in order, once; the first time before
-                the receivers are ready, so that its work overlaps their allocation.
+            wire_bytes: Called for each bucket, in order, once, those that are not sent
+                included, for their digests; the first time before the receivers are
+                ready, so that its work overlaps their allocation.
             num_buffers: How many buckets may be on their way.
             deadline: ``time.monotonic()`` at which to give up.
 
@@ -142,20 +146,23 @@ class BucketSender:
     ) -> list[int]:
         num_buckets = len(manifest.buckets)
         digests: list[int] = []
-        operations: list[Operation] = []
+        operations: deque[Operation] = deque()
         for index in range(num_buckets):
-            if index >= num_buffers:
+            if len(operations) == num_buffers:
                 self._await_released(index - num_buffers + 1, deadline)
-                operations[index - num_buffers].wait(deadline)
+                operations.popleft().wait(deadline)
             if progress is not None:
                 progress(self._direction.num_released, num_buckets)
             wire, digest = wire_bytes(index)
             if index == 0:
                 self._await_start(deadline)
             digests.append(digest)
-            seconds = max(1.0, deadline - time.monotonic())
-            operations.append(self._membership.group.broadcast(wire, seconds))
-        for operation in operations[-num_buffers:]:
+            if index >= self._direction.first_bucket:
+                seconds = max(1.0, deadline - time.monotonic())
+                operations.append(self._membership.group.broadcast(wire, seconds))
+            else:
+                self._check_goes_on()
+        for operation in operations:
             operation.wait(deadline)
         self._await_released(num_buckets, deadline)
         if progress is not None:
@@ -179,10 +186,13 @@ class BucketSender:
         with self._condition:
             if not self._condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
                 raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
-            if self._broken is not None:
-                raise self._broken
-            if self._direction.error is not None:
-                raise self._direction.error
+            self._check_goes_on()
+
+    def _check_goes_on(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._direction.error is not None:
+            raise self._direction.error
 
     # -- on the stream's thread --------------------------------------------
 
@@ -190,7 +200,9 @@ class BucketSender:
         kind = response.WhichOneof("message")
         with self._condition:
             if kind == "start":
-                self._for(response.start.transfer_id).started = True
+                direction = self._for(response.start.transfer_id)
+                direction.first_bucket = response.start.first_bucket
+                direction.started = True
             elif kind == "released":
                 released = response.released
                 self._for(released.transfer_id).num_released = released.num_buckets

@@ -75,6 +75,16 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetBase = channel.unary_unary(
+                '/weft.v1.AdminService/GetBase',
+                request_serializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.GetBaseResponse.FromString,
+                _registered_method=True)
+        self.RebindBase = channel.unary_unary(
+                '/weft.v1.AdminService/RebindBase',
+                request_serializer=weft_dot_v1_dot_admin__pb2.RebindBaseRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.RebindBaseResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -143,8 +153,8 @@ class AdminServiceServicer(object):
 
     def Cordon(self, request, context):
         """Takes a replica out of service, so that it can come back at once: it stays in
-        the pool, goes on receiving pushes and may send clones, but it is not ready: it
-        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        the pool, goes on receiving pushes and may send clones, but none is sent to it
+        (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
         with the next heartbeat. Its running requests finish, and what is sent to it all
         the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -157,8 +167,8 @@ class AdminServiceServicer(object):
 
     def Quarantine(self, request, context):
         """Takes a replica out of service because its answers are not to be trusted:
-        nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-        503); its running requests finish. Durable like Cordon, and in its place. A
+        nothing is pushed to it or cloned from it, clones from and to it end at once, and
+        it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
         repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
         and the replica then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -182,13 +192,36 @@ class AdminServiceServicer(object):
         """Lets a replica leave the pool in good order: at once it is not ready and no
         target of new transfers; it refuses new requests when routers have had a moment
         to hear of it, finishes running requests and the transfers that it takes part
-        in, then leaves the pool, and its process ends with status 0. When the time is
-        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+        When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
         other holder is free. Answers at once; ListReplicas tells when it has left.
         Not durable at the coordinator, but the replica remembers it once it has heard,
         within a heartbeat. Only a shorter time changes a drain that is under way.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (the time is negative or over a day).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBase(self, request, context):
+        """Which base model the pool is bound to, and what would hinder binding it anew.
+        Idempotent: reads only. Statuses: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebindBase(self, request, context):
+        """Lets go of the pool's base model: the next replica that registers binds the pool
+        to its own. Every version that is served is retired, and pins end; numbers go on
+        counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+        itself, by the first replica of another base once no other is there.)
+        Idempotent: succeeds if the pool is bound to none.
+        Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+        the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+        names one; for some seconds after a restart of the coordinator none may have been
+        heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +269,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetBase': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBase,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.GetBaseResponse.SerializeToString,
+            ),
+            'RebindBase': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebindBase,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.RebindBaseRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.RebindBaseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -455,6 +498,60 @@ class AdminService(object):
             '/weft.v1.AdminService/Drain',
             weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/GetBase',
+            weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.GetBaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebindBase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/RebindBase',
+            weft_dot_v1_dot_admin__pb2.RebindBaseRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.RebindBaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

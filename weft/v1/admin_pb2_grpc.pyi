@@ -79,8 +79,8 @@ class AdminServiceStub:
     """
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but it is not ready: it
-    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
     with the next heartbeat. Its running requests finish, and what is sent to it all
     the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -89,8 +89,8 @@ class AdminServiceStub:
     """
     Quarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]
     """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-    503); its running requests finish. Durable like Cordon, and in its place. A
+    nothing is pushed to it or cloned from it, clones from and to it end at once, and
+    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
     repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -106,13 +106,28 @@ class AdminServiceStub:
     """Lets a replica leave the pool in good order: at once it is not ready and no
     target of new transfers; it refuses new requests when routers have had a moment
     to hear of it, finishes running requests and the transfers that it takes part
-    in, then leaves the pool, and its process ends with status 0. When the time is
-    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+    When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
     other holder is free. Answers at once; ListReplicas tells when it has left.
     Not durable at the coordinator, but the replica remembers it once it has heard,
     within a heartbeat. Only a shorter time changes a drain that is under way.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
+    """
+    GetBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]
+    """Which base model the pool is bound to, and what would hinder binding it anew.
+    Idempotent: reads only. Statuses: none of its own.
+    """
+    RebindBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]
+    """Lets go of the pool's base model: the next replica that registers binds the pool
+    to its own. Every version that is served is retired, and pins end; numbers go on
+    counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+    itself, by the first replica of another base once no other is there.)
+    Idempotent: succeeds if the pool is bound to none.
+    Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+    the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+    names one; for some seconds after a restart of the coordinator none may have been
+    heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
     """
 
 @_typing.type_check_only
@@ -166,8 +181,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but it is not ready: it
-    leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
     with the next heartbeat. Its running requests finish, and what is sent to it all
     the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -176,8 +191,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Quarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]  # type: ignore[assignment]
     """Takes a replica out of service because its answers are not to be trusted:
-    nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-    503); its running requests finish. Durable like Cordon, and in its place. A
+    nothing is pushed to it or cloned from it, clones from and to it end at once, and
+    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
     repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -193,13 +208,28 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lets a replica leave the pool in good order: at once it is not ready and no
     target of new transfers; it refuses new requests when routers have had a moment
     to hear of it, finishes running requests and the transfers that it takes part
-    in, then leaves the pool, and its process ends with status 0. When the time is
-    over it ends all the same. Meanwhile it may be the source of a clone, where no
+    in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+    When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
     other holder is free. Answers at once; ListReplicas tells when it has left.
     Not durable at the coordinator, but the replica remembers it once it has heard,
     within a heartbeat. Only a shorter time changes a drain that is under way.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
+    """
+    GetBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]  # type: ignore[assignment]
+    """Which base model the pool is bound to, and what would hinder binding it anew.
+    Idempotent: reads only. Statuses: none of its own.
+    """
+    RebindBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]  # type: ignore[assignment]
+    """Lets go of the pool's base model: the next replica that registers binds the pool
+    to its own. Every version that is served is retired, and pins end; numbers go on
+    counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+    itself, by the first replica of another base once no other is there.)
+    Idempotent: succeeds if the pool is bound to none.
+    Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+    the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+    names one; for some seconds after a restart of the coordinator none may have been
+    heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -280,8 +310,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CordonResponse, _abc.Awaitable[_admin_pb2.CordonResponse]]:
         """Takes a replica out of service, so that it can come back at once: it stays in
-        the pool, goes on receiving pushes and may send clones, but it is not ready: it
-        leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
+        the pool, goes on receiving pushes and may send clones, but none is sent to it
+        (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
         with the next heartbeat. Its running requests finish, and what is sent to it all
         the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
@@ -296,8 +326,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.QuarantineResponse, _abc.Awaitable[_admin_pb2.QuarantineResponse]]:
         """Takes a replica out of service because its answers are not to be trusted:
-        nothing is pushed to it or cloned from it, and it refuses new requests (HTTP
-        503); its running requests finish. Durable like Cordon, and in its place. A
+        nothing is pushed to it or cloned from it, clones from and to it end at once, and
+        it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
         repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
         and the replica then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
@@ -325,13 +355,40 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lets a replica leave the pool in good order: at once it is not ready and no
         target of new transfers; it refuses new requests when routers have had a moment
         to hear of it, finishes running requests and the transfers that it takes part
-        in, then leaves the pool, and its process ends with status 0. When the time is
-        over it ends all the same. Meanwhile it may be the source of a clone, where no
+        in (a clone to it ends), then leaves the pool, and its process ends with status 0.
+        When the time is over it ends all the same. Meanwhile it may be the source of a clone, where no
         other holder is free. Answers at once; ListReplicas tells when it has left.
         Not durable at the coordinator, but the replica remembers it once it has heard,
         within a heartbeat. Only a shorter time changes a drain that is under way.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (the time is negative or over a day).
+        """
+
+    @_abc_1.abstractmethod
+    def GetBase(
+        self,
+        request: _admin_pb2.GetBaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetBaseResponse, _abc.Awaitable[_admin_pb2.GetBaseResponse]]:
+        """Which base model the pool is bound to, and what would hinder binding it anew.
+        Idempotent: reads only. Statuses: none of its own.
+        """
+
+    @_abc_1.abstractmethod
+    def RebindBase(
+        self,
+        request: _admin_pb2.RebindBaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RebindBaseResponse, _abc.Awaitable[_admin_pb2.RebindBaseResponse]]:
+        """Lets go of the pool's base model: the next replica that registers binds the pool
+        to its own. Every version that is served is retired, and pins end; numbers go on
+        counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+        itself, by the first replica of another base once no other is there.)
+        Idempotent: succeeds if the pool is bound to none.
+        Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+        the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+        names one; for some seconds after a restart of the coordinator none may have been
+        heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -722,9 +722,11 @@ class WatchEventsResponse(_message.Message):
     "replica_quarantined", "replica_cordoned", "replica_draining",
     "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
     "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
+    "clone_interrupted" (a push goes first; it goes on afterwards),
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned", "version_failed", "publish_again_wanted", "retention_set".
+    "version_unpinned", "version_failed", "publish_again_wanted", "retention_set",
+    "base_bound", "base_unbound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

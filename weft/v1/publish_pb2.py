@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weft.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/publish.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weft/v1/types.proto\"\x17\n\x15\x44\x65scribeTargetRequest\"\xff\x02\n\x16\x44\x65scribeTargetResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12%\n\nbase_dtype\x18\x03 \x01(\x0e\x32\x11.weft.v1.DataType\x12W\n\x15\x62\x61se_dtype_exceptions\x18\x04 \x03(\x0b\x32\x38.weft.v1.DescribeTargetResponse.BaseDtypeExceptionsEntry\x12(\n\radapter_dtype\x18\x05 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x14\n\x0c\x62\x61se_version\x18\x06 \x01(\x03\x12\x14\n\x0cnum_replicas\x18\x07 \x01(\r\x12\x10\n\x08\x62\x61\x63kends\x18\x08 \x03(\t\x1aM\n\x18\x42\x61seDtypeExceptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05value\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType:\x02\x38\x01\"q\n\x14\x41\x63quirePolicyRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12!\n\x04kind\x18\x04 \x01(\x0e\x32\x13.weft.v1.PolicyKind\"s\n\x05Lease\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x03\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"k\n\x15\x41\x63quirePolicyResponse\x12\x1d\n\x05lease\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\x12\x1d\n\x15publish_again_version\x18\x03 \x01(\x03\":\n\x11RenewLeaseRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\"R\n\x12RenewLeaseResponse\x12\x1d\n\x05lease\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x1d\n\x15publish_again_version\x18\x02 \x01(\x03\"=\n\x14ReleasePolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\"\x17\n\x15ReleasePolicyResponse\";\n\x12PutManifestRequest\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\",\n\x13PutManifestResponse\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\"#\n\x0bRequirement\x12\x14\n\x0cmin_replicas\x18\x01 \x01(\r\"\x85\x02\n\x14\x42\x65ginTransferRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x03\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12%\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12%\n\x07require\x18\x06 \x01(\x0b\x32\x14.weft.v1.Requirement\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x10\n\x08group_id\x18\t \x01(\t\"h\n\tGroupPlan\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\"\x9c\x01\n\x15\x42\x65ginTransferResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x13\n\x0breplica_ids\x18\x05 \x03(\t\"\xab\x05\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.weft.v1.TransferState\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x06 \x01(\x04\x12\x1c\n\x14num_buckets_verified\x18\x07 \x01(\x04\x12\x13\n\x0breplica_ids\x18\x08 \x03(\t\x12.\n\nbegin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x07\x66orming\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07staging\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ncommitting\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x66\x61ilure_reason\x18\r \x01(\t\x12\x17\n\x0f\x66\x61ilure_message\x18\x0e \x01(\t\x12\x15\n\rlayout_digest\x18\x0f \x01(\x0c\x12.\n\x0e\x63ontent_digest\x18\x10 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x65poch\x18\x11 \x01(\x03\x12(\n\x05pause\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10lost_replica_ids\x18\x13 \x03(\t\x12\x1b\n\x13serving_replica_ids\x18\x46 \x03(\t\x12*\n\x08refusals\x18G \x03(\x0b\x32\x18.weft.v1.TransferRefusal\"F\n\x0fTransferRefusal\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"+\n\x14\x41waitTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"<\n\x15\x41waitTransferResponse\x12#\n\x08transfer\x18\x01 \x01(\x0b\x32\x11.weft.v1.Transfer\"S\n\x14\x41\x62ortTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x17\n\x15\x41\x62ortTransferResponse*\xc0\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSFER_STATE_FORMING\x10\x01\x12\x1a\n\x16TRANSFER_STATE_STAGING\x10\x02\x12\x1d\n\x19TRANSFER_STATE_COMMITTING\x10\x03\x12\x1c\n\x18TRANSFER_STATE_COMMITTED\x10\x04\x12\x1a\n\x16TRANSFER_STATE_ABORTED\x10\x05\x32\x86\x05\n\x0ePublishService\x12Q\n\x0e\x44\x65scribeTarget\x12\x1e.weft.v1.DescribeTargetRequest\x1a\x1f.weft.v1.DescribeTargetResponse\x12N\n\rAcquirePolicy\x12\x1d.weft.v1.AcquirePolicyRequest\x1a\x1e.weft.v1.AcquirePolicyResponse\x12\x45\n\nRenewLease\x12\x1a.weft.v1.RenewLeaseRequest\x1a\x1b.weft.v1.RenewLeaseResponse\x12N\n\rReleasePolicy\x12\x1d.weft.v1.ReleasePolicyRequest\x1a\x1e.weft.v1.ReleasePolicyResponse\x12J\n\x0bPutManifest\x12\x1b.weft.v1.PutManifestRequest\x1a\x1c.weft.v1.PutManifestResponse(\x01\x12N\n\rBeginTransfer\x12\x1d.weft.v1.BeginTransferRequest\x1a\x1e.weft.v1.BeginTransferResponse\x12N\n\rAwaitTransfer\x12\x1d.weft.v1.AwaitTransferRequest\x1a\x1e.weft.v1.AwaitTransferResponse\x12N\n\rAbortTransfer\x12\x1d.weft.v1.AbortTransferRequest\x1a\x1e.weft.v1.AbortTransferResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/publish.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weft/v1/types.proto\"\x17\n\x15\x44\x65scribeTargetRequest\"\xff\x02\n\x16\x44\x65scribeTargetResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12%\n\nbase_dtype\x18\x03 \x01(\x0e\x32\x11.weft.v1.DataType\x12W\n\x15\x62\x61se_dtype_exceptions\x18\x04 \x03(\x0b\x32\x38.weft.v1.DescribeTargetResponse.BaseDtypeExceptionsEntry\x12(\n\radapter_dtype\x18\x05 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x14\n\x0c\x62\x61se_version\x18\x06 \x01(\x03\x12\x14\n\x0cnum_replicas\x18\x07 \x01(\r\x12\x10\n\x08\x62\x61\x63kends\x18\x08 \x03(\t\x1aM\n\x18\x42\x61seDtypeExceptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05value\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType:\x02\x38\x01\"\xb4\x01\n\x14\x41\x63quirePolicyRequest\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12!\n\x04kind\x18\x04 \x01(\x0e\x32\x13.weft.v1.PolicyKind\x12(\n\x07process\x18\x64 \x01(\x0b\x32\x17.weft.v1.TrainerProcess\x12\x17\n\x0f\x64isplaced_token\x18\x65 \x01(\x03\"m\n\x0eTrainerProcess\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x10\n\x08host_key\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"s\n\x05Lease\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x03\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"k\n\x15\x41\x63quirePolicyResponse\x12\x1d\n\x05lease\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\x12\x1d\n\x15publish_again_version\x18\x03 \x01(\x03\":\n\x11RenewLeaseRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\"R\n\x12RenewLeaseResponse\x12\x1d\n\x05lease\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x1d\n\x15publish_again_version\x18\x02 \x01(\x03\"=\n\x14ReleasePolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\"\x17\n\x15ReleasePolicyResponse\";\n\x12PutManifestRequest\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\",\n\x13PutManifestResponse\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\"#\n\x0bRequirement\x12\x14\n\x0cmin_replicas\x18\x01 \x01(\r\"\x9b\x02\n\x14\x42\x65ginTransferRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x15\n\rfencing_token\x18\x03 \x01(\x03\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12%\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12%\n\x07require\x18\x06 \x01(\x0b\x32\x14.weft.v1.Requirement\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x10\n\x08group_id\x18\t \x01(\t\x12\x14\n\x0c\x63heck_finite\x18P \x01(\x08\"h\n\tGroupPlan\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\"\x9c\x01\n\x15\x42\x65ginTransferResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x13\n\x0breplica_ids\x18\x05 \x03(\t\"\xab\x05\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.weft.v1.TransferState\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x06 \x01(\x04\x12\x1c\n\x14num_buckets_verified\x18\x07 \x01(\x04\x12\x13\n\x0breplica_ids\x18\x08 \x03(\t\x12.\n\nbegin_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x07\x66orming\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07staging\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ncommitting\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x66\x61ilure_reason\x18\r \x01(\t\x12\x17\n\x0f\x66\x61ilure_message\x18\x0e \x01(\t\x12\x15\n\rlayout_digest\x18\x0f \x01(\x0c\x12.\n\x0e\x63ontent_digest\x18\x10 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x65poch\x18\x11 \x01(\x03\x12(\n\x05pause\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10lost_replica_ids\x18\x13 \x03(\t\x12\x1b\n\x13serving_replica_ids\x18\x46 \x03(\t\x12*\n\x08refusals\x18G \x03(\x0b\x32\x18.weft.v1.TransferRefusal\"F\n\x0fTransferRefusal\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"+\n\x14\x41waitTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"<\n\x15\x41waitTransferResponse\x12#\n\x08transfer\x18\x01 \x01(\x0b\x32\x11.weft.v1.Transfer\"S\n\x14\x41\x62ortTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x17\n\x15\x41\x62ortTransferResponse*\xc0\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSFER_STATE_FORMING\x10\x01\x12\x1a\n\x16TRANSFER_STATE_STAGING\x10\x02\x12\x1d\n\x19TRANSFER_STATE_COMMITTING\x10\x03\x12\x1c\n\x18TRANSFER_STATE_COMMITTED\x10\x04\x12\x1a\n\x16TRANSFER_STATE_ABORTED\x10\x05\x32\x86\x05\n\x0ePublishService\x12Q\n\x0e\x44\x65scribeTarget\x12\x1e.weft.v1.DescribeTargetRequest\x1a\x1f.weft.v1.DescribeTargetResponse\x12N\n\rAcquirePolicy\x12\x1d.weft.v1.AcquirePolicyRequest\x1a\x1e.weft.v1.AcquirePolicyResponse\x12\x45\n\nRenewLease\x12\x1a.weft.v1.RenewLeaseRequest\x1a\x1b.weft.v1.RenewLeaseResponse\x12N\n\rReleasePolicy\x12\x1d.weft.v1.ReleasePolicyRequest\x1a\x1e.weft.v1.ReleasePolicyResponse\x12J\n\x0bPutManifest\x12\x1b.weft.v1.PutManifestRequest\x1a\x1c.weft.v1.PutManifestResponse(\x01\x12N\n\rBeginTransfer\x12\x1d.weft.v1.BeginTransferRequest\x1a\x1e.weft.v1.BeginTransferResponse\x12N\n\rAwaitTransfer\x12\x1d.weft.v1.AwaitTransferRequest\x1a\x1e.weft.v1.AwaitTransferResponse\x12N\n\rAbortTransfer\x12\x1d.weft.v1.AbortTransferRequest\x1a\x1e.weft.v1.AbortTransferResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,52 +36,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBETARGETRESPONSE_BASEDTYPEEXCEPTIONSENTRY']._loaded_options = None
   _globals['_DESCRIBETARGETRESPONSE_BASEDTYPEEXCEPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_TRANSFERSTATE']._serialized_start=2753
-  _globals['_TRANSFERSTATE']._serialized_end=2945
+  _globals['_TRANSFERSTATE']._serialized_start=2954
+  _globals['_TRANSFERSTATE']._serialized_end=3146
   _globals['_DESCRIBETARGETREQUEST']._serialized_start=120
   _globals['_DESCRIBETARGETREQUEST']._serialized_end=143
   _globals['_DESCRIBETARGETRESPONSE']._serialized_start=146
   _globals['_DESCRIBETARGETRESPONSE']._serialized_end=529
   _globals['_DESCRIBETARGETRESPONSE_BASEDTYPEEXCEPTIONSENTRY']._serialized_start=452
   _globals['_DESCRIBETARGETRESPONSE_BASEDTYPEEXCEPTIONSENTRY']._serialized_end=529
-  _globals['_ACQUIREPOLICYREQUEST']._serialized_start=531
-  _globals['_ACQUIREPOLICYREQUEST']._serialized_end=644
-  _globals['_LEASE']._serialized_start=646
-  _globals['_LEASE']._serialized_end=761
-  _globals['_ACQUIREPOLICYRESPONSE']._serialized_start=763
-  _globals['_ACQUIREPOLICYRESPONSE']._serialized_end=870
-  _globals['_RENEWLEASEREQUEST']._serialized_start=872
-  _globals['_RENEWLEASEREQUEST']._serialized_end=930
-  _globals['_RENEWLEASERESPONSE']._serialized_start=932
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1014
-  _globals['_RELEASEPOLICYREQUEST']._serialized_start=1016
-  _globals['_RELEASEPOLICYREQUEST']._serialized_end=1077
-  _globals['_RELEASEPOLICYRESPONSE']._serialized_start=1079
-  _globals['_RELEASEPOLICYRESPONSE']._serialized_end=1102
-  _globals['_PUTMANIFESTREQUEST']._serialized_start=1104
-  _globals['_PUTMANIFESTREQUEST']._serialized_end=1163
-  _globals['_PUTMANIFESTRESPONSE']._serialized_start=1165
-  _globals['_PUTMANIFESTRESPONSE']._serialized_end=1209
-  _globals['_REQUIREMENT']._serialized_start=1211
-  _globals['_REQUIREMENT']._serialized_end=1246
-  _globals['_BEGINTRANSFERREQUEST']._serialized_start=1249
-  _globals['_BEGINTRANSFERREQUEST']._serialized_end=1510
-  _globals['_GROUPPLAN']._serialized_start=1512
-  _globals['_GROUPPLAN']._serialized_end=1616
-  _globals['_BEGINTRANSFERRESPONSE']._serialized_start=1619
-  _globals['_BEGINTRANSFERRESPONSE']._serialized_end=1775
-  _globals['_TRANSFER']._serialized_start=1778
-  _globals['_TRANSFER']._serialized_end=2461
-  _globals['_TRANSFERREFUSAL']._serialized_start=2463
-  _globals['_TRANSFERREFUSAL']._serialized_end=2533
-  _globals['_AWAITTRANSFERREQUEST']._serialized_start=2535
-  _globals['_AWAITTRANSFERREQUEST']._serialized_end=2578
-  _globals['_AWAITTRANSFERRESPONSE']._serialized_start=2580
-  _globals['_AWAITTRANSFERRESPONSE']._serialized_end=2640
-  _globals['_ABORTTRANSFERREQUEST']._serialized_start=2642
-  _globals['_ABORTTRANSFERREQUEST']._serialized_end=2725
-  _globals['_ABORTTRANSFERRESPONSE']._serialized_start=2727
-  _globals['_ABORTTRANSFERRESPONSE']._serialized_end=2750
-  _globals['_PUBLISHSERVICE']._serialized_start=2948
-  _globals['_PUBLISHSERVICE']._serialized_end=3594
+  _globals['_ACQUIREPOLICYREQUEST']._serialized_start=532
+  _globals['_ACQUIREPOLICYREQUEST']._serialized_end=712
+  _globals['_TRAINERPROCESS']._serialized_start=714
+  _globals['_TRAINERPROCESS']._serialized_end=823
+  _globals['_LEASE']._serialized_start=825
+  _globals['_LEASE']._serialized_end=940
+  _globals['_ACQUIREPOLICYRESPONSE']._serialized_start=942
+  _globals['_ACQUIREPOLICYRESPONSE']._serialized_end=1049
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1051
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1109
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1111
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1193
+  _globals['_RELEASEPOLICYREQUEST']._serialized_start=1195
+  _globals['_RELEASEPOLICYREQUEST']._serialized_end=1256
+  _globals['_RELEASEPOLICYRESPONSE']._serialized_start=1258
+  _globals['_RELEASEPOLICYRESPONSE']._serialized_end=1281
+  _globals['_PUTMANIFESTREQUEST']._serialized_start=1283
+  _globals['_PUTMANIFESTREQUEST']._serialized_end=1342
+  _globals['_PUTMANIFESTRESPONSE']._serialized_start=1344
+  _globals['_PUTMANIFESTRESPONSE']._serialized_end=1388
+  _globals['_REQUIREMENT']._serialized_start=1390
+  _globals['_REQUIREMENT']._serialized_end=1425
+  _globals['_BEGINTRANSFERREQUEST']._serialized_start=1428
+  _globals['_BEGINTRANSFERREQUEST']._serialized_end=1711
+  _globals['_GROUPPLAN']._serialized_start=1713
+  _globals['_GROUPPLAN']._serialized_end=1817
+  _globals['_BEGINTRANSFERRESPONSE']._serialized_start=1820
+  _globals['_BEGINTRANSFERRESPONSE']._serialized_end=1976
+  _globals['_TRANSFER']._serialized_start=1979
+  _globals['_TRANSFER']._serialized_end=2662
+  _globals['_TRANSFERREFUSAL']._serialized_start=2664
+  _globals['_TRANSFERREFUSAL']._serialized_end=2734
+  _globals['_AWAITTRANSFERREQUEST']._serialized_start=2736
+  _globals['_AWAITTRANSFERREQUEST']._serialized_end=2779
+  _globals['_AWAITTRANSFERRESPONSE']._serialized_start=2781
+  _globals['_AWAITTRANSFERRESPONSE']._serialized_end=2841
+  _globals['_ABORTTRANSFERREQUEST']._serialized_start=2843
+  _globals['_ABORTTRANSFERREQUEST']._serialized_end=2926
+  _globals['_ABORTTRANSFERRESPONSE']._serialized_start=2928
+  _globals['_ABORTTRANSFERRESPONSE']._serialized_end=2951
+  _globals['_PUBLISHSERVICE']._serialized_start=3149
+  _globals['_PUBLISHSERVICE']._serialized_end=3795
 # @@protoc_insertion_point(module_scope)

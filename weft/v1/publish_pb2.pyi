@@ -165,6 +165,8 @@ class AcquirePolicyRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DISPLACED_TOKEN_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """The trainer's stable name, as chosen by its user; same rule as policy names."""
     session_id: _builtins.str
@@ -175,6 +177,14 @@ class AcquirePolicyRequest(_message.Message):
     """Policy to own; see PolicyVersion.policy."""
     kind: _types_pb2.PolicyKind.ValueType
     """"base" is POLICY_KIND_BASE, every other name POLICY_KIND_ADAPTER."""
+    displaced_token: _builtins.int
+    """If not 0: end the lease of this token first, if a process of this same trainer_id
+    holds it: its pushes fail with LEASE_FENCED, which names this process.
+    """
+    @_builtins.property
+    def process(self) -> Global___TrainerProcess:
+        """The process that asks; told to whom the lease is refused later."""
+
     def __init__(
         self,
         *,
@@ -182,14 +192,56 @@ class AcquirePolicyRequest(_message.Message):
         session_id: _builtins.str = ...,
         policy: _builtins.str = ...,
         kind: _types_pb2.PolicyKind.ValueType = ...,
+        process: Global___TrainerProcess | None = ...,
+        displaced_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcquirePolicyRequest: _TypeAlias = AcquirePolicyRequest  # noqa: Y015
+
+@_typing.final
+class TrainerProcess(_message.Message):
+    """A trainer's process, for people, and for the next one with its name on the same
+    machine.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    HOST_KEY_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Name of the machine."""
+    host_key: _builtins.str
+    """Names the machine's run and the space of its process numbers: where two are
+    equal, `pid` and `start_time` name one process.
+    """
+    pid: _builtins.int
+    """Process number."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When the process started."""
+
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        host_key: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "host_key", b"host_key", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerProcess: _TypeAlias = TrainerProcess  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
@@ -415,9 +467,12 @@ class Requirement(_message.Message):
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
-    push goes on with the others while there are so many. 0 means all: if one
-    dies, the push fails. Once a replica loads a base in place (see
-    ReplicaService.LoadTransfer) the push goes on with whoever is left.
+    push goes on with the others while there are so many. 0 means all that are
+    ready at begin: if one of them dies, the push fails. Replicas that have still
+    to catch up take part where they are free (the push ends clones that are not
+    committed, which go on after it), and get the version afterwards otherwise;
+    where none is ready, all that take part count. Once a replica loads a base in
+    place (see ReplicaService.LoadTransfer) the push goes on with whoever is left.
     """
     def __init__(
         self,
@@ -447,6 +502,7 @@ class BeginTransferRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    CHECK_FINITE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -460,6 +516,11 @@ class BeginTransferRequest(_message.Message):
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
+    """
+    check_finite: _builtins.bool
+    """Whether the sender looks for NaN and infinities in each bucket that it packs,
+    and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
+    where a replica loads the base in place: it would have loaded earlier buckets.
     """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
@@ -485,10 +546,11 @@ class BeginTransferRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        check_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,9 @@ class PublishServiceServicer(object):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +146,8 @@ class PublishServiceServicer(object):
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +166,9 @@ class PublishServiceServicer(object):
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
         replica could switch to it; metadata `cause` is the first one's reason, and
         `withdrawn` is "true" where it is certain that none serves it: its version is
-        VERSION_STATE_FAILED, and the policy went back to what it served), or the reason that a rank gave.
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

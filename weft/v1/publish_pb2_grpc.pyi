@@ -43,7 +43,9 @@ class PublishServiceStub:
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
@@ -76,7 +78,8 @@ class PublishServiceStub:
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and every replica that took part has
@@ -91,7 +94,9 @@ class PublishServiceStub:
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
     replica could switch to it; metadata `cause` is the first one's reason, and
     `withdrawn` is "true" where it is certain that none serves it: its version is
-    VERSION_STATE_FAILED, and the policy went back to what it served), or the reason that a rank gave.
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -114,7 +119,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
@@ -147,7 +154,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and every replica that took part has
@@ -162,7 +170,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
     replica could switch to it; metadata `cause` is the first one's reason, and
     `withdrawn` is "true" where it is certain that none serves it: its version is
-    VERSION_STATE_FAILED, and the policy went back to what it served), or the reason that a rank gave.
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -194,7 +204,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
 
     @_abc_1.abstractmethod
@@ -251,7 +263,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
 
     @_abc_1.abstractmethod
@@ -272,7 +285,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
         replica could switch to it; metadata `cause` is the first one's reason, and
         `withdrawn` is "true" where it is certain that none serves it: its version is
-        VERSION_STATE_FAILED, and the policy went back to what it served), or the reason that a rank gave.
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod

@@ -797,7 +797,8 @@ class Start(_message.Message):
     """Which transfer."""
     first_bucket: _builtins.int
     """Bucket that the sender begins with: the oldest that not every receiver has
-    verified. 0 but for a transfer that goes on in a new epoch.
+    verified. 0 but for a transfer that goes on in a new epoch: a push that lost a
+    member, or a clone that was ended for the sake of a push.
     """
     def __init__(
         self,

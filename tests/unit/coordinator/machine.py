@@ -147,10 +147,10 @@ class Machine:
 
     # -- trainers --------------------------------------------------------------
 
-    def acquire(self, policy: str, trainer: str = "t1", session: str = "s1") -> int:
+    def acquire(self, policy: str, trainer: str = "t1", session: str = "s1", **more: Any) -> int:
         ticket = next(self.ids)
         kind = PolicyKind.BASE if policy == "base" else PolicyKind.ADAPTER
-        self.do(events.AcquirePolicy(ticket, trainer, session, policy, kind))
+        self.do(events.AcquirePolicy(ticket, trainer, session, policy, kind, **more))
         reply = [e for e in self.found(effects.Reply) if e.ticket == ticket]
         if reply and isinstance(reply[0].answer, effects.LeaseAnswer):
             self.tokens[policy] = reply[0].answer.lease.fencing_token

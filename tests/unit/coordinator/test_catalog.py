@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.coordinator.conftest import write_schema_3
 from weft.contract.names import PolicyVersion
-from weft.coordinator import catalog as catalog_module
+from weft.coordinator import catalog_schema
 from weft.coordinator.catalog import APPLICATION_ID, Catalog, CatalogError
 from weft.coordinator.effects import (
     SaveEpoch,
@@ -195,10 +196,9 @@ def test_a_newer_schema_is_refused(catalog_path: Path) -> None:
 
 def test_a_transaction_is_all_or_nothing(catalog_path: Path) -> None:
     catalog = Catalog.open(catalog_path)
-    broken = SaveVersion(_record(1, VersionState.COMMITTED))
-    object.__setattr__(broken.record, "layout_digest", object())
-    with pytest.raises(sqlite3.Error):
-        catalog.apply([SaveEpoch(5), broken])
+    unset = SaveVersion(dataclasses.replace(_record(1, VersionState.COMMITTED), request_id=None))
+    with pytest.raises(CatalogError, match="NOT NULL"):
+        catalog.apply([SaveEpoch(5), unset])
     catalog.apply([SavePool("f", "Tiny")])
     assert catalog.snapshot().epoch == 0
     catalog.close()
@@ -220,7 +220,7 @@ def test_no_save_overwrites_the_row_of_another_version(
     catalog = Catalog.open(catalog_path)
     first = _record(1, VersionState.COMMITTED)
     catalog.apply([SaveVersion(first)])
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(CatalogError, match="UNIQUE"):
         catalog.apply([SaveEpoch(5), SaveVersion(dataclasses.replace(first, **changes))])
     assert catalog.find_version(first.version) == first
     assert catalog.find_request(first.trainer_id, first.request_id) == first
@@ -228,12 +228,13 @@ def test_no_save_overwrites_the_row_of_another_version(
     catalog.close()
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, schema: int) -> None:
     with sqlite3.connect(catalog_path) as older:
-        older.executescript("".join(catalog_module._STEPS[:schema]))
+        older.executescript("".join(catalog_schema._STEPS[:schema]))
         older.execute("INSERT INTO meta VALUES (3, 4, 'f', 'Tiny')")
-        older.execute("INSERT INTO policies VALUES ('math', 2, 5, 6, 0)")
+        columns = "name, kind, last_version, fencing_token, served_version"
+        older.execute(f"INSERT INTO policies ({columns}) VALUES ('math', 2, 5, 6, 0)")
         older.execute(f"PRAGMA application_id={APPLICATION_ID}")
         older.execute(f"PRAGMA user_version={schema}")
     older.close()
@@ -246,3 +247,29 @@ def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, schema: int) -> 
     again.close()
     assert (known.generation, known.withdrawn) == (5, {"r0": order})
     assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
+
+
+def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
+    write_schema_3(catalog_path)
+    for generation in (2, 3):
+        catalog = Catalog.open(catalog_path)
+        known = catalog.snapshot()
+        assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
+        assert known.withdrawn == {"replica-1": Withdrawn(Standing.CORDONED, "new disk")}
+        base, math = known.policies
+        assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
+        assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
+        assert (math.fencing_token, math.pinned, math.retain) == (7, (2,), 2)
+        versions = catalog.list_versions("math", 9, 9)
+        assert [r.state for r in versions] == [
+            VersionState.ABORTED,
+            VersionState.COMMITTED,
+            VersionState.COMMITTED,
+            VersionState.RETIRED,
+        ]
+        assert versions[0].failure == Failure("DEADLINE", "späť: the push's time was up")
+        assert versions[1] == catalog.find_request("t1", "q-math-3")
+        assert versions[1].content_digest == ContentDigest(1, b"\x00\xff digest", 256)
+        assert versions[1].adapter is not None
+        assert versions[1].adapter.config_digest == bytes(range(32))
+        catalog.close()

@@ -207,7 +207,7 @@ def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
     assert f"g{ticket}" not in m.state.groups
 
 
-def test_one_thing_at_a_time_in_fair_order() -> None:
+def test_a_replica_does_one_thing_at_a_time() -> None:
     m = _served()
     m.register("r1")
     m.do(events.Tick())
@@ -218,44 +218,26 @@ def test_one_thing_at_a_time_in_fair_order() -> None:
     assert m.transfer(later).phase is Phase.WAITING
     m.stage_all(pushed)
     m.answer_commits(pushed)
-    assert m.transfer(clone).phase is Phase.FORMING
-    assert m.transfer(later).phase is Phase.WAITING, "it goes to both replicas"
-    m.finish(clone)
+    assert m.transfer(clone).phase is Phase.WAITING, "a push would end it"
     assert m.transfer(later).phase is Phase.FORMING
     assert m.transfer(later).targets == ("r0", "r1")
-
-
-def test_trainers_that_push_without_a_break_do_not_starve_a_clone() -> None:
-    m = _served()
-    m.run_to(Phase.COMMITTED)
-    pushed = m.run_to(Phase.STAGING)
-    m.register("r1")
-    m.pass_time(2)
-    assert not m.look_ups(), "its source is taken"
-    following = m.begin("code")
-    m.stage_all(pushed)
-    m.answer_commits(pushed)
-    assert m.transfer(following).phase is Phase.FORMING
-    (clone,) = m.answer_look_ups()
-    after_it = m.begin()
-    m.attend_all(following)
-    m.prepare_all(following)
-    m.stage_all(following)
-    m.answer_commits(following)
+    m.attend_all(later)
+    m.prepare_all(later)
+    m.stage_all(later)
+    m.answer_commits(later)
     assert m.transfer(clone).phase is Phase.FORMING
-    assert m.transfer(after_it).phase is Phase.WAITING
 
 
 def test_a_thousand_late_joiners_are_planned_in_reasonable_time() -> None:
     m = _served()
     for i in range(1, 1000):
         m.register(f"r{i:04}")
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(20):
         m.do(events.Tick())
         for ticket in m.answer_look_ups():
             m.finish(ticket)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
     assert sum(r.vector.base == 1 for r in m.state.replicas.values()) > 16
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.coordinator.machine import Machine
 from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.names import PolicyVersion
 from weft.coordinator import driver as driver_module
 from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
@@ -70,7 +71,20 @@ async def test_a_catalog_that_cannot_be_written_ends_the_coordinator(catalog_pat
     assert not driver.state.policies
     with pytest.raises(PeerUnavailableError):
         await driver.call(_acquire("p"))  # type: ignore[arg-type]
-    catalog.broken = False
+    await driver.stop()
+    catalog.close()
+
+
+async def test_what_may_be_written_late_and_cannot_ends_it_too(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    task = driver.start()
+    await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    catalog.broken = True
+    driver._lazy = [effects.SaveRetired(PolicyVersion("p", 1))]
+    with pytest.raises(PeerUnavailableError):
+        await driver.flush()
+    with pytest.raises(sqlite3.OperationalError):
+        await asyncio.wait_for(task, 5)
     await driver.stop()
     catalog.close()
 
@@ -119,11 +133,11 @@ def test_a_thousand_replicas_are_decided_in_reasonable_time() -> None:
 
     m = Machine().pool(*(f"r{i:04}" for i in range(1000)))
     m.acquire("math")
-    begin = time.perf_counter()
+    begin = time.process_time()
     ticket = m.begin()
     m.attend_all(ticket)
     m.prepare_all(ticket)
     m.stage_all(ticket)
     m.answer_commits(ticket)
     assert m.transfer(ticket).served_by == set(m.state.replicas)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5

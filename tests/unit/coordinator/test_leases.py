@@ -7,6 +7,7 @@ import pytest
 from tests.unit.coordinator.machine import CAPABILITIES, Machine
 from weft.contract.errors import WeftError
 from weft.coordinator import effects, events
+from weft.coordinator.state import TrainerProcess
 from weft.coordinator.values import Phase, PolicyKind
 
 
@@ -54,6 +55,53 @@ def test_expired_lease_cannot_be_renewed_even_before_the_tick() -> None:
     m.now += 10.0
     m.do(events.RenewLease(77, "math", 1))
     assert m.error(77).reason == "LEASE_FENCED"
+
+
+def test_a_refusal_names_the_process_that_holds_it_and_its_signs_of_life() -> None:
+    m = Machine()
+    m.acquire("math", process=TrainerProcess("gpu-1", "boot:7", 41, 1.7e9))
+    first = m.error(m.acquire("math", session="s2"))
+    assert "process 41 on gpu-1, started 2023-11-14 22:13:20 UTC" in first.message
+    named = {k: first.metadata[k] for k in ("host", "host_key", "pid", "start_time")}
+    assert named == {
+        "host": "gpu-1", "host_key": "boot:7", "pid": "41", "start_time": "1700000000.000"
+    }  # fmt: skip
+    m.do(events.RenewLease(0, "math", 1))
+    again = m.error(m.acquire("math", session="s2"))
+    counts = [int(error.metadata["num_renewals"]) for error in (first, again)]
+    assert counts[1] == counts[0] + 1
+    assert again.metadata["fencing_token"] == "1"
+
+
+def test_the_same_trainer_takes_its_lease_over_and_its_former_pushes_end() -> None:
+    m = Machine()
+    m.pool("r0")
+    m.acquire("math")
+    begun = m.answer(m.begin())
+    assert isinstance(begun, effects.BeginAnswer)
+    waiting = next(m.ids)
+    m.do(events.AwaitTransfer(waiting, begun.transfer_id))
+    process = TrainerProcess("gpu-2", "boot:8", 42, 1.7e9)
+    ticket = m.acquire("math", session="s2", process=process, displaced_token=1)
+    assert _lease(m, ticket).lease.fencing_token == 2
+    ended = m.error(waiting)
+    assert ended.reason == "LEASE_FENCED"
+    assert "process 42 on gpu-2" in ended.message
+    m.do(events.RenewLease(78, "math", 1))
+    fenced = m.error(78)
+    assert (fenced.reason, fenced.metadata["holder"]) == ("LEASE_FENCED", "t1")
+    assert "process 42 on gpu-2" in fenced.message
+
+
+@pytest.mark.parametrize(("trainer", "token"), [("t2", 1), ("t1", 2), ("t1", 0)])
+def test_only_the_same_trainer_displaces_and_only_the_lease_it_saw(
+    trainer: str, token: int
+) -> None:
+    m = Machine()
+    m.acquire("math")
+    error = m.error(m.acquire("math", trainer, "s2", displaced_token=token))
+    assert error.reason == "POLICY_OWNED"
+    assert m.state.policies["math"].fencing_token == 1
 
 
 def test_renewing_keeps_it() -> None:

@@ -265,3 +265,15 @@ def test_what_failed_may_be_given_up_and_its_staged_bytes_are_dropped() -> None:
     m.do(events.Heartbeat(0, "r0", "i1", vector, 0, staged=failed))
     assert [call.transfer_id for call in m.found(effects.CallDiscard)] == [f"t{ticket}"]
     assert not m.state.transfers
+
+
+def test_what_was_retired_by_order_does_not_fail_later() -> None:
+    m, ticket, _ = _committing()
+    m.answer_commits(ticket, r0=LOAD_FAILED, r1=GONE)
+    m.run_to(Phase.COMMITTED)
+    m.do(events.RetireVersion(77, "math", 2, m.record(PolicyVersion("math", 2))))
+    m.answer(77)
+    m.answer_discard(ticket, "r1")
+    assert not m.state.unserved
+    assert _state(m, "math@2") is VersionState.COMMITTED  # and SaveRetired since
+    assert effects.SaveRetired(PolicyVersion("math", 2), durable=True) in m.all

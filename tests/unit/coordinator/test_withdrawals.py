@@ -85,7 +85,10 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
     _withdraw(m, "r1", Standing.CORDONED)
-    assert _standing(m, "r1") == (Standing.CORDONED, "by an operator; lacks base@1")
+    assert _standing(m, "r1") == (
+        Standing.CORDONED,
+        "by an operator; lacks base@1, which it is sent when it is put back into service",
+    )
 
 
 def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> None:

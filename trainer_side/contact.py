@@ -1,0 +1,180 @@
+"""Reaching the coordinator: how long a trainer waits for it, and what is said meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+
+from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft.transport.host import local_address_towards, split_target
+
+_log = logging.getLogger(__name__)
+
+#: Between two lines of the log while nobody answers.
+LOG_SECONDS = 10.0
+# What one try at a plain connection, made to learn why, may take.
+_PROBE_SECONDS = 2.0
+_POLL_SECONDS = 0.5
+
+
+class Contact:
+    """A trainer's connection to its coordinator.
+
+    One that was never reached for ``connect_seconds`` is an error: most often its address
+    is wrong. One that was reached before is waited for as long as a push may take: it is
+    being restarted.
+
+    Args:
+        channel: To the coordinator; closed by its owner.
+        target: Its HOST:PORT.
+        connect_seconds: Longest wait for the first connection.
+        probe: Says why ``target`` cannot be connected to; empty if it can.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        target: str,
+        connect_seconds: float,
+        probe: Callable[[str], str] | None = None,
+    ) -> None:
+        self._channel, self._target = channel, target
+        self._connect_seconds = connect_seconds
+        self._probe = probe or why_unreachable
+        self._was_reached = False
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether there was a connection at some time."""
+        return self._was_reached
+
+    def wait(self, deadline: float) -> None:
+        """Block until there is a connection, at most until ``deadline``
+        (``time.monotonic()``); says in the log why it waits, at once and every 10 s.
+
+        Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: never reached in its time.
+                ``COORDINATOR_AWAY``: reached before, and not again until ``deadline``.
+        """
+        connected = threading.Event()
+
+        def note(state: grpc.ChannelConnectivity) -> None:
+            if state is grpc.ChannelConnectivity.READY:
+                connected.set()
+
+        self._channel.subscribe(note, try_to_connect=True)
+        try:
+            self._wait(connected, deadline)
+        finally:
+            self._channel.unsubscribe(note)
+
+    def _wait(self, connected: threading.Event, deadline: float) -> None:
+        began = time.monotonic()
+        end = deadline if self._was_reached else min(deadline, began + self._connect_seconds)
+        logged_at, why = float("-inf"), ""
+        # A connection to a port that is closed fails within a moment; one that is open needs
+        # a moment more than that.
+        while not connected.wait(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
+            now = time.monotonic()
+            if now >= end:
+                why = why or self._learn_why(0.5)
+                raise self._failure(why, now - began)
+            if now - logged_at >= LOG_SECONDS:
+                logged_at, why = now, self._learn_why(end - now)
+                _log.warning(
+                    "the coordinator at %s cannot be reached: %s; trying for another %.0f s",
+                    self._target,
+                    why,
+                    max(0.0, end - time.monotonic()),
+                )
+        if logged_at > 0:
+            _log.warning(
+                "reached the coordinator at %s after %.1f s",
+                self._target,
+                time.monotonic() - began,
+            )
+        self._was_reached = True
+
+    def _learn_why(self, seconds: float) -> str:
+        """The probe's answer; looking a host's name up may take longer than we have."""
+        found: list[str] = []
+        thread = threading.Thread(
+            target=lambda: found.append(self._probe(self._target)),
+            name="weft-probe",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(max(0.1, min(seconds, 2 * _PROBE_SECONDS)))
+        if not found:
+            return "its host's name could not be looked up yet"
+        return found[0] or "something listens there, but does not answer as a coordinator does"
+
+    def _failure(self, why: str, seconds: float) -> PeerUnavailableError:
+        if self._was_reached:
+            return PeerUnavailableError(
+                f"the coordinator at {self._target} is away: {why}; the push's time is up",
+                reason="COORDINATOR_AWAY",
+            )
+        return PeerUnavailableError(
+            f"the coordinator at {self._target} was never reached in {seconds:.1f} s: {why}. "
+            "Check that `weft coordinator` runs, that its --listen is reachable from this "
+            "machine (not 127.0.0.1 if it is another one), and host, port and firewall; a job "
+            "that starts together with it waits longer: connect_seconds=300",
+            reason="COORDINATOR_UNREACHABLE",
+            metadata={"target": self._target},
+        )
+
+
+def why_unreachable(target: str) -> str:
+    """Why a TCP connection to HOST:PORT cannot be made; empty if it can. Blocks some
+    seconds at most, looking the name up apart."""
+    host, port = split_target(target)
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+    except socket.gaierror as error:
+        return f"the host {host!r} is not known ({error.strerror})"
+    except TimeoutError:
+        return f"no answer in {_PROBE_SECONDS:.0f} s (another network, or a firewall?)"
+    except OSError as error:
+        return error.strerror.lower() if error.strerror else str(error)
+    return ""
+
+
+def data_address(data_host: str | None, target: str) -> str:
+    """The address of this machine that replicas are to connect to.
+
+    Args:
+        data_host: As the user gave it; None takes the route towards the coordinator.
+        target: The coordinator's HOST:PORT.
+
+    Raises:
+        InvalidRequestError: ``data_host`` is not known here, or no address of this machine.
+        PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: no route to the coordinator.
+    """
+    if data_host is None:
+        try:
+            return local_address_towards(target)
+        except OSError as error:
+            raise PeerUnavailableError(
+                f"this machine has no route to the coordinator at {target}: "
+                f"{error.strerror or error}; say data_host=, the address that the replicas "
+                "reach this machine by",
+                reason="COORDINATOR_UNREACHABLE",
+            ) from error
+    try:
+        family, _, _, _, address = socket.getaddrinfo(data_host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(address)
+    except OSError as error:
+        unknown = isinstance(error, socket.gaierror)
+        what = "is not known here" if unknown else "is no address of this machine"
+        raise InvalidRequestError(
+            f"data_host={data_host!r} {what} ({error.strerror}): give the name or address that "
+            "the replicas reach this machine by, or leave it out"
+        ) from error
+    return data_host

@@ -1,0 +1,76 @@
+"""This trainer's process, and whether another one of the same name still runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from weft.rpc.codec import timestamp_to_proto
+from weft.v1 import publish_pb2 as pb
+
+# Start times are computed from the clock of the boot, which adjustments move a little.
+_SAME_START_SECONDS = 2.0
+_PROC = Path("/proc")
+
+
+def this_process() -> pb.TrainerProcess:
+    """The calling process, as other processes of its trainer are told of it."""
+    pid = os.getpid()
+    return pb.TrainerProcess(
+        host=socket.gethostname()[:128],
+        host_key=host_key(),
+        pid=pid,
+        start_time=timestamp_to_proto(_start_time(pid) or 0.0),
+    )
+
+
+def has_ended(holder: Mapping[str, str]) -> bool:
+    """Whether a process is known to be gone; false where that cannot be known.
+
+    Args:
+        holder: ``host_key``, ``pid`` and ``start_time``, the metadata of POLICY_OWNED.
+    """
+    pid = int(holder.get("pid") or 0)
+    if not pid or not host_key() or holder.get("host_key") != host_key():
+        return False
+    started = _start_time(pid)
+    return started is None or abs(started - float(holder["start_time"])) > _SAME_START_SECONDS
+
+
+def is_this_process(holder: Mapping[str, str]) -> bool:
+    """Whether the holder of a lease is the calling process itself."""
+    return holder.get("host_key") == host_key() != "" and holder.get("pid") == str(os.getpid())
+
+
+@cache
+def host_key() -> str:
+    """Names this run of the machine and the namespace of its process numbers: containers
+    that share a host's name do not share their processes. Empty where /proc is not there.
+    """
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat(_PROC / 'self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> float | None:
+    """When a process started, in seconds since 1970; None if it has ended."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+        boot = next(
+            float(line.split()[1])
+            for line in (_PROC / "stat").read_text().splitlines()
+            if line.startswith("btime ")
+        )
+    except (OSError, StopIteration):
+        return None
+    # The command's name may hold anything; what follows its last ")" has fixed columns
+    # (proc_pid_stat(5): 3 is the state, 22 the start in clock ticks since the boot).
+    columns = stat.rpartition(")")[2].split()
+    if columns[0] in "ZX":
+        return None
+    return boot + int(columns[19]) / os.sysconf("SC_CLK_TCK")
