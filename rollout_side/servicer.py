@@ -11,7 +11,8 @@ import grpc
 from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
 from rollout_side.serving import SpilledCopy
-from weft.contract.errors import WeftError
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import InvalidRequestError, WeftError
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -49,7 +50,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.JoinGroupResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        spec = self._spec(request.trainer_id, request.group)
+        spec = self._spec(request.trainer_id, request.group, agent.engine.capabilities)
         await agent.join_group(request.trainer_id, spec)
         return pb.JoinGroupResponse()
 
@@ -123,7 +124,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
         order = SendOrder(
-            group=self._spec("", request.group),
+            group=self._spec("", request.group, None),
             transfer_id=request.transfer_id,
             policy=request.version.policy,
             version=request.version.version,
@@ -133,7 +134,21 @@ class ReplicaServicer(ReplicaServiceServicer):
         await agent.send(order)
         return pb.SendVersionResponse()
 
-    def _spec(self, trainer_id: str, group: publish_pb2.GroupPlan) -> GroupSpec:
+    def _spec(
+        self, trainer_id: str, group: publish_pb2.GroupPlan, receives: Capabilities | None
+    ) -> GroupSpec:
+        """A place in a group: of this replica's receivers, or of the sender."""
+        last = group.rank + (receives.num_receivers - 1 if receives else 0)
+        if (group.rank == 0) is not (receives is None) or last >= group.size:
+            raise InvalidRequestError(
+                f"rank {group.rank} of a group of {group.size} is no place for "
+                f"{f'{receives.num_receivers} receivers' if receives else 'a sender'}"
+            )
+        if not group.group_id or group.backend not in self._agent.engine.capabilities.backends:
+            raise InvalidRequestError(
+                f"group {group.group_id!r} over {group.backend[:40]!r}: a group has a name, and "
+                f"a backend of {', '.join(self._agent.engine.capabilities.backends)}"
+            )
         return GroupSpec(
             coordinator=self._agent.config.coordinator,
             trainer_id=trainer_id,

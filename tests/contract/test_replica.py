@@ -141,11 +141,38 @@ async def test_the_manifest_of_what_is_held(served: Served) -> None:
     assert await _refused(served.stub.DescribeVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
-async def test_sending_what_is_not_held(served: Served) -> None:
-    request = replica_pb2.SendVersionRequest(
-        transfer_id="t", version=BASE_1, group=publish_pb2.GroupPlan(group_id="g", backend="gloo")
+def _plan(rank: int, **fields: Any) -> publish_pb2.GroupPlan:
+    return publish_pb2.GroupPlan(
+        **{"group_id": "g", "backend": "gloo", "rank": rank, "size": 2, **fields}
     )
+
+
+async def test_sending_what_is_not_held(served: Served) -> None:
+    request = replica_pb2.SendVersionRequest(transfer_id="t", version=BASE_1, group=_plan(0))
     assert await _refused(served.stub.SendVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"size": 10_000_000},  # a worker grew by 700 MB for it
+        {"size": 1},
+        {"rank": 2},
+        {"rank": 0},
+        {"group_id": ""},
+        {"backend": "carrier-pigeon"},
+    ],
+)
+async def test_a_place_in_a_group_that_cannot_be(served: Served, place: dict[str, Any]) -> None:
+    place = dict(place)
+    plan = _plan(**{"rank": 1, **place})
+    joining = served.stub.JoinGroup(replica_pb2.JoinGroupRequest(trainer_id="t", group=plan))
+    assert await _refused(joining) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    assert not served.engine.receiver._groups
+    place["rank"] = place.get("rank", 0) + 1  # nor is it a sender's
+    plan = _plan(**place)
+    sending = served.stub.SendVersion(replica_pb2.SendVersionRequest(version=BASE_1, group=plan))
+    assert await _refused(sending) == "INVALID_ARGUMENT/INVALID_REQUEST"
 
 
 def _load(transfer_id: str = "t1", **fields: Any) -> replica_pb2.LoadTransferRequest:

@@ -206,6 +206,7 @@ REASONS: dict[str, type[WeftError]] = {
     "STAGING_FULL": CapacityError,
     "MANIFEST_TOO_LARGE": CapacityError,
     "STORE_FULL": CapacityError,
+    "GROUP_TOO_LARGE": CapacityError,
     "TOO_SLOW": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,

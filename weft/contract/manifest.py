@@ -23,7 +23,11 @@ TRAILER_BYTES = 32
 #: largest checkpoint we know of (a 1T mixture of experts, unstacked).
 MAX_TENSORS = 1_000_000
 MAX_NAME_CHARS = 512
-_MAX_DIMS = 8
+#: Of all names of one manifest: 128 for each of a million tensors.
+MAX_NAMES_CHARS = 128 * 2**20
+MAX_DIMS = 8
+#: A pebibyte: of a tensor, a bucket, or all of them.
+MAX_TOTAL_BYTES = 2**50
 
 #: Digest algorithms by number, as in ``weft.v1.DigestAlgorithm``.
 XXH3_64 = 1
@@ -117,19 +121,41 @@ def check_metas(metas: Sequence[TensorMeta]) -> None:
     check_num_tensors(len(metas))
     seen: set[str] = set()
     for meta in metas:
-        if not 1 <= len(meta.name) <= MAX_NAME_CHARS or not meta.name.isprintable():
-            raise InvalidManifestError(
-                f"tensor name {meta.name[:80]!r} is not 1 to {MAX_NAME_CHARS} printable characters"
-            )
+        check_meta(meta)
         if meta.name in seen:
             raise InvalidManifestError(f"two tensors are named {meta.name!r}")
         seen.add(meta.name)
-        if len(meta.shape) > _MAX_DIMS or any(dim < 1 for dim in meta.shape):
-            raise InvalidManifestError(
-                f"tensor {meta.name!r} has shape ({shape_text(meta.shape)}): every dim must be at "
-                f"least 1, and there are at most {_MAX_DIMS} (a sharded or emptied parameter "
-                "must be gathered first)"
-            )
+
+
+def check_meta(meta: TensorMeta) -> None:
+    """Refuse a name or a shape that no tensor of a manifest may have, by itself.
+
+    Raises:
+        InvalidManifestError: Names it.
+    """
+    if not 1 <= len(meta.name) <= MAX_NAME_CHARS or not meta.name.isprintable():
+        raise InvalidManifestError(
+            f"tensor name {meta.name[:80]!r} is not 1 to {MAX_NAME_CHARS} printable characters"
+        )
+    if len(meta.shape) > MAX_DIMS or any(dim < 1 for dim in meta.shape):
+        raise InvalidManifestError(
+            f"tensor {meta.name!r} has shape ({shape_text(meta.shape[: MAX_DIMS + 1])}): every "
+            f"dim must be at least 1, and there are at most {MAX_DIMS} (a sharded or emptied "
+            "parameter must be gathered first)"
+        )
+    if meta.num_bytes > MAX_TOTAL_BYTES:
+        raise InvalidManifestError(
+            f"tensor {meta.name!r} has {meta.num_bytes} bytes; at most {MAX_TOTAL_BYTES} are taken"
+        )
+
+
+def check_names(num_chars: int) -> None:
+    """Refuse a manifest by the characters of all its names, before the rest is read."""
+    if num_chars > MAX_NAMES_CHARS:
+        raise CapacityError(
+            f"the names of a manifest's tensors have more than {MAX_NAMES_CHARS:,} characters",
+            reason="MANIFEST_TOO_LARGE",
+        )
 
 
 def _check_layout(
@@ -138,6 +164,8 @@ def _check_layout(
     if digest_algorithm not in DIGEST_NAMES:
         raise InvalidManifestError(f"digest algorithm {digest_algorithm} is not known")
     check_metas([slot.meta for slot in tensors])
+    if sum(bucket.payload_bytes for bucket in buckets) > MAX_TOTAL_BYTES:
+        raise InvalidManifestError(f"the buckets have more than {MAX_TOTAL_BYTES} bytes in all")
     counts = [0] * len(buckets)
     ends = [0] * len(buckets)
     for slot in tensors:

@@ -29,7 +29,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_WAIT_SECONDS: Final = 3_600.0
 #: Of a drain for which no time is given.
 DRAIN_SECONDS: Final = 300.0
-MAX_REASON_CHARS: Final = 500
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -111,7 +110,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.QuarantineResponse()
 
     async def _withdraw(self, replica_id: str, standing: Standing, reason: str) -> None:
-        order = Withdrawn(standing, reason[:MAX_REASON_CHARS])
+        order = Withdrawn(standing, reason)
         await self._driver.call(lambda ticket: events.Withdraw(ticket, replica_id, order))
 
     async def Uncordon(
@@ -153,8 +152,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         seconds = DRAIN_SECONDS
         if request.HasField("timeout"):
             seconds = duration_from_proto(request.timeout)
-        reason = request.reason[:MAX_REASON_CHARS]
         await self._driver.call(
-            lambda ticket: events.DrainReplica(ticket, request.replica_id, seconds, reason)
+            lambda ticket: events.DrainReplica(ticket, request.replica_id, seconds, request.reason)
         )
         return admin_pb2.DrainResponse()

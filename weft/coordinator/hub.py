@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from weft.contract.errors import (
+    REASONS,
     CapacityError,
     InvalidRequestError,
     NotAllowedError,
@@ -244,10 +245,10 @@ class Hub:
                 self._staged(link, message.staged)
             case "failed":
                 failed = message.failed
+                # A reason that is none of ours would be answered to the trainer as a bug here.
+                reason = failed.reason if failed.reason in REASONS else "TRANSFER_ABORTED"
                 self._post(
-                    events.RankFailed(
-                        group_id, failed.transfer_id, rank, failed.reason, failed.message[:2000]
-                    )
+                    events.RankFailed(group_id, failed.transfer_id, rank, reason, failed.message)
                 )
             case other:
                 raise InvalidRequestError(

@@ -3,7 +3,7 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import grpc
@@ -14,6 +14,7 @@ from weft.contract.names import BASE_POLICY
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.feed import Feed
+from weft.coordinator.listing import each
 from weft.coordinator.routes import routes
 from weft.coordinator.state import Policy
 from weft.coordinator.step import unknown_transfer
@@ -27,7 +28,7 @@ from weft.coordinator.wire import (
     version_record_to_proto,
     withdrawals_to_proto,
 )
-from weft.rpc.codec import vector_to_proto
+from weft.rpc.codec import vector_to_proto, version_to_proto
 from weft.rpc.interceptor import on_call_end
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
@@ -60,8 +61,8 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             version_vector=vector_to_proto(state.vector),
             replicas=self._replicas(),
             policies=self._policies(),
-            active_transfers=[self._transfer(t) for t in state.transfers.values()],
-            last_transfer=self._transfer(last) if last else None,
+            active_transfers=self._transfers(state.transfers.values()),
+            last_transfer=next(iter(self._transfers([last] if last else [])), None),
             weft_version=__version__,
             coordinator_generation=state.generation,
             withdrawals=withdrawals_to_proto(state),
@@ -102,7 +103,11 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         more = len(records) > limit
         records = records[:limit]
         return inspect_pb2.ListVersionsResponse(
-            versions=map(version_record_to_proto, records),
+            versions=each(
+                records,
+                version_record_to_proto,
+                lambda record, _: inspect_pb2.Version(version=version_to_proto(record.version)),
+            ),
             next_page_token=str(records[-1].version.version) if more else "",
         )
 
@@ -112,7 +117,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """Source: protos/weft/v1/inspect.proto."""
         state = self._driver.state
         transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
-        return inspect_pb2.ListTransfersResponse(transfers=map(self._transfer, transfers))
+        return inspect_pb2.ListTransfersResponse(transfers=self._transfers(transfers))
 
     async def GetTransfer(
         self, request: inspect_pb2.GetTransferRequest, context: Context
@@ -156,7 +161,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         if self._routes.revision != revision:
             state = self._driver.state
             self._routes = inspect_pb2.WatchRoutesResponse(
-                routes=map(route_to_proto, routes(state)),
+                routes=each(routes(state), route_to_proto),
                 coordinator_generation=state.generation,
                 revision=revision,
             )
@@ -164,15 +169,34 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
 
     def _replicas(self) -> list[inspect_pb2.Replica]:
         state, now = self._driver.state, self._driver.now()
-        return [replica_to_proto(state, r, now) for _, r in sorted(state.replicas.items())]
+        replicas = [replica for _, replica in sorted(state.replicas.items())]
+        return each(
+            replicas,
+            lambda replica: replica_to_proto(state, replica, now),
+            lambda replica, why: inspect_pb2.Replica(
+                replica_id=replica.replica_id, state_reason=why
+            ),
+        )
 
     def _policies(self) -> list[inspect_pb2.Policy]:
         def order(policy: Policy) -> tuple[bool, str]:
             return policy.name != BASE_POLICY, policy.name
 
         state, now = self._driver.state, self._driver.now()
-        policies = sorted(state.policies.values(), key=order)
-        return [policy_to_proto(state, policy, now) for policy in policies]
+        return each(
+            sorted(state.policies.values(), key=order),
+            lambda policy: policy_to_proto(state, policy, now),
+            lambda policy, _: inspect_pb2.Policy(policy=policy.name),
+        )
+
+    def _transfers(self, transfers: Iterable[Transfer]) -> list[publish_pb2.Transfer]:
+        return each(
+            transfers,
+            self._transfer,
+            lambda transfer, why: publish_pb2.Transfer(
+                transfer_id=transfer.transfer_id, failure_message=why
+            ),
+        )
 
     def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
         driver = self._driver

@@ -14,8 +14,9 @@ from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import types_pb2
 
 MAX_MANIFESTS: Final = 64
-#: About 1 GiB of Python objects at the very most.
+#: About 2 GiB of Python objects at the very most, names included.
 MAX_TENSORS_HELD: Final = 4_000_000
+MAX_CHARS_HELD: Final = 256 * 2**20
 _MAX_ENCODED: Final = 4
 _MAX_REFERENCES: Final = 4
 
@@ -27,6 +28,7 @@ class ManifestCache:
         self._layouts: OrderedDict[bytes, Layout] = OrderedDict()
         self._encoded: OrderedDict[bytes, list[types_pb2.ManifestChunk]] = OrderedDict()
         self._num_tensors = 0
+        self._num_chars = 0
 
     def put(self, manifest: Manifest) -> Layout:
         """Add a manifest and drop the least recently used beyond the bounds."""
@@ -35,13 +37,20 @@ class ManifestCache:
             return known
         layout = Layout.of(manifest)
         self._layouts[layout.digest] = layout
-        self._num_tensors += len(manifest.tensors)
+        self._count(manifest, 1)
         while len(self._layouts) > 1 and (
-            len(self._layouts) > MAX_MANIFESTS or self._num_tensors > MAX_TENSORS_HELD
+            len(self._layouts) > MAX_MANIFESTS
+            or self._num_tensors > MAX_TENSORS_HELD
+            or self._num_chars > MAX_CHARS_HELD
         ):
             _, dropped = self._layouts.popitem(last=False)
-            self._num_tensors -= len(dropped.manifest.tensors) if dropped.manifest else 0
+            assert dropped.manifest is not None
+            self._count(dropped.manifest, -1)
         return layout
+
+    def _count(self, manifest: Manifest, sign: int) -> None:
+        self._num_tensors += sign * len(manifest.tensors)
+        self._num_chars += sign * sum(len(slot.meta.name) for slot in manifest.tensors)
 
     def get(self, layout_digest: bytes) -> Layout | None:
         """A layout that is still known."""

@@ -14,6 +14,7 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
+from weft.contract.group import MAX_GROUP_SIZE
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, name_in_the_way
 from weft.contract.reference import Reference, check_base
@@ -114,7 +115,7 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
     Raises:
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
-        CapacityError: ``STAGING_FULL``; metadata names the replica.
+        CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
         UnsupportedError: What is sent is to be checked, and is loaded before it can be.
     """
     spec = transfer.adapter
@@ -127,8 +128,15 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 "adapter_fingerprint": spec.base_fingerprint,
             },
         )
-    need = transfer.layout.wire_bytes
+    need, size = transfer.layout.wire_bytes, 1
     for replica in replicas:
+        size += replica.capabilities.num_receivers
+        if size > MAX_GROUP_SIZE:
+            raise CapacityError(
+                f"the replicas in contact have more than {MAX_GROUP_SIZE - 1} receivers, which "
+                "is all that a side group holds beside its sender",
+                reason="GROUP_TOO_LARGE",
+            )
         capabilities = replica.capabilities
         if transfer.backend not in capabilities.backends:
             raise NotReadyError(

@@ -3,7 +3,6 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.standing import in_contact, reachable, shared_backends
 from weft.coordinator.step import already_committed
 from weft.coordinator.transfer import Transfer
+from weft.coordinator.uploads import Uploads
 from weft.coordinator.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.wire import (
     adapter_from_proto,
@@ -50,11 +50,13 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         catalog: Catalog,
         manifests: ManifestCache,
         references: ReferenceCache,
+        uploads: Uploads,
     ) -> None:
         self._driver = driver
         self._catalog = catalog
         self._manifests = manifests
         self._references = references
+        self._uploads = uploads
 
     def _answer_by(self, context: Context) -> float:
         """When a wait must end so that the caller still gets our answer."""
@@ -138,10 +140,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context
     ) -> publish_pb2.PutManifestResponse:
         """Source: protos/weft/v1/publish.proto."""
-        decoder = ManifestDecoder()
-        async for request in request_iterator:
-            decoder.add(request.chunk)
-        manifest = await asyncio.to_thread(decoder.finish)
+        manifest = await self._uploads.read(request_iterator, ManifestDecoder())
         layout = self._manifests.put(manifest)
         return publish_pb2.PutManifestResponse(layout_digest=layout.digest)
 

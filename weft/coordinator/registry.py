@@ -3,7 +3,6 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
+from weft.coordinator.uploads import Uploads
 from weft.rpc.codec import (
     capabilities_from_proto,
     duration_from_proto,
@@ -22,8 +22,6 @@ from weft.rpc.codec import (
 )
 from weft.rpc.manifest_codec import ReferenceDecoder
 from weft.v1 import registry_pb2, registry_pb2_grpc
-
-MAX_REASON_CHARS: Final = 2000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 #: Leftovers that one heartbeat may speak of; the others come with the next.
@@ -35,8 +33,11 @@ _MAX_SPILLED: Final = 4096
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """For replicas: join the pool, stay in it, leave it."""
 
-    def __init__(self, driver: Driver, references: ReferenceCache, catalog: Catalog) -> None:
+    def __init__(
+        self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: Uploads
+    ) -> None:
         self._driver = driver
+        self._uploads = uploads
         self._catalog = catalog
         self._references = references
 
@@ -56,7 +57,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 capabilities=capabilities,
                 vector=vector_from_proto(request.version_vector),
                 retained=tuple(request.retained_base_versions),
-                dirty_reason=request.dirty_reason[:MAX_REASON_CHARS],
+                dirty_reason=request.dirty_reason,
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 drain=_drain_note(request),
             )
@@ -72,10 +73,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context
     ) -> registry_pb2.PutReferenceResponse:
         """Source: protos/weft/v1/registry.proto."""
-        decoder = ReferenceDecoder()
-        async for request in request_iterator:
-            decoder.add(request.chunk)
-        reference = await asyncio.to_thread(decoder.finish)
+        reference = await self._uploads.read(request_iterator, ReferenceDecoder())
         if self._driver.state.fingerprint in ("", reference.fingerprint):  # no other is of use
             self._references.put(reference)
             self._driver.post(events.ReferenceKnown(reference.fingerprint))
@@ -97,7 +95,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 vector_from_proto(request.version_vector),
                 request.adapter_used_bytes,
                 tuple(request.retained_base_versions),
-                request.dirty_reason[:MAX_REASON_CHARS],
+                request.dirty_reason,
                 staged,
                 frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 _drain_note(request),
@@ -132,5 +130,4 @@ def _drain_note(
 ) -> events.DrainNote | None:
     if not request.HasField("drain"):
         return None
-    seconds = max(0.0, duration_from_proto(request.drain.time_left))
-    return events.DrainNote(seconds, request.drain.reason[:MAX_REASON_CHARS])
+    return events.DrainNote(duration_from_proto(request.drain.time_left), request.drain.reason)

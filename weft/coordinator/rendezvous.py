@@ -42,7 +42,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
                 store.set(request.set.keys, request.set.values)
                 return answer()
             case "get":
-                return answer(values=await store.wait(request.get.keys, _timeout(request.get)))
+                return answer(values=await store.get(request.get.keys, _timeout(request.get)))
             case "wait":
                 await store.wait(request.wait.keys, _timeout(request.wait))
                 return answer()

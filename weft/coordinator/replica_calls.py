@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import WeftError
+from weft.contract.errors import REASONS, WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.values import Failure
 from weft.coordinator.wire import adapter_to_proto, digest_to_proto, group_to_proto
+from weft.rpc.bounds import MAX_TEXT_CHARS
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import (
     duration_from_proto,
@@ -23,6 +24,7 @@ from weft.rpc.codec import (
     vector_from_proto,
     version_to_proto,
 )
+from weft.rpc.inbound import CheckedChannel
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc
 from weft.v1 import replica_pb2, replica_pb2_grpc
@@ -139,7 +141,9 @@ class ReplicaCaller:
     def _stub(self, address: str) -> Any:
         if address not in self._channels:
             channel = open_aio_channel(address)
-            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(channel))
+            # The generated stub is typed for the channels of grpc alone.
+            checked: Any = CheckedChannel(channel, f"the replica at {address}")
+            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
         return self._channels[address][1]
 
     async def _join(self, call: effects.CallJoin) -> None:
@@ -313,7 +317,11 @@ class ReplicaCaller:
 
 
 def _failure(error: grpc.RpcError, replica_id: str) -> Failure:
-    """The outcome of a failed call; no answer at all means that the peer is gone."""
+    """The outcome of a failed call; no answer at all means that the peer is gone, and so
+    does one that nobody can make sense of."""
     typed: WeftError = error_from_rpc(error)
-    reason = "PEER_GONE" if typed.reason == "COORDINATOR_AWAY" else typed.reason
-    return Failure(reason, typed.message, {**typed.metadata, "member": replica_id})
+    reason = typed.reason
+    if reason == "COORDINATOR_AWAY" or reason not in REASONS:
+        reason = "PEER_GONE"
+    metadata = {key: value[:MAX_TEXT_CHARS] for key, value in typed.metadata.items()}
+    return Failure(reason, typed.message[:MAX_TEXT_CHARS], {**metadata, "member": replica_id})

@@ -20,6 +20,7 @@ from weft.coordinator.publish import PublishServicer
 from weft.coordinator.registry import RegistryServicer
 from weft.coordinator.rendezvous import RendezvousServicer
 from weft.coordinator.state import State
+from weft.coordinator.uploads import Uploads
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1 import (
     admin_pb2_grpc,
@@ -65,6 +66,7 @@ class Coordinator:
 
     async def _start(self, catalog: Catalog) -> None:
         manifests, references, feed = ManifestCache(), ReferenceCache(), Feed()
+        uploads = Uploads()
         state = _initial_state(catalog, self.config)
         driver = self._driver = Driver(
             state,
@@ -74,9 +76,9 @@ class Coordinator:
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
         )
-        publish = PublishServicer(driver, catalog, manifests, references)
+        publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)
-        registry = RegistryServicer(driver, references, catalog)
+        registry = RegistryServicer(driver, references, catalog, uploads)
         rendezvous = RendezvousServicer(driver.hub, manifests)
         self._server = await make_server(
             [

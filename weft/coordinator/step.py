@@ -194,7 +194,7 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
         change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
     else:
         if transfer.uncommitted:
-            message = event.message[:500] or "no reason given"
+            message = event.message or "no reason given"
             failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
             abort.abort(change, transfer, failure)
         change.reply(event.ticket, Done())

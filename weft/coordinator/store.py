@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from weft.contract.errors import (
@@ -15,6 +15,10 @@ from weft.contract.errors import (
 
 MAX_STORE_BYTES: Final = 64 * 2**20
 MAX_STORE_KEYS: Final = 100_000
+#: Of one value, and of all that one call answers: less than a message can hold.
+MAX_VALUE_BYTES: Final = 2 * 2**20
+MAX_ANSWER_BYTES: Final = 3 * 2**20
+_MAX_COUNTER: Final = 2**63 - 1
 
 
 class GroupStore:
@@ -51,35 +55,62 @@ class GroupStore:
 
         Raises:
             InvalidRequestError: Not as many values as keys.
-            CapacityError: ``STORE_FULL``; nothing of the rest was set.
+            CapacityError: ``STORE_FULL``; nothing was set.
         """
         self._check_open()
         if len(keys) != len(values):
             raise InvalidRequestError(
                 f"{len(keys)} keys with {len(values)} values", reason="PROTOCOL"
             )
-        for key, value in zip(keys, values, strict=True):
-            self._put(key, value)
+        self._put(dict(zip(keys, values, strict=True)))
 
-    def _put(self, key: str, value: bytes) -> None:
-        old = self._values.get(key)
-        grown = len(value) - len(old) if old is not None else len(key) + len(value)
+    def _put(self, wanted: Mapping[str, bytes]) -> None:
+        """Set all of them, or, where there is no room, nothing."""
+        grown, num_new = 0, 0
+        for key, value in wanted.items():
+            if len(value) > MAX_VALUE_BYTES:
+                raise CapacityError(
+                    f"a value of {len(value)} bytes for {key[:120]!r}; at most {MAX_VALUE_BYTES} "
+                    "are kept",
+                    reason="STORE_FULL",
+                )
+            old = self._values.get(key)
+            num_new += old is None
+            grown += len(value) - len(old) if old is not None else len(key) + len(value)
         if self._used_bytes + grown > MAX_STORE_BYTES:
             raise CapacityError(
                 f"the group's store would exceed {MAX_STORE_BYTES} bytes", reason="STORE_FULL"
             )
-        if old is None and len(self._values) >= MAX_STORE_KEYS:
+        if len(self._values) + num_new > MAX_STORE_KEYS:
             raise CapacityError(
                 f"the group's store would exceed {MAX_STORE_KEYS} keys", reason="STORE_FULL"
             )
-        self._values[key] = value
         self._used_bytes += grown
-        for future in self._waiters.pop(key, ()):
-            if not future.done():
-                future.set_result(None)
+        for key, value in wanted.items():
+            self._values[key] = value
+            for future in self._waiters.pop(key, ()):
+                if not future.done():
+                    future.set_result(None)
 
-    async def wait(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+    async def get(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
         """Wait until all keys are set; answer their values.
+
+        Raises:
+            TransferTimeoutError: As ``wait``.
+            CapacityError: ``STORE_FULL``; they are more than an answer can hold.
+        """
+        await self.wait(keys, timeout_seconds)
+        values = [self._values[key] for key in keys]
+        if (size := sum(map(len, values))) > MAX_ANSWER_BYTES:
+            raise CapacityError(
+                f"the values of {len(keys)} keys have {size} bytes, an answer holds "
+                f"{MAX_ANSWER_BYTES}: ask for fewer at once",
+                reason="STORE_FULL",
+            )
+        return values
+
+    async def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Wait until all keys are set.
 
         Raises:
             TransferTimeoutError: One was not set in time; names it.
@@ -90,7 +121,7 @@ class GroupStore:
             self._check_open()
             missing = next((key for key in keys if key not in self._values), None)
             if missing is None:
-                return [self._values[key] for key in keys]
+                return
             future: asyncio.Future[None] = loop.create_future()
             self._waiters.setdefault(missing, []).append(future)
             try:
@@ -127,28 +158,38 @@ class GroupStore:
         return count
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter; answer the sum."""
+        """Add to a decimal counter; answer the sum.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``: it is no counter, or the sum is none that
+                64 bits hold; the value stays.
+        """
         self._check_open()
+        held = self._values.get(key, b"0")
         try:
-            total = int(self._values.get(key, b"0")) + amount
+            total = int(held) + amount
         except ValueError:
+            total = _MAX_COUNTER + 1
+        if not -_MAX_COUNTER - 1 <= total <= _MAX_COUNTER:
             raise InvalidRequestError(
-                f"key {key[:120]!r} does not hold a counter", reason="PROTOCOL"
-            ) from None
-        self._put(key, str(total).encode())
+                f"{amount} cannot be added to {held[:40]!r}, which key {key[:120]!r} holds: "
+                "a counter is an integer of 64 bits",
+                reason="PROTOCOL",
+            )
+        self._put({key: str(total).encode()})
         return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a key if it is as expected (empty: or absent); answer its value after."""
         self._check_open()
         if self._values.get(key, b"") == expected:
-            self._put(key, desired)
+            self._put({key: desired})
         return self._values.get(key, b"")
 
     def append(self, key: str, value: bytes) -> None:
         """Append to a value; an absent one is empty."""
         self._check_open()
-        self._put(key, self._values.get(key, b"") + value)
+        self._put({key: self._values.get(key, b"") + value})
 
     def __len__(self) -> int:
         self._check_open()

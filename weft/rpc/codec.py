@@ -14,14 +14,11 @@ from weft.contract.errors import InvalidRequestError
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType
 from weft.contract.versions import AdapterVersions, VersionVector
+from weft.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft.v1 import registry_pb2, types_pb2
 
 #: Entries of a list in one message: at most 2.2 MiB with the longest names.
 CHUNK_ENTRIES: Final = 4096
-#: Members that one replica may add to a side group.
-MAX_RECEIVERS: Final = 1024
-#: Names that one replica's server may have of its own.
-MAX_SERVED_NAMES: Final = 4096
 
 
 def chunk_ranges(count: int) -> Iterator[slice]:
@@ -72,18 +69,10 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
     """As in Register.
 
     Raises:
-        InvalidRequestError: An element type is unset, the receivers are none or too
-            many, or the server's own names too many.
+        InvalidRequestError: An element type is unset, or there are no receivers.
     """
-    if not 1 <= message.num_receivers <= MAX_RECEIVERS:
-        raise InvalidRequestError(
-            f"num_receivers is {message.num_receivers}; a replica adds 1 to {MAX_RECEIVERS} members"
-        )
-    if len(message.served_names) > MAX_SERVED_NAMES:
-        raise InvalidRequestError(
-            f"{len(message.served_names)} served_names; a replica declares at most "
-            f"{MAX_SERVED_NAMES}"
-        )
+    if not message.num_receivers:
+        raise InvalidRequestError("num_receivers is 0; a replica adds at least 1 member")
     return Capabilities(
         engine_version=message.engine_version,
         base_fingerprint=message.base_fingerprint,
@@ -142,9 +131,11 @@ def versions_from_proto(messages: Iterable[types_pb2.PolicyVersion]) -> list[Pol
 
 
 def duration_to_proto(seconds: float) -> Duration:
-    """Seconds as a message; negative ones are 0."""
+    """Seconds as a message, of any float: negative ones are 0, and what is above what
+    ``weft.rpc.bounds`` takes is that much."""
     message = Duration()
-    message.FromTimedelta(timedelta(seconds=max(0.0, seconds)))
+    bounded = min(max(0.0, seconds), MAX_DURATION_SECONDS)  # of NaN: 0
+    message.FromTimedelta(timedelta(seconds=bounded))
     return message
 
 
@@ -154,6 +145,8 @@ def duration_from_proto(message: Duration) -> float:
 
 
 def timestamp_to_proto(unix_seconds: float) -> Timestamp:
-    """Seconds since 1970 as a message."""
-    whole = int(unix_seconds // 1)
-    return Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))
+    """Seconds since 1970 as a message, of any float; times outside the years that a
+    ``Timestamp`` has are the nearest of them."""
+    bounded = min(max(0.0, unix_seconds), LAST_SECOND)
+    whole = int(bounded // 1)
+    return Timestamp(seconds=whole, nanos=int((bounded - whole) * 1e9))

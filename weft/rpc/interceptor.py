@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 
 from weft.contract.errors import UnsupportedError, WeftError
+from weft.rpc.inbound import Refused, Requests, parser
 from weft.rpc.status import abort_with_error
 
 _log = logging.getLogger(__name__)
@@ -17,7 +18,8 @@ _PREFIX = "/weft.v1."
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Answers a raised ``WeftError`` with its status, anything else with INTERNAL.
+    """Answers a raised ``WeftError`` with its status, anything else with INTERNAL, and
+    requests that cannot be parsed, or are out of bounds, before a handler sees them.
 
     Applies to Weft's own services, for all four kinds of RPC; their handlers are
     coroutines or, when they stream answers, async generators.
@@ -40,7 +42,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_stream_rpc_method_handler
             )
             inner = handler.stream_stream or handler.unary_stream
-            guarded: Any = _guard_stream(inner, method)
+            guarded: Any = _guard_stream(_checking(inner, handler), method)
         else:
             make = (
                 grpc.stream_unary_rpc_method_handler
@@ -48,8 +50,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             inner = handler.stream_unary or handler.unary_unary
-            guarded = _guard_unary(inner, method)
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+            guarded = _guard_unary(_checking(inner, handler), method)
+        return make(guarded, parser(handler.request_deserializer), handler.response_serializer)
+
+
+def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
+    """The handler's method, for requests as ``parser`` gives them."""
+
+    def call_with_stream(requests: Any, context: Any) -> Any:
+        return inner(Requests(requests), context)
+
+    def call(request: Any, context: Any) -> Any:
+        if isinstance(request, Refused):
+            raise request.error
+        return inner(request, context)
+
+    return call_with_stream if handler.request_streaming else call
 
 
 def _guard_unary(

@@ -10,16 +10,20 @@ from collections.abc import Iterable, Iterator
 
 from weft.contract.errors import InvalidManifestError
 from weft.contract.manifest import (
+    MAX_DIMS,
+    MAX_NAME_CHARS,
     Bucket,
     Manifest,
     TensorSlot,
+    check_meta,
     check_metas,
+    check_names,
     check_num_tensors,
     make_manifest,
 )
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
-from weft.rpc.codec import chunk_ranges, dtype_to_proto
+from weft.rpc.codec import CHUNK_ENTRIES, chunk_ranges, dtype_to_proto
 from weft.v1 import types_pb2
 
 _DTYPES = {int(dtype): dtype for dtype in DataType}
@@ -64,16 +68,20 @@ class ManifestDecoder:
     Raises (both methods):
         InvalidManifestError: No header first, more or fewer entries than it
             says, a layout that cannot be right, or another digest.
-        CapacityError: ``MANIFEST_TOO_LARGE``, at the header.
+        CapacityError: ``MANIFEST_TOO_LARGE``, at the header, or at the first chunk
+            that is too much.
     """
 
     def __init__(self) -> None:
         self._header: types_pb2.ManifestHeader | None = None
         self._slots: list[TensorSlot] = []
         self._buckets: list[Bucket] = []
+        self._num_chars = 0
 
     def add(self, chunk: types_pb2.ManifestChunk) -> None:
-        """Take the next chunk; memory is bounded by what the header announced."""
+        """Take the next chunk, if it fits what the header announced and what is taken in
+        all; each tensor is checked before the next one is read."""
+        _check_chunk(max(len(chunk.tensors), len(chunk.buckets)), chunk.HasField("header"))
         if chunk.HasField("header"):
             if self._header is not None:
                 raise InvalidManifestError("a manifest has two headers")
@@ -90,7 +98,12 @@ class ManifestDecoder:
         ):
             raise InvalidManifestError("a manifest holds more than its header says")
         self._buckets += [Bucket(b.payload_bytes, b.num_tensors) for b in chunk.buckets]
-        self._slots += map(_slot, chunk.tensors)
+        for spec in chunk.tensors:
+            slot = _slot(spec)
+            check_meta(slot.meta)
+            self._num_chars += len(spec.name)
+            check_names(self._num_chars)
+            self._slots.append(slot)
 
     def finish(self) -> Manifest:
         """The manifest, once the stream has ended; O(tensors), one second for 200,000."""
@@ -113,13 +126,20 @@ class ManifestDecoder:
         return manifest
 
 
+def _check_chunk(num_entries: int, has_header: bool) -> None:
+    if num_entries > CHUNK_ENTRIES:
+        raise InvalidManifestError(f"a chunk of {num_entries} entries; at most {CHUNK_ENTRIES}")
+    if not num_entries and not has_header:
+        raise InvalidManifestError("a chunk that holds nothing")
+
+
 def _slot(spec: types_pb2.TensorSpec) -> TensorSlot:
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise InvalidManifestError(f"tensor {spec.name[:80]!r} has no known dtype ({spec.dtype})")
-    return TensorSlot(
-        TensorMeta(spec.name, dtype, tuple(spec.dims)), spec.bucket, spec.offset_bytes
-    )
+    # One dim too many is enough to be refused.
+    meta = TensorMeta(spec.name, dtype, tuple(spec.dims[: MAX_DIMS + 1]))
+    return TensorSlot(meta, spec.bucket, spec.offset_bytes)
 
 
 def manifest_from_chunks(chunks: Iterable[types_pb2.ManifestChunk]) -> Manifest:
@@ -161,17 +181,25 @@ class ReferenceDecoder:
         self._fingerprint = ""
         self._architecture = ""
         self._tensors: list[TensorMeta] = []
+        self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
-        """Take the next chunk."""
+        """Take the next chunk; as ``ManifestDecoder.add``."""
+        _check_chunk(len(chunk.tensors), False)
         if not self._tensors:
+            if max(len(chunk.fingerprint), len(chunk.architecture)) > MAX_NAME_CHARS:
+                raise InvalidManifestError("the fingerprint or the architecture is too long")
             self._fingerprint, self._architecture = chunk.fingerprint, chunk.architecture
         check_num_tensors(max(1, len(self._tensors) + len(chunk.tensors)))
         for tensor in chunk.tensors:
             dtype = _DTYPES.get(tensor.dtype)
             if dtype is None:
                 raise InvalidManifestError(f"tensor {tensor.name[:80]!r} has no known dtype")
-            self._tensors.append(TensorMeta(tensor.name, dtype, tuple(tensor.dims)))
+            meta = TensorMeta(tensor.name, dtype, tuple(tensor.dims[: MAX_DIMS + 1]))
+            check_meta(meta)
+            self._num_chars += len(tensor.name)
+            check_names(self._num_chars)
+            self._tensors.append(meta)
 
     def finish(self) -> Reference:
         """The reference, once the stream has ended; O(tensors)."""

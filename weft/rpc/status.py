@@ -6,9 +6,11 @@ A failure travels as a status with one ``google.rpc.ErrorInfo`` (domain
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 
@@ -19,6 +21,7 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
+from weft.rpc.inbound import InvalidResponseError
 
 #: ``ErrorInfo.domain`` of every failure that Weft reports.
 DOMAIN: Final = "weft"
@@ -55,6 +58,7 @@ def status_from_error(error: WeftError) -> status_pb2.Status:
 
 
 def _cut(text: str, limit: int) -> str:
+    text = text.encode(errors="replace").decode()  # a lone surrogate (of JSON, say) cannot travel
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -75,6 +79,8 @@ def error_from_rpc(error: grpc.RpcError) -> WeftError:
     caller's own deadline passed, ``STAGING_FULL`` (a ``CapacityError``) when a
     bound of gRPC was met.
     """
+    if isinstance(error, InvalidResponseError):
+        return error.error
     info = _error_info(error)
     if info is not None:
         return error_from_reason(info.reason, _details(error), dict(info.metadata))
@@ -101,8 +107,9 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS_KEY:
             continue
-        for detail in status_pb2.Status.FromString(value).details:
-            info = error_details_pb2.ErrorInfo()
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                return info
+        with contextlib.suppress(DecodeError):  # of another server than ours
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    return info
     return None

@@ -55,6 +55,7 @@ class Capabilities(_message.Message):
     num_receivers: _builtins.int
     """Members that this replica adds to a side group: 1 where its workers share
     one staged copy.
+    At most 1,024.
     """
     tensor_parallel_size: _builtins.int
     """Tensor-parallel size."""

@@ -79,7 +79,8 @@ class RegistryServiceServicer(object):
         """Makes the base model's tensors known, when Register asked for it.
         Idempotent: content-addressed.
         Statuses: INVALID_ARGUMENT/INVALID_MANIFEST (the fingerprint is not of this
-        content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE.
+        content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE; DEADLINE_EXCEEDED/DEADLINE; all as
+        for PublishService.PutManifest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,8 @@ class RegistryServiceStub:
     """Makes the base model's tensors known, when Register asked for it.
     Idempotent: content-addressed.
     Statuses: INVALID_ARGUMENT/INVALID_MANIFEST (the fingerprint is not of this
-    content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE.
+    content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE; DEADLINE_EXCEEDED/DEADLINE; all as
+    for PublishService.PutManifest.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_registry_pb2.HeartbeatRequest, _registry_pb2.HeartbeatResponse]
     """Says that a replica lives and what it serves.
@@ -78,7 +79,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Makes the base model's tensors known, when Register asked for it.
     Idempotent: content-addressed.
     Statuses: INVALID_ARGUMENT/INVALID_MANIFEST (the fingerprint is not of this
-    content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE.
+    content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE; DEADLINE_EXCEEDED/DEADLINE; all as
+    for PublishService.PutManifest.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_registry_pb2.HeartbeatRequest, _registry_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Says that a replica lives and what it serves.
@@ -118,7 +120,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes the base model's tensors known, when Register asked for it.
         Idempotent: content-addressed.
         Statuses: INVALID_ARGUMENT/INVALID_MANIFEST (the fingerprint is not of this
-        content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE.
+        content); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE; DEADLINE_EXCEEDED/DEADLINE; all as
+        for PublishService.PutManifest.
         """
 
     @_abc_1.abstractmethod

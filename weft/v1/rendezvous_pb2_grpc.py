@@ -66,7 +66,10 @@ class RendezvousServiceServicer(object):
         Idempotent but for add, append and compare_set.
         Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
         dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
-        in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys).
+        in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
+        value over 2 MiB, or values over 3 MiB in one answer);
+        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+        that is none, or would not be one of 64 bits any more). Nothing has changed then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

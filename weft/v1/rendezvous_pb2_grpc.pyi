@@ -42,7 +42,10 @@ class RendezvousServiceStub:
     Idempotent but for add, append and compare_set.
     Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
     dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
-    in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys).
+    in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
+    value over 2 MiB, or values over 3 MiB in one answer);
+    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+    that is none, or would not be one of 64 bits any more). Nothing has changed then.
     """
     GetManifest: _grpc.UnaryStreamMultiCallable[_rendezvous_pb2.GetManifestRequest, _rendezvous_pb2.GetManifestResponse]
     """The manifest of a transfer of this group.
@@ -72,7 +75,10 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     Idempotent but for add, append and compare_set.
     Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
     dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
-    in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys).
+    in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
+    value over 2 MiB, or values over 3 MiB in one answer);
+    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+    that is none, or would not be one of 64 bits any more). Nothing has changed then.
     """
     GetManifest: _aio.UnaryStreamMultiCallable[_rendezvous_pb2.GetManifestRequest, _rendezvous_pb2.GetManifestResponse]  # type: ignore[assignment]
     """The manifest of a transfer of this group.
@@ -105,7 +111,10 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent but for add, append and compare_set.
         Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
         dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
-        in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys).
+        in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
+        value over 2 MiB, or values over 3 MiB in one answer);
+        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+        that is none, or would not be one of 64 bits any more). Nothing has changed then.
         """
 
     @_abc_1.abstractmethod

@@ -9,8 +9,17 @@ Conventions of this package, unless a comment says otherwise:
   is "weft" and whose `reason` is listed at the RPC; there is no in-band
   error field in a successful response;
 - every RPC may also answer INTERNAL (a bug: read the server's log),
-  UNAVAILABLE (the server is away: retry the same call) and
-  DEADLINE_EXCEEDED (the caller's own deadline).
+  UNAVAILABLE (the server is away: retry the same call),
+  DEADLINE_EXCEEDED (the caller's own deadline) and
+  INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
+  that is out of bounds; the message names it, metadata `field` too).
+
+Bounds, where a comment states no other: numbers are not negative; versions,
+tokens, epochs and generations are below 2^53, sizes below 2^63; durations are at
+most ten years; ids and names have at most 256 printable characters, other
+strings 4,096, digests 64 bytes, lists 65,536 entries; an address is HOST:PORT, a
+URL http(s). Of texts for people the first 2,000 characters are kept, of those
+that an operator gives the first 500.
 """
 
 from collections import abc as _abc

@@ -23,14 +23,14 @@ from weft.coordinator.transfer import Group, Member
 async def test_values() -> None:
     s = GroupStore()
     s.set(["a", "b"], [b"1", b"2"])
-    assert await s.wait(["b", "a"], 0) == [b"2", b"1"]
+    assert await s.get(["b", "a"], 0) == [b"2", b"1"]
     assert s.check(["a", "b"])
     assert not s.check(["a", "c"])
     assert s.add("n", 5) == 5
     assert s.add("n", -7) == -2
-    assert await s.wait(["n"], 0) == [b"-2"]
+    assert await s.get(["n"], 0) == [b"-2"]
     s.append("a", b"x")
-    assert await s.wait(["a"], 0) == [b"1x"]
+    assert await s.get(["a"], 0) == [b"1x"]
     assert s.compare_set("new", b"", b"v") == b"v"
     assert s.compare_set("new", b"w", b"z") == b"v"
     assert s.compare_set("new", b"v", b"z") == b"z"
@@ -45,7 +45,7 @@ async def test_values() -> None:
 
 async def test_waiters_wake_when_the_last_key_comes() -> None:
     s = GroupStore()
-    waiting = asyncio.create_task(s.wait(["a", "b"], 5))
+    waiting = asyncio.create_task(s.get(["a", "b"], 5))
     await asyncio.sleep(0)
     s.set(["b"], [b"2"])
     await asyncio.sleep(0)
@@ -86,6 +86,36 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     s.append("a", b"x" * 98)
     s.delete(["a"])
     s.append("b", b"x" * 99)
+
+
+@pytest.mark.parametrize("held", ["9223372036854775807", "9" * 4000, "9" * 5000, "1.5"])
+async def test_a_counter_stays_one_of_64_bits(held: str) -> None:
+    s = GroupStore()
+    s.set(["n"], [held.encode()])
+    with pytest.raises(InvalidRequestError) as refused:
+        s.add("n", 1)
+    assert refused.value.reason == "PROTOCOL"
+    assert await s.get(["n"], 0) == [held.encode()]
+    s.set(["n"], [b"-9223372036854775807"])
+    assert s.add("n", -1) == -(2**63)
+    with pytest.raises(InvalidRequestError):
+        s.add("n", -1)
+
+
+async def test_nothing_is_set_where_not_all_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_STORE_BYTES", 10)
+    monkeypatch.setattr(store, "MAX_VALUE_BYTES", 8)
+    monkeypatch.setattr(store, "MAX_ANSWER_BYTES", 8)
+    s = GroupStore()
+    s.set(["a"], [b"1"])
+    for values in ([b"2", b"x" * 9], [b"2", b"x" * 8]):
+        with pytest.raises(CapacityError):
+            s.set(["a", "b"], values)
+        assert await s.get(["a"], 0) == [b"1"]
+        assert not s.check(["b"])
+    s.append("a", b"234")
+    with pytest.raises(CapacityError, match="ask for fewer"):
+        await s.get(["a"] * 3, 0)
 
 
 def test_the_watermark_is_the_slowest_receiver() -> None:
