@@ -577,7 +577,7 @@ class GroupPlan(_message.Message):
     rank: _builtins.int
     """This member's rank; the sender is rank 0."""
     size: _builtins.int
-    """Number of members."""
+    """Number of members; 2 to 16,384."""
     backend: _builtins.str
     """"nccl" or "gloo"."""
     def __init__(

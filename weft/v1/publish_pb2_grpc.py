@@ -124,8 +124,10 @@ class PublishServiceServicer(object):
         once for the life of the coordinator, whatever the number of pushes.
         Idempotent: content-addressed.
         Statuses: INVALID_ARGUMENT/INVALID_MANIFEST (duplicate name, overlap, wrong
-        size, misaligned, digest not of this content);
-        RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE (refused at its header).
+        size, misaligned, digest not of this content, a chunk of nothing or of more than
+        4096 entries); RESOURCE_EXHAUSTED/MANIFEST_TOO_LARGE (refused at its header, or as
+        soon as its names have more than 128 Mi characters); DEADLINE_EXCEEDED/DEADLINE (the
+        stream paused for 10 s, or took 120 s, once its turn had come: four are read at once).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +146,8 @@ class PublishServiceServicer(object):
         adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
         ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
-        RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it);
+        RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
+        GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).

@@ -94,7 +94,8 @@ class ReplicaServiceServicer(object):
         """Makes the receivers dial RendezvousService and join a side group, in place
         of the group they had for the same trainer. Answers when they were told,
         not when they have joined: that is said on their Attend streams.
-        Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED.
+        Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED;
+        INVALID_ARGUMENT/INVALID_REQUEST (a place that the replica cannot take).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +170,7 @@ class ReplicaServiceServicer(object):
         holds to the group's receivers. It goes on serving. Answers when it was told,
         not when it has joined: that is said on its Attend stream.
         Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
-        ABORTED/EPOCH_FENCED.
+        ABORTED/EPOCH_FENCED; INVALID_ARGUMENT/INVALID_REQUEST (as for JoinGroup).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,8 @@ class ReplicaServiceStub:
     """Makes the receivers dial RendezvousService and join a side group, in place
     of the group they had for the same trainer. Answers when they were told,
     not when they have joined: that is said on their Attend streams.
-    Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED.
+    Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED;
+    INVALID_ARGUMENT/INVALID_REQUEST (a place that the replica cannot take).
     """
     CommitTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.CommitTransferRequest, _replica_pb2.CommitTransferResponse]
     """Switches to a staged version: an adapter is loaded and its alias flipped;
@@ -91,7 +92,7 @@ class ReplicaServiceStub:
     holds to the group's receivers. It goes on serving. Answers when it was told,
     not when it has joined: that is said on its Attend stream.
     Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
-    ABORTED/EPOCH_FENCED.
+    ABORTED/EPOCH_FENCED; INVALID_ARGUMENT/INVALID_REQUEST (as for JoinGroup).
     """
     SwitchVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]
     """Switches to a version that the replica holds: an adapter's alias is flipped;
@@ -123,7 +124,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """Makes the receivers dial RendezvousService and join a side group, in place
     of the group they had for the same trainer. Answers when they were told,
     not when they have joined: that is said on their Attend streams.
-    Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED.
+    Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED;
+    INVALID_ARGUMENT/INVALID_REQUEST (a place that the replica cannot take).
     """
     CommitTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.CommitTransferRequest, _replica_pb2.CommitTransferResponse]  # type: ignore[assignment]
     """Switches to a staged version: an adapter is loaded and its alias flipped;
@@ -174,7 +176,7 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     holds to the group's receivers. It goes on serving. Answers when it was told,
     not when it has joined: that is said on its Attend stream.
     Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
-    ABORTED/EPOCH_FENCED.
+    ABORTED/EPOCH_FENCED; INVALID_ARGUMENT/INVALID_REQUEST (as for JoinGroup).
     """
     SwitchVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SwitchVersionRequest, _replica_pb2.SwitchVersionResponse]  # type: ignore[assignment]
     """Switches to a version that the replica holds: an adapter's alias is flipped;
@@ -209,7 +211,8 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes the receivers dial RendezvousService and join a side group, in place
         of the group they had for the same trainer. Answers when they were told,
         not when they have joined: that is said on their Attend streams.
-        Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED.
+        Idempotent by group_id. Statuses: ABORTED/EPOCH_FENCED;
+        INVALID_ARGUMENT/INVALID_REQUEST (a place that the replica cannot take).
         """
 
     @_abc_1.abstractmethod
@@ -296,7 +299,7 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         holds to the group's receivers. It goes on serving. Answers when it was told,
         not when it has joined: that is said on its Attend stream.
         Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
-        ABORTED/EPOCH_FENCED.
+        ABORTED/EPOCH_FENCED; INVALID_ARGUMENT/INVALID_REQUEST (as for JoinGroup).
         """
 
     @_abc_1.abstractmethod
