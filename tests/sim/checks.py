@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
+from tests.sim.stall_checks import StallChecks
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.coordinator import effects, events
 from weft.coordinator.in_place import is_loading
@@ -42,6 +43,7 @@ class Checks:
         self._world = world
         self.leases = LeaseChecks(world)
         self.orders = OperatorChecks(world)
+        self.stalls = StallChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
@@ -98,6 +100,7 @@ class Checks:
                 fail(f"groups pile up: {names}")
         if isinstance(event, events.Tick):
             self._check_deadlines(state)
+            self.stalls.ticked(state)
         self.orders.stepped(before, event, state)
 
     def _decided(self, state: State, save: effects.SaveVersion) -> None:
@@ -414,8 +417,10 @@ class Checks:
         shown = push.version or push.policy
         world.trace(trainer.name, f"pushed {shown}: {push.error or 'committed'}")
         late = world.clock.now - push.deadline
-        if late > _SLACK_SECONDS and trainer.frozen_until + _SLACK_SECONDS < world.clock.now:
+        awake_at = max(trainer.frozen_until, trainer.worker.frozen_until)
+        if late > _SLACK_SECONDS and awake_at + _SLACK_SECONDS < world.clock.now:
             fail(f"the push of {shown} ended {late:.1f} s after its deadline")
+        self.stalls.push_ended(push)
         if push.error is None:
             record = world.catalog.versions.get(push.version) if push.version else None
             if record is None or record.state not in _HELD:

@@ -59,6 +59,8 @@ class SimCoordinator(Process):
 
     def _tick(self) -> Any:
         while True:
+            for heard in self.rooms.take_progress():
+                self.post(heard)
             self.post(events.Tick())
             yield TICK_SECONDS
 

@@ -36,6 +36,8 @@ class Faults:
             self._break_stream,
             self._freeze_trainer,
             self._freeze_replica,
+            self._hang_worker,
+            self._hang_trainer,
             self._leave,
         ]
         self._kinds = [kind for kind in kinds if random.random() < 0.4]
@@ -136,8 +138,19 @@ class Faults:
         self._freeze(replica, self.world.random.choice([0.5, 2.0, 4.0]))
 
     def _freeze(self, process: Process, seconds: float) -> None:
-        process.frozen_until = max(process.frozen_until, self.world.clock.now + seconds)
+        process.freeze(seconds)
         self.world.trace(process.name, f"freezes for {seconds} s")
+
+    def _hang_worker(self) -> None:
+        """Its process goes on beating."""
+        replica = self.world.random.choice(list(self.world.replicas.values()))
+        replica.takes_no_orders = self.world.random.random() < 0.3
+        self._freeze(replica.worker, self.world.random.choice([1.0, 5.0, 20.0, 40.0]))
+
+    def _hang_trainer(self) -> None:
+        """It goes on renewing its leases."""
+        trainer = self.world.random.choice(list(self.world.trainers.values()))
+        self._freeze(trainer.worker, self.world.random.choice([5.0, 15.0, 40.0]))
 
     def _leave(self) -> None:
         replica = self.world.random.choice(list(self.world.replicas.values()))

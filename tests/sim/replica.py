@@ -64,6 +64,10 @@ class SimReplica(Process):
         self.served: dict[PolicyVersion, ContentDigest] = {}
         self.store = Store(kind.num_receivers, kind.retain_base)
         self.in_place = InPlace(self)
+        #: The threads that receive and send, which may hang while the process beats.
+        self.worker = Process(world.clock, f"{name}'s worker")
+        self.takes_no_orders = False
+        self._probe: Group | None = None
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
@@ -78,6 +82,11 @@ class SimReplica(Process):
         self._clones: set[str] = set()
         self.spawn(self._stay_registered())
         self.spawn(self._look_after_memory())
+
+    def crash(self) -> None:
+        """End it at once."""
+        self.worker.crash()
+        super().crash()
 
     def _look_at_memory(self) -> None:
         bases = tuple(base.version.version for base in self.store.bases)
@@ -165,8 +174,7 @@ class SimReplica(Process):
             return future, None
         match order:
             case effects.CallJoin():
-                self._join(order.group, order.first_rank)
-                future.set(True)
+                self.spawn(self._take_order_to_join(order, future))
             case effects.CallSend():
                 self._send(order, future)
             case effects.CallLoad():
@@ -181,6 +189,34 @@ class SimReplica(Process):
             case effects.CallSwitch():
                 future = self.spawn(self._in_turn(self._switch(order)))
         return future, None
+
+    def _take_order_to_join(
+        self, order: effects.CallJoin, answer: Future
+    ) -> Generator[Any, Any, None]:
+        while self.takes_no_orders and (left := self.worker.frozen_until - self.clock.now) > 0:
+            yield left
+        if order.group.is_probe:
+            self._answer_probe(order.group)
+        else:
+            self._join(order.group, order.first_rank)
+        answer.set(True)
+
+    def _answer_probe(self, group: Group) -> None:
+        if self._probe is None or group.epoch > self._probe.epoch:
+            self._probe = group
+            for rank in range(1, group.size):
+                self.worker.spawn(self._attend_probe(group, rank))
+
+    def _attend_probe(self, group: Group, rank: int) -> Generator[Any, Any, None]:
+        """As often as it takes; the worker's threads answer only when they do not hang."""
+        yield self.world.network.delay()
+        while self._probe is group:
+            closed = Future()
+            self.world.attend(self, group, rank, lambda message: None, closed.set)
+            error = yield closed
+            if isinstance(error, StaleEpochError):
+                return
+            yield 1.0
 
     def _join(self, group: Group, first_rank: int) -> None:
         for index in range(self.kind.num_receivers):
@@ -336,7 +372,7 @@ class SimReplica(Process):
         answer.set(True)
         if order.group.group_id not in self._clones:
             self._clones.add(order.group.group_id)
-            self.spawn(self._clone(order, copy))
+            self.worker.spawn(self._clone(order, copy))
 
     def _clone(self, order: effects.CallSend, copy: Copy) -> Generator[Any, Any, None]:
         world, deadline = self.world, self.clock.now + order.timeout_seconds

@@ -68,7 +68,9 @@ class World:
             lost_after_seconds=3.0,
             retain=self.random.choice([1, 2, 3]),
             retire_retry_seconds=1.0,
-            clone_seconds=6.0,
+            clone_seconds=self.random.choice([6.0, 40.0]),
+            stall_seconds=3.0,
+            sender_stall_seconds=6.0,
             clone_patience_seconds=self.random.choice([1.0, 5.0, 20.0]),
         )
         self.commit_seconds = 6.0
@@ -217,7 +219,9 @@ class World:
         self.faults.stop()
         self.operator.spawn(self.operator.put_back())
         # The longest push, a commit's answer, a lost replica, an expired lease.
-        self.clock.run_until(self.clock.now + 10.0)
+        workers = [p.worker for p in (*self.replicas.values(), *self.trainers.values())]
+        awake_at = max(worker.frozen_until for worker in workers)
+        self.clock.run_until(max(self.clock.now, awake_at) + 10.0)
         # The longest pause between two attempts at a clone comes on top.
         self._must_end(80.0, peace.left_over, peace.behind, peace.kept)
         self.trace("world", "all is well")
