@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from rollout_side.engine import GroupSpec, SendOrder
 from rollout_side.serving import SpilledCopy
 from rollout_side.version_facts import VersionFacts, ordered_facts
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import InvalidRequestError
+from weft.contract.errors import InvalidRequestError, WeftError
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -37,6 +38,15 @@ class ReplicaServicer(ReplicaServiceServicer):
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
+    @contextlib.contextmanager
+    def _signed(self) -> Iterator[None]:
+        """A refusal says which process refuses: it is certain only of this one."""
+        try:
+            yield
+        except WeftError as error:
+            error.metadata["incarnation"] = self._agent.config.incarnation
+            raise
+
     async def JoinGroup(  # noqa: N802
         self, request: pb.JoinGroupRequest, context: _Context
     ) -> pb.JoinGroupResponse:
@@ -52,14 +62,16 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.CommitTransferResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        times = await agent.serving.commit(
-            request.transfer_id,
-            version_from_proto(request.version),
-            request.adapter.config_json,
-            request.content_digest.value,
-            request.alias,
-            _facts(request, request.content_digest),
-        )
+        agent.check_incarnation(request.incarnation)
+        with self._signed():
+            times = await agent.serving.commit(
+                request.transfer_id,
+                version_from_proto(request.version),
+                request.adapter.config_json,
+                request.content_digest.value,
+                request.alias,
+                _facts(request, request.content_digest),
+            )
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -84,6 +96,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
         spilled = None
         if request.HasField("spilled"):
             spilled = SpilledCopy(
@@ -94,7 +107,8 @@ class ReplicaServicer(ReplicaServiceServicer):
                 alias=request.spilled.alias,
                 facts=_facts(request.spilled, request.spilled.content_digest),
             )
-        times = await agent.serving.switch(version_from_proto(request.version), spilled)
+        with self._signed():
+            times = await agent.serving.switch(version_from_proto(request.version), spilled)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -161,8 +175,12 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
         self._agent.check_generation(request.coordinator_generation)
-        await self._agent.serving.discard(request.transfer_id)
-        return pb.DiscardTransferResponse()
+        agent = self._agent
+        await agent.serving.discard(request.transfer_id)
+        return pb.DiscardTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            incarnation=agent.config.incarnation,
+        )
 
     async def RetireVersions(  # noqa: N802
         self, request: pb.RetireVersionsRequest, context: _Context

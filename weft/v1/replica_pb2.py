@@ -28,7 +28,7 @@ from weft.v1 import registry_pb2 as weft_dot_v1_dot_registry__pb2
 from weft.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"{\n\x10JoinGroupRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x10\n\x08is_probe\x18\x14 \x01(\x08\"\x13\n\x11JoinGroupResponse\"\xf2\x01\n\x15\x43ommitTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x05 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x61lias\x18\x06 \x01(\x03\x12\x15\n\rlayout_digest\x18\x32 \x01(\x0c\"\xbb\x01\n\x16\x43ommitTransferResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x9f\x01\n\x13LoadTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14LoadTransferResponse\"M\n\x16\x44iscardTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"\x19\n\x17\x44iscardTransferResponse\"\x92\x01\n\x15RetireVersionsRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12(\n\x08versions\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12/\n\x11mistaken_versions\x18\x32 \x03(\x0b\x32\x14.weft.v1.HeldVersion\"r\n\x16RetireVersionsResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x08\x64raining\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"Z\n\x16\x44\x65scribeVersionRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x17\n\x0f\x66\x61\x63ts_of_digest\x18\x32 \x01(\x0c\"f\n\x17\x44\x65scribeVersionResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\x12$\n\x05\x66\x61\x63ts\x18\x32 \x01(\x0b\x32\x15.weft.v1.VersionFacts\"\xd0\x01\n\x12SendVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x04 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13SendVersionResponse\"\x86\x01\n\x14SwitchVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07spilled\x18\x03 \x01(\x0b\x32\x14.weft.v1.SpilledCopy\"\x9f\x01\n\x0bSpilledCopy\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x03 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x61lias\x18\x05 \x01(\x03\"\xba\x01\n\x15SwitchVersionResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x12\n\x10GetStatusRequest\"\xb9\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x14\n\x0c\x64irty_reason\x18\x05 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12staging_used_bytes\x18\x07 \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x08 \x03(\x03\x12\x30\n\x10spilled_versions\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion2\xd3\x05\n\x0eReplicaService\x12\x42\n\tJoinGroup\x12\x19.weft.v1.JoinGroupRequest\x1a\x1a.weft.v1.JoinGroupResponse\x12Q\n\x0e\x43ommitTransfer\x12\x1e.weft.v1.CommitTransferRequest\x1a\x1f.weft.v1.CommitTransferResponse\x12K\n\x0cLoadTransfer\x12\x1c.weft.v1.LoadTransferRequest\x1a\x1d.weft.v1.LoadTransferResponse\x12T\n\x0f\x44iscardTransfer\x12\x1f.weft.v1.DiscardTransferRequest\x1a .weft.v1.DiscardTransferResponse\x12Q\n\x0eRetireVersions\x12\x1e.weft.v1.RetireVersionsRequest\x1a\x1f.weft.v1.RetireVersionsResponse\x12V\n\x0f\x44\x65scribeVersion\x12\x1f.weft.v1.DescribeVersionRequest\x1a .weft.v1.DescribeVersionResponse0\x01\x12H\n\x0bSendVersion\x12\x1b.weft.v1.SendVersionRequest\x1a\x1c.weft.v1.SendVersionResponse\x12N\n\rSwitchVersion\x12\x1d.weft.v1.SwitchVersionRequest\x1a\x1e.weft.v1.SwitchVersionResponse\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"{\n\x10JoinGroupRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x10\n\x08is_probe\x18\x14 \x01(\x08\"\x13\n\x11JoinGroupResponse\"\x87\x02\n\x15\x43ommitTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x05 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x61lias\x18\x06 \x01(\x03\x12\x15\n\rlayout_digest\x18\x32 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x46 \x01(\t\"\xbb\x01\n\x16\x43ommitTransferResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x9f\x01\n\x13LoadTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14LoadTransferResponse\"M\n\x16\x44iscardTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"^\n\x17\x44iscardTransferResponse\x12.\n\x0eversion_vector\x18\x46 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x13\n\x0bincarnation\x18G \x01(\t\"\x92\x01\n\x15RetireVersionsRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12(\n\x08versions\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12/\n\x11mistaken_versions\x18\x32 \x03(\x0b\x32\x14.weft.v1.HeldVersion\"r\n\x16RetireVersionsResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x08\x64raining\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"Z\n\x16\x44\x65scribeVersionRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x17\n\x0f\x66\x61\x63ts_of_digest\x18\x32 \x01(\x0c\"f\n\x17\x44\x65scribeVersionResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\x12$\n\x05\x66\x61\x63ts\x18\x32 \x01(\x0b\x32\x15.weft.v1.VersionFacts\"\xd0\x01\n\x12SendVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x04 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13SendVersionResponse\"\x9b\x01\n\x14SwitchVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07spilled\x18\x03 \x01(\x0b\x32\x14.weft.v1.SpilledCopy\x12\x13\n\x0bincarnation\x18\x46 \x01(\t\"\x9f\x01\n\x0bSpilledCopy\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x03 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x61lias\x18\x05 \x01(\x03\"\xba\x01\n\x15SwitchVersionResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x12\n\x10GetStatusRequest\"\xb9\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x14\n\x0c\x64irty_reason\x18\x05 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12staging_used_bytes\x18\x07 \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x08 \x03(\x03\x12\x30\n\x10spilled_versions\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion2\xd3\x05\n\x0eReplicaService\x12\x42\n\tJoinGroup\x12\x19.weft.v1.JoinGroupRequest\x1a\x1a.weft.v1.JoinGroupResponse\x12Q\n\x0e\x43ommitTransfer\x12\x1e.weft.v1.CommitTransferRequest\x1a\x1f.weft.v1.CommitTransferResponse\x12K\n\x0cLoadTransfer\x12\x1c.weft.v1.LoadTransferRequest\x1a\x1d.weft.v1.LoadTransferResponse\x12T\n\x0f\x44iscardTransfer\x12\x1f.weft.v1.DiscardTransferRequest\x1a .weft.v1.DiscardTransferResponse\x12Q\n\x0eRetireVersions\x12\x1e.weft.v1.RetireVersionsRequest\x1a\x1f.weft.v1.RetireVersionsResponse\x12V\n\x0f\x44\x65scribeVersion\x12\x1f.weft.v1.DescribeVersionRequest\x1a .weft.v1.DescribeVersionResponse0\x01\x12H\n\x0bSendVersion\x12\x1b.weft.v1.SendVersionRequest\x1a\x1c.weft.v1.SendVersionResponse\x12N\n\rSwitchVersion\x12\x1d.weft.v1.SwitchVersionRequest\x1a\x1e.weft.v1.SwitchVersionResponse\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,39 +40,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINGROUPRESPONSE']._serialized_start=259
   _globals['_JOINGROUPRESPONSE']._serialized_end=278
   _globals['_COMMITTRANSFERREQUEST']._serialized_start=281
-  _globals['_COMMITTRANSFERREQUEST']._serialized_end=523
-  _globals['_COMMITTRANSFERRESPONSE']._serialized_start=526
-  _globals['_COMMITTRANSFERRESPONSE']._serialized_end=713
-  _globals['_LOADTRANSFERREQUEST']._serialized_start=716
-  _globals['_LOADTRANSFERREQUEST']._serialized_end=875
-  _globals['_LOADTRANSFERRESPONSE']._serialized_start=877
-  _globals['_LOADTRANSFERRESPONSE']._serialized_end=899
-  _globals['_DISCARDTRANSFERREQUEST']._serialized_start=901
-  _globals['_DISCARDTRANSFERREQUEST']._serialized_end=978
-  _globals['_DISCARDTRANSFERRESPONSE']._serialized_start=980
-  _globals['_DISCARDTRANSFERRESPONSE']._serialized_end=1005
-  _globals['_RETIREVERSIONSREQUEST']._serialized_start=1008
-  _globals['_RETIREVERSIONSREQUEST']._serialized_end=1154
-  _globals['_RETIREVERSIONSRESPONSE']._serialized_start=1156
-  _globals['_RETIREVERSIONSRESPONSE']._serialized_end=1270
-  _globals['_DESCRIBEVERSIONREQUEST']._serialized_start=1272
-  _globals['_DESCRIBEVERSIONREQUEST']._serialized_end=1362
-  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_start=1364
-  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_end=1466
-  _globals['_SENDVERSIONREQUEST']._serialized_start=1469
-  _globals['_SENDVERSIONREQUEST']._serialized_end=1677
-  _globals['_SENDVERSIONRESPONSE']._serialized_start=1679
-  _globals['_SENDVERSIONRESPONSE']._serialized_end=1700
-  _globals['_SWITCHVERSIONREQUEST']._serialized_start=1703
-  _globals['_SWITCHVERSIONREQUEST']._serialized_end=1837
-  _globals['_SPILLEDCOPY']._serialized_start=1840
-  _globals['_SPILLEDCOPY']._serialized_end=1999
-  _globals['_SWITCHVERSIONRESPONSE']._serialized_start=2002
-  _globals['_SWITCHVERSIONRESPONSE']._serialized_end=2188
-  _globals['_GETSTATUSREQUEST']._serialized_start=2190
-  _globals['_GETSTATUSREQUEST']._serialized_end=2208
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2211
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2524
-  _globals['_REPLICASERVICE']._serialized_start=2527
-  _globals['_REPLICASERVICE']._serialized_end=3250
+  _globals['_COMMITTRANSFERREQUEST']._serialized_end=544
+  _globals['_COMMITTRANSFERRESPONSE']._serialized_start=547
+  _globals['_COMMITTRANSFERRESPONSE']._serialized_end=734
+  _globals['_LOADTRANSFERREQUEST']._serialized_start=737
+  _globals['_LOADTRANSFERREQUEST']._serialized_end=896
+  _globals['_LOADTRANSFERRESPONSE']._serialized_start=898
+  _globals['_LOADTRANSFERRESPONSE']._serialized_end=920
+  _globals['_DISCARDTRANSFERREQUEST']._serialized_start=922
+  _globals['_DISCARDTRANSFERREQUEST']._serialized_end=999
+  _globals['_DISCARDTRANSFERRESPONSE']._serialized_start=1001
+  _globals['_DISCARDTRANSFERRESPONSE']._serialized_end=1095
+  _globals['_RETIREVERSIONSREQUEST']._serialized_start=1098
+  _globals['_RETIREVERSIONSREQUEST']._serialized_end=1244
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_start=1246
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_end=1360
+  _globals['_DESCRIBEVERSIONREQUEST']._serialized_start=1362
+  _globals['_DESCRIBEVERSIONREQUEST']._serialized_end=1452
+  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_start=1454
+  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_end=1556
+  _globals['_SENDVERSIONREQUEST']._serialized_start=1559
+  _globals['_SENDVERSIONREQUEST']._serialized_end=1767
+  _globals['_SENDVERSIONRESPONSE']._serialized_start=1769
+  _globals['_SENDVERSIONRESPONSE']._serialized_end=1790
+  _globals['_SWITCHVERSIONREQUEST']._serialized_start=1793
+  _globals['_SWITCHVERSIONREQUEST']._serialized_end=1948
+  _globals['_SPILLEDCOPY']._serialized_start=1951
+  _globals['_SPILLEDCOPY']._serialized_end=2110
+  _globals['_SWITCHVERSIONRESPONSE']._serialized_start=2113
+  _globals['_SWITCHVERSIONRESPONSE']._serialized_end=2299
+  _globals['_GETSTATUSREQUEST']._serialized_start=2301
+  _globals['_GETSTATUSREQUEST']._serialized_end=2319
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2322
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2635
+  _globals['_REPLICASERVICE']._serialized_start=2638
+  _globals['_REPLICASERVICE']._serialized_end=3361
 # @@protoc_insertion_point(module_scope)

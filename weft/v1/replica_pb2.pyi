@@ -92,6 +92,7 @@ class CommitTransferRequest(_message.Message):
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     ALIAS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
@@ -102,6 +103,8 @@ class CommitTransferRequest(_message.Message):
     """
     layout_digest: _builtins.bytes
     """SHA-256 of the layout that the bytes lie in."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it is served as."""
@@ -124,10 +127,11 @@ class CommitTransferRequest(_message.Message):
         content_digest: _types_pb2.ContentDigest | None = ...,
         alias: _builtins.int = ...,
         layout_digest: _builtins.bytes = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "layout_digest", b"layout_digest", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,12 +266,23 @@ class DiscardTransferResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """The process that answers."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What is served now."""
+
     def __init__(
         self,
+        *,
+        version_vector: _types_pb2.VersionVector | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,8 +491,11 @@ class SwitchVersionRequest(_message.Message):
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SPILLED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """To which version."""
@@ -492,10 +510,11 @@ class SwitchVersionRequest(_message.Message):
         coordinator_generation: _builtins.int = ...,
         version: _types_pb2.PolicyVersion | None = ...,
         spilled: Global___SpilledCopy | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
