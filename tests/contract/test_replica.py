@@ -312,7 +312,8 @@ async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> Non
     assert await _refused(served.commit("math@1")) == "FAILED_PRECONDITION/NOT_STAGED"
     served.engine.in_use.clear()
     await served.agent.serving.drop_unused()
-    await served.commit("math@1", layout_digest=MANIFEST.layout_digest)
+    assert not served.agent.serving.draining
+    assert served.engine.store.adapter(PolicyVersion("math", 1)) is None
 
 
 async def test_a_refusal_is_signed_and_what_was_refused_once_is_refused_again(
