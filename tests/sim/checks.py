@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _NEXT_STATES = {
     VersionState.STAGING: {VersionState.COMMITTED, VersionState.ABORTED},
-    VersionState.COMMITTED: {VersionState.ABORTED},
+    VersionState.COMMITTED: {VersionState.FAILED},
     VersionState.ABORTED: set[VersionState](),
     VersionState.RETIRED: set[VersionState](),
+    VersionState.FAILED: set[VersionState](),
 }
 _HELD = (VersionState.COMMITTED, VersionState.RETIRED)
 #: How late the coordinator may be: a tick, and a slow disk twice.
@@ -260,6 +261,10 @@ class Checks:
                     fail(f"last_version of {policy.name} shrank to {policy.last_version}")
                 self._newest[policy.name] = policy.last_version
                 served = self._served.setdefault(policy.name, [0])
+                if policy.served_version not in served and policy.served_version != (
+                    policy.last_version
+                ):
+                    fail(f"{policy.name} goes back to {policy.served_version}, never served")
                 if served[-1] != policy.served_version:
                     served.append(policy.served_version)
             elif isinstance(save, effects.SaveCommitted):
@@ -311,11 +316,19 @@ class Checks:
             fail(f"{version} is not the newest of its policy")
         if record.state is VersionState.ABORTED and version in self._ever_served:
             fail(f"{version} is aborted and was served")
+        if record.state is VersionState.FAILED:
+            self._failed(version)
         if record.state is VersionState.COMMITTED:
             if record.content_digest is None:
                 fail(f"{version} was committed without a digest")
             else:
                 self._committed(version, record.transfer_id, record.content_digest)
+
+    def _failed(self, version: PolicyVersion) -> None:
+        """It is withdrawn: nobody serves it, and nobody will (see ``loaded``)."""
+        for replica in self._world.replicas.values():
+            if replica.alive and replica.vector.holds(version):
+                fail(f"{version} has failed and {replica.name} serves it")
 
     def _committed(self, version: PolicyVersion, transfer_id: str, digest: ContentDigest) -> None:
         if self._digests.setdefault(version, digest) != digest:

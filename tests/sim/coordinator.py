@@ -146,7 +146,9 @@ class SimCoordinator(Process):
                     "discard",
                     effect,
                     lambda v, f: (
-                        None if f else events.DiscardAnswered(effect.replica_id, effect.transfer_id)
+                        None
+                        if f
+                        else events.DiscardAnswered(effect.replica_id, effect.transfer_id, *v)
                     ),
                 )
             case effects.CallRetire():
@@ -348,7 +350,7 @@ class SimCoordinator(Process):
         record = self._forgotten(args["transfer_id"])
         if record is None:
             return events.AbortTransfer(**args, message="gave up")
-        if record.state is not VersionState.ABORTED:
+        if record.state not in (VersionState.ABORTED, VersionState.FAILED):
             raise already_committed(str(record.version))
         return None
 

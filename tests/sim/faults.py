@@ -27,7 +27,7 @@ class Faults:
         network.slow = maybe(0.1)
         world.corruption = maybe(0.3)
         world.clean_failure, world.dirty_failure = maybe(0.3), maybe(0.2)
-        world.slow_disk = maybe(0.2)
+        world.slow_disk, world.refusals = maybe(0.2), maybe(0.4)
         kinds: list[Callable[[], None]] = [
             self._crash_replica,
             self._crash_trainer,
@@ -60,7 +60,8 @@ class Faults:
         world = self.world
         world.network.heal()
         world.network.loss = world.network.repeat = world.network.slow = 0.0
-        world.corruption = world.clean_failure = world.dirty_failure = world.slow_disk = 0.0
+        world.corruption = world.clean_failure = world.dirty_failure = 0.0
+        world.slow_disk = world.refusals = 0.0
         self._restart_coordinator()
         self.repair_replicas()
         for name in list(world.trainers):

@@ -168,6 +168,10 @@ class SimReplica(Process):
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
         order = args["order"]
+        to_switch = isinstance(order, effects.CallCommit | effects.CallSwitch)
+        if to_switch and order.incarnation != self.incarnation:
+            future.set(error=StaleEpochError("another process of it is meant"))
+            return future, None
         match order:
             case effects.CallJoin():
                 self.spawn(self._take_order_to_join(order, future))
@@ -176,9 +180,7 @@ class SimReplica(Process):
             case effects.CallLoad():
                 self._load_in_place(order, future)
             case effects.CallDiscard():
-                self.store.discard(order.transfer_id)
-                self.in_place.discard(order.transfer_id)
-                future.set(True)
+                future = self.spawn(self._discard(order.transfer_id))
             case effects.CallRetire():
                 self._retire(order.versions)
                 future.set(self.vector)
@@ -251,11 +253,23 @@ class SimReplica(Process):
             yield mine
         try:
             yield from work
+        except WeftError as error:
+            error.metadata["incarnation"] = self.incarnation
+            raise
         finally:
             self._switching.popleft()
             if self._switching and self.alive:
                 self._switching[0].set()
         return self.vector, self._memory[0]
+
+    def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
+        def drop() -> Generator[Any, Any, None]:
+            yield 0.0
+            self.store.discard(transfer_id)
+            self.in_place.discard(transfer_id)
+
+        yield from self._in_turn(drop())
+        return self.incarnation, self.vector
 
     def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
@@ -268,6 +282,10 @@ class SimReplica(Process):
             raise NotReadyError(f"nothing is staged for {call.transfer_id}")
         if any(copy.digest != call.content_digest for copy in copies):
             raise DigestMismatchError("other bytes are staged")
+        refusal = self.world.refusal(version)
+        if refusal is not None:
+            self.failed.append(call.transfer_id)
+            raise refusal
         yield from self._load(call.transfer_id)
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version

@@ -20,7 +20,16 @@ from tests.sim.network import Network, Stream
 from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
-from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, WeftError
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    InvalidNameError,
+    NotReadyError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
 from weft.coordinator.state import Settings
 from weft.coordinator.transfer import Group
 
@@ -71,6 +80,8 @@ class World:
         self.checks = Checks(self)
         self.data: dict[tuple[str, str], Data] = {}
         self.corruption = self.clean_failure = self.dirty_failure = self.slow_disk = 0.0
+        self.refusals = 0.0
+        self._refused_by_all: dict[PolicyVersion, bool] = {}
         self.quiet = False
         self.coordinator: SimCoordinator
         self.replicas: dict[str, SimReplica] = {}
@@ -172,6 +183,19 @@ class World:
         if roll < self.dirty_failure:
             return Outcome("dirty", slow)
         return Outcome("clean" if roll < self.dirty_failure + self.clean_failure else "", slow)
+
+    def refusal(self, version: PolicyVersion) -> WeftError | None:
+        """Why a replica refuses to switch to what it has staged, with nothing changed; some
+        versions are refused by all."""
+        random, rate = self.random, self.refusals
+        if not rate:
+            return None
+        if version not in self._refused_by_all:
+            self._refused_by_all[version] = random.random() < rate
+        if not self._refused_by_all[version] and random.random() >= rate / 3:
+            return None
+        kind = random.choice([NotReadyError, InvalidNameError, DigestMismatchError, CapacityError])
+        return kind(f"{version} is not taken here")
 
     # -- a run ---------------------------------------------------------------------
 
