@@ -12,6 +12,7 @@ import logging
 from rollout_side.config import AgentConfig
 from rollout_side.drain import Drain
 from rollout_side.engine import Engine, GroupSpec, SendOrder
+from rollout_side.probe_orders import ProbeOrders
 from rollout_side.registration import Holdings, Identity, Registration, Told
 from rollout_side.serving import Serving
 from weft.contract.errors import StaleEpochError, WeftError
@@ -42,6 +43,7 @@ class Agent:
         self._in_transfer = False
         self._closed = ""
         self._pins_told: tuple[int, ...] = ()
+        self._probes = ProbeOrders(engine)
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -55,8 +57,23 @@ class Agent:
         if generation < newest:
             raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
 
+    def check_incarnation(self, incarnation: str) -> None:
+        """Refuse an order that is meant for another process at this address.
+
+        Raises:
+            StaleEpochError: It names another one.
+        """
+        if incarnation not in ("", self.config.incarnation):
+            raise StaleEpochError(
+                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
+                f"{self.config.incarnation!r} by now"
+            )
+
     async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
         """Have the receivers join a side group."""
+        if spec.is_probe:
+            await self._probes.tell(spec)
+            return
         _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
             spec.group_id,

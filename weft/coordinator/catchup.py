@@ -87,6 +87,8 @@ def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Rep
     for replica in state.replicas.values():
         if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
             continue
+        if replica.suspect is not None:
+            continue
         for version in held_versions(replica):
             found.setdefault(version, []).append(replica)
     return found
@@ -196,6 +198,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
         or source is None
         or replica.lost
         or source.lost
+        or source.suspect is not None
         or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
         or (transfer.errand is Errand.CLONE and not takes_clones(state, replica))
@@ -281,6 +284,7 @@ def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
             phase=Phase.COMMITTING,
             create_time=change.state.wall(change.now),
             commit_at=change.now,
+            ordered_under=change.state.policies[transfer.policy].served_version,
             targets=(replica.replica_id,),
             switching=frozenset({replica.replica_id}),
         )
@@ -350,6 +354,7 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
             transfer,
             phase=Phase.COMMITTING,
             commit_at=change.now,
+            ordered_under=change.state.policies[transfer.policy].served_version,
             switching=frozenset({replica.replica_id}),
         )
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
+from weft.coordinator.progress import Word
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
@@ -205,6 +206,18 @@ class RankGone:
 
 
 @dataclass(frozen=True)
+class RanksHeard:
+    """What the ranks of a group have said of their work since the last tick."""
+
+    group_id: str
+    words: Mapping[int, Word] = field(default_factory=dict)
+    transfer_id: str = ""
+    """Which ``num_verified`` is of."""
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Buckets, from the first, that a receiver has reported; of those that reported."""
+
+
+@dataclass(frozen=True)
 class RankPrepared:
     """A receiver is ready for a transfer's bytes."""
 
@@ -287,10 +300,13 @@ class RetireAnswered:
 
 @dataclass(frozen=True)
 class DiscardAnswered:
-    """A replica holds no staged bytes of a transfer."""
+    """A replica holds no staged bytes of a transfer, carries out no order of it any more,
+    and serves what ``vector`` says."""
 
     replica_id: str
     transfer_id: str
+    incarnation: str
+    vector: VersionVector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +422,7 @@ Event = (
     | FitChecked
     | RankAttends
     | RankGone
+    | RanksHeard
     | RankPrepared
     | RankLoadDue
     | RankStaged

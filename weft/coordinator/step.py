@@ -33,6 +33,9 @@ from weft.coordinator import (
     rollback,
     routes,
     staging,
+    stalls,
+    suspects,
+    unserved,
     withdrawals,
 )
 from weft.coordinator.change import Change
@@ -57,6 +60,8 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     """
     change = Change(state, now)
     _apply(change, event)
+    if change.state.unserved:
+        unserved.settle(change)
     if state.history is not change.state.history:
         _plan_after(change, state)
     clones.end_unwanted(change)
@@ -76,7 +81,9 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.forgive_own_sleep(change)
             membership.find_lost(change)
             leases.expire_leases(change)
+            stalls.watch(change)
             staging.watch_deadlines(change)
+            suspects.probe(change)
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
@@ -112,8 +119,11 @@ def _apply(change: Change, event: events.Event) -> None:
             preflight.fit_checked(change, event)
         case events.RankAttends():
             staging.rank_attends(change, event)
+            suspects.rank_attends(change, event)
         case events.RankGone():
             staging.rank_gone(change, event)
+        case events.RanksHeard():
+            stalls.heard(change, event)
         case events.RankPrepared():
             staging.rank_prepared(change, event)
         case events.RankLoadDue():
@@ -123,7 +133,8 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.RankFailed():
             staging.rank_failed(change, event)
         case events.JoinAnswered():
-            admission.join_answered(change, event)
+            if not suspects.join_answered(change, event):
+                admission.join_answered(change, event)
         case events.LoadAnswered():
             staging.load_answered(change, event)
         case events.CommitAnswered():
@@ -134,6 +145,7 @@ def _apply(change: Change, event: events.Event) -> None:
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
             discard.discard_answered(change, event)
+            unserved.discard_answered(change, event)
         case events.LookedUp():
             catchup.looked_up(change, event)
         case events.Rollback():

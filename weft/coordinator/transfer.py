@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.contract.names import PolicyVersion
+from weft.coordinator.progress import Watch
 from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
@@ -40,6 +41,9 @@ class Group:
     backend: str
     members: tuple[Member, ...]
     attending: frozenset[int] = frozenset()
+    is_probe: bool = False
+    """Whether its receivers are only asked whether they answer (see suspects.py); then
+    nobody is rank 0."""
 
     @cached_property
     def size(self) -> int:
@@ -117,6 +121,12 @@ class Transfer:
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
+    holding: frozenset[str] = frozenset()
+    """Replicas of these that have not answered yet whether they hold requests still."""
+    watch: Watch = field(default_factory=Watch)
+    """What the ranks of this epoch say of their work."""
+    admitted_at: float = 0.0
+    """When it was its turn."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0
@@ -127,6 +137,8 @@ class Transfer:
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()
     """Replicas that switched."""
+    incarnations: Mapping[str, str] = field(default_factory=dict)
+    """The processes that were told to switch, by replica."""
     refusals: Mapping[str, Failure] = field(default_factory=dict)
     """Why the others did not."""
     pause_seconds: float = 0.0
@@ -143,6 +155,8 @@ class Transfer:
     """The replica that a clone or a restore is for."""
     leftover: str = ""
     """The transfer of a former coordinator whose staged bytes a restore switches to."""
+    ordered_under: int = 0
+    """What its policy served when the replica of a clone or a restore was told to switch."""
     num_interruptions: int = 0
     """How often a clone was ended for the sake of a push."""
 

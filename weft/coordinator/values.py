@@ -25,6 +25,7 @@ class VersionState(enum.IntEnum):
     COMMITTED = 2
     ABORTED = 3
     RETIRED = 4
+    FAILED = 5
 
 
 class Standing(enum.IntEnum):
@@ -36,6 +37,7 @@ class Standing(enum.IntEnum):
     QUARANTINED = 4
     DRAINING = 5
     CORDONED = 6
+    SUSPECT = 20
 
 
 class Phase(enum.IntEnum):

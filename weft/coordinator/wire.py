@@ -8,6 +8,7 @@ from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.pages import Vectors
 from weft.coordinator.replica import Replica
 from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
@@ -143,6 +144,7 @@ def transfer_to_proto(
         begin_time=timestamp_to_proto(state.wall(transfer.begin_at)),
         forming=duration_to_proto((started or end) - transfer.begin_at),
         layout_digest=transfer.layout.digest,
+        layout_digest_hex=transfer.layout.digest.hex(),
         epoch=transfer.epoch,
         pause=duration_to_proto(transfer.pause_seconds),
         lost_replica_ids=transfer.lost,
@@ -160,6 +162,7 @@ def transfer_to_proto(
         message.committing.CopyFrom(duration_to_proto(end - committed))
     if transfer.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(transfer.content_digest))
+        message.content_digest_hex = transfer.content_digest.value.hex()
     if transfer.failure:
         message.failure_reason = transfer.failure.reason
         message.failure_message = transfer.failure.message
@@ -181,6 +184,7 @@ def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Tra
         ),
         begin_time=timestamp_to_proto(record.create_time),
         layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
         serving_replica_ids=sorted(
             replica.replica_id
             for replica in state.replicas.values()
@@ -189,6 +193,7 @@ def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Tra
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
         message.total_bytes = record.content_digest.size_bytes
     if record.failure:
         message.failure_reason = record.failure.reason
@@ -204,18 +209,29 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
         trainer_id=record.trainer_id,
         transfer_id=record.transfer_id,
         layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
         create_time=timestamp_to_proto(record.create_time),
         trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else 0,
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
+    if record.failure:
+        message.failure_reason = record.failure.reason
+        message.failure_message = record.failure.message
     if record.commit_time:
         message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
     return message
 
 
-def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
-    """A replica and where it stands."""
+def replica_to_proto(
+    state: State, replica: Replica, now: float, vectors: Vectors | None = None
+) -> inspect_pb2.Replica:
+    """A replica and where it stands.
+
+    Args:
+        vectors: Where what it serves is put, if it is not said in the message itself.
+    """
     where, why = standing(state, replica)
     message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
@@ -224,7 +240,8 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         address=replica.address,
         http_url=replica.http_url,
         capabilities=capabilities_to_proto(replica.capabilities),
-        version_vector=vector_to_proto(replica.vector),
+        version_vector=None if vectors else vector_to_proto(replica.vector),
+        version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
         adapter_used_bytes=replica.adapter_used_bytes,
@@ -238,13 +255,13 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
     return message
 
 
-def route_to_proto(replica: Replica) -> inspect_pb2.Route:
+def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     """A replica that may be sent requests."""
     return inspect_pb2.Route(
         replica_id=replica.replica_id,
         http_url=replica.http_url,
         model_name=replica.model_name,
-        version_vector=vector_to_proto(replica.vector),
+        version_vector_index=vector_index,
     )
 
 
