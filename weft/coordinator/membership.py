@@ -209,7 +209,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         is_new = event.vector != replica.vector
         replica = replace(
             replica,
-            vector=event.vector,
+            # Kept where it is the same: it is compared and listed more often than it changes.
+            vector=replica.vector if event.vector == replica.vector else event.vector,
             retained=event.retained,
             dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
         )

@@ -9,6 +9,7 @@ from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.demands import conflicts, publish_again_version
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.pages import Vectors
 from weft.coordinator.replica import Replica
 from weft.coordinator.standing import standing
 from weft.coordinator.state import Lease, Policy, State, TrainerProcess, num_retained
@@ -259,8 +260,14 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
     return message
 
 
-def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
-    """A replica and where it stands."""
+def replica_to_proto(
+    state: State, replica: Replica, now: float, vectors: Vectors | None = None
+) -> inspect_pb2.Replica:
+    """A replica and where it stands.
+
+    Args:
+        vectors: Where what it serves is put, if it is not said in the message itself.
+    """
     where, why = standing(state, replica)
     message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
@@ -269,7 +276,8 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         address=replica.address,
         http_url=replica.http_url,
         capabilities=capabilities_to_proto(replica.capabilities),
-        version_vector=vector_to_proto(replica.vector),
+        version_vector=None if vectors else vector_to_proto(replica.vector),
+        version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
         adapter_used_bytes=replica.adapter_used_bytes,
@@ -283,13 +291,13 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
     return message
 
 
-def route_to_proto(replica: Replica) -> inspect_pb2.Route:
+def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     """A replica that may be sent requests."""
     return inspect_pb2.Route(
         replica_id=replica.replica_id,
         http_url=replica.http_url,
         model_name=replica.model_name,
-        version_vector=vector_to_proto(replica.vector),
+        version_vector_index=vector_index,
     )
 
 
