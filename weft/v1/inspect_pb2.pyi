@@ -139,6 +139,9 @@ class Replica(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STATE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -153,6 +156,12 @@ class Replica(_message.Message):
     """Name of the model in the OpenAI API."""
     adapter_used_bytes: _builtins.int
     """Bytes of adapters in its host memory."""
+    checkpoint_state: _registry_pb2.CheckpointState.ValueType
+    """What is known of the checkpoint that it was started with."""
+    checkpoint_digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    checkpoint_reason: _builtins.str
+    """See Checkpoint.reason."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.Capabilities:
         """What it can take."""
@@ -193,10 +202,13 @@ class Replica(_message.Message):
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: _registry_pb2.Drain | None = ...,
+        checkpoint_state: _registry_pb2.CheckpointState.ValueType = ...,
+        checkpoint_digest: _builtins.bytes = ...,
+        checkpoint_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +245,46 @@ class Withdrawal(_message.Message):
 Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
 
 @_typing.final
+class BoundCheckpoint(_message.Message):
+    """The checkpoint that base@0 is in this pool; durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    base_dtype: _types_pb2.DataType.ValueType
+    """Element type that floats of it are served in."""
+    quantization: _builtins.str
+    """See Capabilities.quantization."""
+    replica_id: _builtins.str
+    """The replica that told it first."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.CheckpointFile]:
+        """See Checkpoint.files."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        base_dtype: _types_pb2.DataType.ValueType = ...,
+        quantization: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        files: _abc.Iterable[_registry_pb2.CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dtype", b"base_dtype", "digest", b"digest", "files", b"files", "quantization", b"quantization", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundCheckpoint: _TypeAlias = BoundCheckpoint  # noqa: Y015
+
+@_typing.final
 class Policy(_message.Message):
     """A policy as the coordinator sees it."""
 
@@ -248,6 +300,7 @@ class Policy(_message.Message):
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_FIELD_NUMBER: _builtins.int
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -267,6 +320,10 @@ class Policy(_message.Message):
     has_own_retention: _builtins.bool
     """Whether that is the policy's own number (AdminService.SetRetention), not the
     coordinator's.
+    """
+    trained_on_base_version: _builtins.int
+    """Version of the base that the served version of an adapter was trained on;
+    absent: not known.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -293,12 +350,15 @@ class Policy(_message.Message):
         publish_again_version: _builtins.int = ...,
         num_retained: _builtins.int = ...,
         has_own_retention: _builtins.bool = ...,
+        trained_on_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
 
@@ -317,6 +377,7 @@ class Version(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     COMMIT_TIME_FIELD_NUMBER: _builtins.int
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -326,7 +387,11 @@ class Version(_message.Message):
     layout_digest: _builtins.bytes
     """SHA-256 of the layout it was sent in."""
     trained_on_base_version: _builtins.int
-    """Version of the base that an adapter was trained on."""
+    """Version of the base that an adapter was trained on; absent: not known."""
+    served_over_base_version: _builtins.int
+    """Version of the base that it is served over now; absent unless it is an adapter
+    that can be requested.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which."""
@@ -354,13 +419,21 @@ class Version(_message.Message):
         content_digest: _types_pb2.ContentDigest | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         commit_time: _timestamp_pb2.Timestamp | None = ...,
-        trained_on_base_version: _builtins.int = ...,
+        trained_on_base_version: _builtins.int | None = ...,
+        served_over_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "layout_digest", b"layout_digest", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "layout_digest", b"layout_digest", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
+    _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
 
@@ -396,6 +469,7 @@ class GetPoolResponse(_message.Message):
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     WITHDRAWALS_FIELD_NUMBER: _builtins.int
+    BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -426,6 +500,10 @@ class GetPoolResponse(_message.Message):
     def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
         """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
 
+    @_builtins.property
+    def base_checkpoint(self) -> Global___BoundCheckpoint:
+        """What base@0 is; absent while no replica has told it."""
+
     def __init__(
         self,
         *,
@@ -438,10 +516,11 @@ class GetPoolResponse(_message.Message):
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
         withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
+        base_checkpoint: Global___BoundCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -710,7 +789,7 @@ class WatchEventsResponse(_message.Message):
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
     "version_unpinned", "publish_again_wanted", "retention_set", "base_bound",
-    "base_unbound".
+    "base_unbound", "checkpoint_bound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""
