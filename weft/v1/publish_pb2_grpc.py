@@ -170,8 +170,11 @@ class PublishServiceServicer(object):
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
         FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
         pushed meanwhile), INTERNAL/LOAD_FAILED (no
-        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-        or infinity in what it packed), or the reason that a rank gave.
+        replica could switch to it; metadata `cause` is the first one's reason, and
+        `withdrawn` is "true" where it is certain that none serves it: its version is
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -98,8 +98,11 @@ class PublishServiceStub:
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
     FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
     pushed meanwhile), INTERNAL/LOAD_FAILED (no
-    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-    or infinity in what it packed), or the reason that a rank gave.
+    replica could switch to it; metadata `cause` is the first one's reason, and
+    `withdrawn` is "true" where it is certain that none serves it: its version is
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -177,8 +180,11 @@ class PublishServiceAsyncStub(PublishServiceStub):
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
     FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
     pushed meanwhile), INTERNAL/LOAD_FAILED (no
-    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-    or infinity in what it packed), or the reason that a rank gave.
+    replica could switch to it; metadata `cause` is the first one's reason, and
+    `withdrawn` is "true" where it is certain that none serves it: its version is
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -295,8 +301,11 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
         FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
         pushed meanwhile), INTERNAL/LOAD_FAILED (no
-        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-        or infinity in what it packed), or the reason that a rank gave.
+        replica could switch to it; metadata `cause` is the first one's reason, and
+        `withdrawn` is "true" where it is certain that none serves it: its version is
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod
