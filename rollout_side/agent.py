@@ -136,6 +136,7 @@ class Agent:
             now.mixed_reason,
             drain,
             now.pins,
+            self.engine.checkpoint,
             held=frozenset(now.held()),
             last_epoch=self._last_epoch,
         )

@@ -18,6 +18,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.drain import Draining
 from rollout_side.engine import MemoryUse
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import READING, Checkpoint, not_compared
 from weft.contract.errors import (
     CapacityError,
     NotFoundError,
@@ -30,6 +31,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.versions import VersionVector
 from weft.rpc.channel import open_channel
+from weft.rpc.checkpoint_codec import checkpoint_to_proto
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -51,6 +53,8 @@ _RETRY_SECONDS = 1.0
 #: Between heartbeats of a replica that drains: it waits for the word that it may go.
 _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
+#: Between two looks at whether the checkpoint was read.
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,9 @@ class Identity:
     capabilities: Capabilities
     reference: Reference
     model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Holdings:
     """Set while it drains."""
     pins: tuple[int, ...] = ()
     """Pinned versions of the base that the engine knows to be so."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """What the engine was started with."""
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
     """Versions with their digests, and whether they are spilled."""
     last_epoch: int = 0
@@ -142,6 +151,7 @@ class Registration:
         self._away = False
         self._heard_at = time.monotonic()
         self._stopping = False
+        self._told_checkpoint: Checkpoint | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
 
@@ -174,13 +184,14 @@ class Registration:
     def _run(self) -> None:
         wait = 0.0
         while True:
-            self._wake.wait(wait)
+            self._pause(wait)
             self._wake.clear()
             if self._stopping:
                 return
             try:
                 if not self.registered.is_set():
                     self._register()
+                self._report_checkpoint()
                 draining = self._heartbeat()
                 wait = _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
             except grpc.RpcError as rpc_error:
@@ -196,6 +207,30 @@ class Registration:
                 else:
                     self._on_failed(error)
                     return
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the next heartbeat, or until there is news of the checkpoint: readiness
+        waits for that."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            reads = self._told_checkpoint == READING
+            if self._wake.wait(min(left, _LOOK_SECONDS) if reads else left):
+                return
+            if reads and self._current().checkpoint != READING:
+                return
+
+    def _report_checkpoint(self) -> None:
+        """Say what the engine was started with, if that was not said yet."""
+        checkpoint = self._current().checkpoint
+        if checkpoint == self._told_checkpoint:
+            return
+        request = pb.ReportCheckpointRequest(
+            replica_id=self._config.replica_id,
+            incarnation=self._config.incarnation,
+            checkpoint=checkpoint_to_proto(checkpoint),
+        )
+        self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
+        self._told_checkpoint = checkpoint
 
     def _worth_waiting(self, error: WeftError) -> bool:
         """An absent coordinator comes back, one that failed may be mended; a former process
@@ -242,9 +277,11 @@ class Registration:
             last_coordinator_generation=self.coordinator_generation,
             last_epoch=now.last_epoch,
             last_coordinator_id=self._coordinator_id,
+            checkpoint=checkpoint_to_proto(now.checkpoint),
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
+        self._told_checkpoint = now.checkpoint
         self._told, self._trouble = now.held, ""
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation

@@ -200,6 +200,9 @@ def _adopt(
         policy = replace(policy, served_version=number)
     if not is_base:
         policy = replace(policy, versions=tuple(sorted({*policy.versions, number})))
+        trained_on = facts.adapter.trained_on_base_version if facts.adapter else None
+        if trained_on is not None:
+            policy = replace(policy, trained_on={**policy.trained_on, number: trained_on})
     elif is_newest:
         policy = replace(policy, versions=(number,))
         if before:

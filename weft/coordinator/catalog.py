@@ -42,6 +42,7 @@ from weft.coordinator.catalog_tables import (
 from weft.coordinator.catalog_wal import find_dropped
 from weft.coordinator.effects import (
     Save,
+    SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
     SaveGeneration,
@@ -53,10 +54,16 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.records import version_from_row, version_to_row
+from weft.coordinator.records import (
+    checkpoint_from_text,
+    checkpoint_to_text,
+    version_from_row,
+    version_to_row,
+)
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import Policy
 from weft.coordinator.values import (
+    BoundCheckpoint,
     PolicyKind,
     Standing,
     VersionRecord,
@@ -81,6 +88,7 @@ class Snapshot:
     number_floor: int
     policies: tuple[Policy, ...]
     withdrawn: Mapping[str, Withdrawn]
+    checkpoint: BoundCheckpoint | None = None
 
 
 class Catalog:
@@ -147,15 +155,20 @@ class Catalog:
 
     def snapshot(self) -> Snapshot:
         """What is known at the start."""
-        generation, epoch, fingerprint, architecture, number_floor = self._read.execute(
-            "SELECT generation, epoch, fingerprint, architecture, number_floor FROM meta"
+        generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._read.execute(
+            "SELECT generation, epoch, fingerprint, architecture, number_floor, base_checkpoint "
+            "FROM meta"
         ).fetchone()
         held: dict[str, list[int]] = {}
-        for name, version in self._read.execute(
-            "SELECT policy, version FROM versions WHERE state=? ORDER BY version",
+        trained_on: dict[str, dict[int, int]] = {}
+        for name, version, base in self._read.execute(
+            "SELECT policy, version, adapter_trained_on FROM versions WHERE state=? "
+            "ORDER BY version",
             (VersionState.COMMITTED,),
         ):
             held.setdefault(name, []).append(version)
+            if base is not None:
+                trained_on.setdefault(name, {})[version] = base
         pins: dict[str, list[int]] = {}
         for name, version in self._read.execute(
             "SELECT policy, version FROM pins ORDER BY version"
@@ -171,6 +184,7 @@ class Catalog:
                 tuple(held.get(name, ())),
                 pinned=tuple(pins.get(name, ())),
                 retain=retain,
+                trained_on=trained_on.get(name, {}),
             )
             for name, kind, last, token, served, retain in self._read.execute(
                 "SELECT name, kind, last_version, fencing_token, served_version, retain "
@@ -191,6 +205,7 @@ class Catalog:
             number_floor,
             policies,
             withdrawn,
+            checkpoint_from_text(checkpoint),
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -213,7 +228,10 @@ class Catalog:
         rows = self._rows
         match save:
             case SavePool():
-                rows.change(META, {}, fingerprint=save.fingerprint, architecture=save.architecture)
+                model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
+                rows.change(META, {}, **model, base_checkpoint="")
+            case SaveCheckpoint():
+                rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
             case SaveGeneration():
                 rows.change(META, {}, generation=save.generation)
             case SaveNumberFloor():

@@ -78,6 +78,7 @@ META: Final = Table(
         "fingerprint": str,
         "architecture": str,
         "number_floor": int,
+        "base_checkpoint": str,
     },
     (),
     "the generation, the epoch and the base model that the pool is bound to",

@@ -12,6 +12,7 @@ from weft.coordinator.state import FitKey, Lease, Policy
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import (
     AdapterSpec,
+    BoundCheckpoint,
     ContentDigest,
     Failure,
     HeldVersion,
@@ -43,6 +44,14 @@ class SaveNumberFloor:
     """Numbers of policies that the catalog does not know begin above this."""
 
     number_floor: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    """What base@0 is, from now on; SavePool forgets it."""
+
+    checkpoint: BoundCheckpoint
     durable: bool = True
 
 
@@ -110,6 +119,7 @@ Save = (
     SavePool
     | SaveGeneration
     | SaveNumberFloor
+    | SaveCheckpoint
     | SaveEpoch
     | SavePolicy
     | SaveVersion

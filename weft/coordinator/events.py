@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.progress import Word
-from weft.coordinator.replica import Withdrawn
+from weft.coordinator.replica import NOT_TOLD, Withdrawn
 from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
 from weft.coordinator.values import (
@@ -110,6 +111,7 @@ class BeginTransfer:
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
     check_finite: bool = False
+    refuse_other_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,17 @@ class Register:
     last_epoch: int = 0
     last_coordinator_id: str = ""
     """Of whom it has the generation."""
+    checkpoint: Checkpoint = NOT_TOLD
+
+
+@dataclass(frozen=True)
+class ReportCheckpoint:
+    """A replica has read what it was started with."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -460,6 +473,7 @@ Event = (
     | AwaitTransfer
     | AbortTransfer
     | Register
+    | ReportCheckpoint
     | Heartbeat
     | Leave
     | ReferenceKnown

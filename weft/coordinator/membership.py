@@ -16,6 +16,7 @@ from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator import (
     abort,
     base_binding,
+    checkpoints,
     drains,
     events,
     holdings,
@@ -113,10 +114,12 @@ def register(change: Change, event: events.Register) -> None:
         retained=event.retained,
         spilled=event.spilled,
         drain=drains.noted(old, event.drain, change.now),
+        checkpoint=event.checkpoint,
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
     replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
+    checkpoints.note(change, replica)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,

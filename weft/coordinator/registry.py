@@ -13,8 +13,10 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
+from weft.coordinator.replica import NOT_TOLD
 from weft.coordinator.uploads import Uploads
 from weft.coordinator.wire import held_from_proto
+from weft.rpc.checkpoint_codec import checkpoint_from_proto
 from weft.rpc.codec import (
     capabilities_from_proto,
     duration_from_proto,
@@ -52,6 +54,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         """Source: protos/weft/v1/registry.proto."""
         capabilities = capabilities_from_proto(request.capabilities)
         held = await self._heard(request.held_versions)
+        told = request.HasField("checkpoint") and request.checkpoint.state
+        checkpoint = checkpoint_from_proto(request.checkpoint) if told else NOT_TOLD
         answer = await self._driver.call(
             lambda ticket: events.Register(
                 ticket=ticket,
@@ -70,6 +74,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 last_generation=request.last_coordinator_generation,
                 last_epoch=request.last_epoch,
                 last_coordinator_id=request.last_coordinator_id,
+                checkpoint=checkpoint,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -89,6 +94,18 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             self._references.put(reference)
             self._driver.post(events.ReferenceKnown(reference.fingerprint))
         return registry_pb2.PutReferenceResponse()
+
+    async def ReportCheckpoint(
+        self, request: registry_pb2.ReportCheckpointRequest, context: Context
+    ) -> registry_pb2.ReportCheckpointResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        checkpoint = checkpoint_from_proto(request.checkpoint)
+        await self._driver.call(
+            lambda ticket: events.ReportCheckpoint(
+                ticket, request.replica_id, request.incarnation, checkpoint
+            )
+        )
+        return registry_pb2.ReportCheckpointResponse()
 
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context

@@ -155,6 +155,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         settled_at=now + restarted * config.settings.lost_after_seconds,
         fingerprint=known.fingerprint,
         architecture=known.architecture,
+        checkpoint=known.checkpoint,
         epoch=known.epoch,
         number_floor=known.number_floor,
         coordinator_id=secrets.token_hex(8),

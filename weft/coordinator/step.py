@@ -20,6 +20,7 @@ from weft.coordinator import (
     adoption,
     base_binding,
     catchup,
+    checkpoints,
     clones,
     commit,
     demands,
@@ -91,6 +92,7 @@ def _apply(change: Change, event: events.Event) -> None:
             adoption.watch(change)
             catchup.plan(change)
             demands.watch(change)
+            checkpoints.watch(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():
@@ -110,6 +112,8 @@ def _apply(change: Change, event: events.Event) -> None:
             _abort_transfer(change, event)
         case events.Register():
             membership.register(change, event)
+        case events.ReportCheckpoint():
+            checkpoints.report(change, event)
         case events.Heartbeat():
             membership.heartbeat(change, event)
         case events.Leave():

@@ -13,6 +13,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
+from weft.coordinator.replica import NOT_TOLD
 from weft.coordinator.state import Settings, State
 from weft.coordinator.step import step
 from weft.coordinator.transfer import FreshIds, Transfer
@@ -137,6 +138,7 @@ class Machine:
         last_generation = capabilities.pop("last_generation", 0)
         last_epoch = capabilities.pop("last_epoch", 0)
         last_coordinator_id = capabilities.pop("last_coordinator_id", "")
+        checkpoint = capabilities.pop("checkpoint", NOT_TOLD)
         self.do(
             events.Register(
                 ticket=ticket,
@@ -154,6 +156,7 @@ class Machine:
                 last_generation=last_generation,
                 last_epoch=last_epoch,
                 last_coordinator_id=last_coordinator_id,
+                checkpoint=checkpoint,
             )
         )
         return ticket
