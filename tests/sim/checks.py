@@ -72,8 +72,16 @@ class Checks:
             if record.content_digest is not None
         }
         self._ever_served.clear()
-        self._served = {name: [0, p.served_version] for name, p in catalog.policies.items()}
+        self._served = {
+            name: [0, *self._known(name), policy.served_version]
+            for name, policy in catalog.policies.items()
+        }
         self._newest_epoch = catalog.epoch
+
+    def _known(self, policy: str) -> list[int]:
+        """Versions that were served once, as far as the catalog knows."""
+        records = self._world.catalog.versions.items()
+        return sorted(v.version for v, r in records if v.policy == policy and r.state in _HELD)
 
     # -- decisions -----------------------------------------------------------------
 
