@@ -94,7 +94,8 @@ class FakeRank:
         self.stub = rendezvous_pb2_grpc.RendezvousServiceStub(self.channel)
         self.group = group
         self.rank = rank
-        self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=group.token)
+        token = [group.token, *group.further_tokens][rank - group.rank :][:1] or [group.token]
+        self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=token[0])
         self.log: list[str] = []
         self.released = 0
         self.call: Any = self.stub.Attend()
@@ -147,6 +148,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
         self.calls: list[str] = []
+        self.joins: list[replica_pb2.JoinGroupRequest] = []
         self.ranks: dict[tuple[str, int], FakeRank] = {}
         self.tasks: list[asyncio.Task[None]] = []
         self.manifests: dict[bytes, Manifest] = {}
@@ -210,6 +212,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def JoinGroup(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("join")
+        self.joins.append(request)
         if self.join_error:
             raise self.join_error
         if self.attends:

@@ -454,6 +454,39 @@ async def test_a_wrong_token_opens_nothing(pool: Pool) -> None:
     await _fails(rank.stub.GetManifest(request).read(), "PERMISSION_DENIED", "BAD_TOKEN")
 
 
+async def test_a_rank_speaks_for_itself_alone(pool: Pool) -> None:
+    """The sender once attended as every rank, and committed what nobody had staged."""
+    replica = await pool.replica("r0", num_receivers=2)
+    replica.attends = False
+    trainer = await pool.trainer()
+    begun = await trainer.begin()
+    async with asyncio.timeout(5):
+        while not replica.joins:
+            await asyncio.sleep(0.005)
+    plan = replica.joins[-1].group
+    tokens = [begun.group.token, plan.token, *plan.further_tokens]
+    assert len(set(tokens)) == 3
+    assert not begun.group.further_tokens
+    ranks = [FakeRank(pool.target, begun.group, rank) for rank in (1, 2)]
+    for rank in ranks:
+        pool.things.append(_Closing(rank))
+        await rank.hello()  # with the sender's token
+        error = await _fails(rank.hear(), "PERMISSION_DENIED", "BAD_TOKEN")
+        assert isinstance(error, NotAllowedError)
+    own = [FakeRank(pool.target, plan, rank) for rank in (1, 2)]
+    for rank in (*own, FakeRank(pool.target, begun.group, 0)):
+        pool.things.append(_Closing(rank))
+        # Of the group's store and manifests each is a member.
+        assert not (await _store(rank, count=rendezvous_pb2.StoreCount())).number
+        await rank.hello()
+        assert (await rank.hear()).HasField("welcome")
+    swapped = FakeRank(pool.target, plan, 1)
+    pool.things.append(_Closing(swapped))
+    swapped.credential.token = tokens[2]
+    await swapped.hello()
+    await _fails(swapped.hear(), "PERMISSION_DENIED", "BAD_TOKEN")
+
+
 async def test_get_manifest_of_no_transfer(pool: Pool) -> None:
     rank = await _rank(pool)
     request = rendezvous_pb2.GetManifestRequest(credential=rank.credential, layout_digest=b"?")
