@@ -262,12 +262,22 @@ async def test_abort_transfer(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()
     done = await trainer.push()
-    request = publish_pb2.AbortTransferRequest(transfer_id=done.transfer_id, fencing_token=1)
+    ask = publish_pb2.AbortTransferRequest
+    request = ask(transfer_id=done.transfer_id, policy="math", fencing_token=1)
     call = trainer.stub.AbortTransfer(request)
     await _fails(call, "FAILED_PRECONDITION", "ALREADY_COMMITTED")
     begun = await trainer.begin()
-    request = publish_pb2.AbortTransferRequest(transfer_id=begun.transfer_id, fencing_token=9)
-    await _fails(trainer.stub.AbortTransfer(request), "ABORTED", "LEASE_FENCED")
+    # Every policy counts its tokens from 1: another's owner has the same.
+    for other in ({"policy": "code", "fencing_token": 1}, {"policy": "math", "fencing_token": 9}):
+        request = ask(transfer_id=begun.transfer_id, **other)
+        await _fails(trainer.stub.AbortTransfer(request), "ABORTED", "LEASE_FENCED")
+    found = await trainer.inspect.GetTransfer(
+        inspect_pb2.GetTransferRequest(transfer_id=begun.transfer_id)
+    )
+    assert found.transfer.state in (
+        publish_pb2.TRANSFER_STATE_FORMING,
+        publish_pb2.TRANSFER_STATE_STAGING,
+    )
 
 
 # -- RegistryService -----------------------------------------------------------

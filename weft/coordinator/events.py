@@ -108,10 +108,11 @@ class AwaitTransfer:
 
 @dataclass(frozen=True)
 class AbortTransfer:
-    """A trainer gives a transfer up."""
+    """A trainer gives a transfer of its policy up."""
 
     ticket: int
     transfer_id: str
+    policy: str
     fencing_token: int
     message: str
 

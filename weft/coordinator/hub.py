@@ -21,6 +21,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft.contract.manifest import DIGEST_BYTES
 from weft.coordinator import events
 from weft.coordinator.store import GroupStore
 from weft.coordinator.transfer import Group, Transfer
@@ -285,6 +286,11 @@ class Hub:
                 f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
             )
         given = staged.content_digest
+        if len(given.value) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"rank {link.rank} has a digest of {len(given.value)} bytes; it has {DIGEST_BYTES}",
+                reason="PROTOCOL",
+            )
         digest = ContentDigest(int(given.algorithm), given.value, given.size_bytes)
         self._post(events.RankStaged(link.group_id, staged.transfer_id, link.rank, digest))
 
