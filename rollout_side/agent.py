@@ -57,7 +57,7 @@ class Agent:
 
     async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
         """Have the receivers join a side group."""
-        _log.info(
+        _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
             spec.group_id,
             trainer_id,

@@ -68,6 +68,9 @@ class RolloutConfig:
     spill_bytes: int = 256 * 2**30
     """Bound of the versions of this base model there, of whichever replica."""
 
+    allow_unversioned_changes: bool = False
+    """Take an environment that opens endpoints of vLLM's which change weights."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.retain_base <= 100:
             raise InvalidRequestError("retain_base must be between 0 and 100")
@@ -143,6 +146,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         backend=config.backend,
         retain_base=config.retain_base,
         spill=config.spill,
+        allow_unversioned_changes=config.allow_unversioned_changes,
     )
     patience = _FAILURE_SECONDS
     try:

@@ -268,7 +268,7 @@ class _Group:
         )
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
-        _log.info(
+        _log.debug(
             "staged %s: %d bytes in %.3f s, epoch %d",
             transfer.version,
             manifest.total_bytes,

@@ -53,6 +53,12 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     return path
 
 
+def save_config(kind: str, path: Path) -> None:
+    """Save what a model of ``make_model`` says of itself, without its weights."""
+    config = _config(kind, False)
+    config.save_pretrained(path)
+
+
 @torch.no_grad()
 def draw_base(model: Any, seed: int) -> None:
     """Give every weight of a model a value that follows from the seed alone."""

@@ -20,6 +20,7 @@ from trainer_side.sender import Sender
 from trainer_side.source import Source
 from weft.contract.errors import (
     LeaseFencedError,
+    NotFiniteError,
     NotReadyError,
     PeerUnavailableError,
     StaleEpochError,
@@ -126,6 +127,7 @@ class Delivery:
         adapter: Adapter | None,
         target: pb.DescribeTargetResponse,
         min_replicas: int,
+        check_finite: bool,
         deadline: float,
     ) -> pb.BeginTransferResponse:
         """Begin, after acquiring the lease and making the manifest known as needed."""
@@ -144,6 +146,7 @@ class Delivery:
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
             backend=target.backends[0],
+            check_finite=check_finite,
         )
         fenced = False
         while True:
@@ -187,6 +190,7 @@ class Delivery:
         begun: pb.BeginTransferResponse,
         source: Source,
         manifest: Manifest,
+        check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
@@ -198,7 +202,7 @@ class Delivery:
             # version was committed all the same.
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 sender = self._sender_for(begun.group)
-                self._send(sender, begun, source, manifest, deadline)
+                self._send(sender, begun, source, manifest, check_finite, deadline)
             return self._outcome(begun, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
@@ -214,6 +218,7 @@ class Delivery:
         begun: pb.BeginTransferResponse,
         source: Source,
         manifest: Manifest,
+        check_finite: bool,
         deadline: float,
     ) -> None:
         version = version_from_proto(begun.version)
@@ -225,6 +230,7 @@ class Delivery:
                 nonce=begun.nonce,
                 deadline=deadline,
                 progress=progress,
+                check_finite=check_finite,
             )
 
     def _sender_for(self, group: pb.GroupPlan) -> Sender:
@@ -270,7 +276,9 @@ class Delivery:
             fencing_token=self._leases.held_token(begun.version.policy),
             message=f"the trainer gave up: {error!r}"[:500],
         )
-        if not isinstance(error, WeftError) or isinstance(error, TransferTimeoutError):
+        if not isinstance(error, WeftError) or isinstance(
+            error, TransferTimeoutError | NotFiniteError
+        ):
             try:
                 self._stub.AbortTransfer(request, timeout=2.0)
             except grpc.RpcError as rpc_error:

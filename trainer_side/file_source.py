@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,6 @@ class CheckpointSource:
         assert views is not None
         for name, view in zip(self._names[first:], views, strict=False):
             copy_into([view], [self._by_name[name].get_tensor(name)])
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Source.tensors``."""
-        return ((name, self._by_name[name].get_tensor(name)) for name in self._names)
 
 
 # safetensors' names of element types.

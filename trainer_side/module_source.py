@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,10 +69,6 @@ class ModuleSource:
             )
         if first + count == len(self._index):
             self._converted = None
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Source.tensors``; in the model's own names, which people know."""
-        return self._params.local()
 
     def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
         """The group's checkpoint tensors; None at ranks that only give what they hold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trainer_side.finite import check_finite
 from trainer_side.source import Source
 from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
 from weft.transport.digest import payload_digest
@@ -58,23 +59,38 @@ class Packer:
             ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
             self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
 
-    def pack(self, index: int, source: Source, nonce: int) -> tuple[torch.Tensor, int]:
+    def pack(
+        self, index: int, source: Source, nonce: int, finite: bool = False
+    ) -> tuple[torch.Tensor, int]:
         """Fill bucket ``index`` and seal it with its trailer.
 
         Blocks for the copies and the digesting. The buffer is that of bucket
         ``index - len(buffers)``, which must have been released.
 
+        Args:
+            index: Which bucket.
+            source: What fills it.
+            nonce: Of the transfer.
+            finite: Read it once more, and refuse NaN and infinities.
+
         Returns:
             The uint8 wire bytes (owned by the packer, valid until bucket
             ``index + len(buffers)`` is packed) and the payload's digest.
+
+        Raises:
+            NotFiniteError: Names the tensor.
+            WeftError: The source's own.
         """
         bucket = self.manifest.buckets[index]
         buffer = self._buffer(index)
-        source.read(self._firsts[index], bucket.num_tensors, self._views[index])
+        first = self._firsts[index]
+        source.read(first, bucket.num_tensors, self._views[index])
         payload = buffer[: bucket.payload_bytes]
         # Padding is part of the digest: equal weights must digest equally.
         if self._paddings[index]:
             torch._foreach_zero_(self._paddings[index])
+        if finite:
+            check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
         digest = payload_digest(payload, self.manifest.digest_algorithm)
         trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
         end = bucket.payload_bytes + len(trailer)

@@ -164,6 +164,9 @@ class _Push:
     nonce: int
     deadline: float
     progress: Progress | None
+    check_finite: bool
+    spoiled: bool = False
+    """Whether the source has failed, or gave what must not be sent: no other group helps."""
     digests: list[int] = field(default_factory=list)
     """Of the buckets packed so far."""
     num_released: int = 0
@@ -205,6 +208,7 @@ class Sender:
         nonce: int,
         deadline: float,
         progress: Progress | None = None,
+        check_finite: bool = False,
     ) -> bytes:
         """Send every bucket, each kept until all receivers have verified it.
 
@@ -213,17 +217,23 @@ class Sender:
         more while a group is replaced that cannot be aborted (gloo's).
 
         Args:
+            source: What is sent.
+            manifest: Its layout.
+            transfer_id, nonce: Of the transfer.
             deadline: ``time.monotonic()`` at which to give up.
+            progress: See ``Progress``.
+            check_finite: Look at each bucket as it was packed for NaN and infinities.
 
         Returns:
             The content digest.
 
         Raises:
+            NotFiniteError: A tensor holds one; the other ranks were told.
             TransferTimeoutError: The deadline passed.
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        push = _Push(source, transfer_id, nonce, deadline, progress)
+        push = _Push(source, transfer_id, nonce, deadline, progress, check_finite)
         self._packer = self._packer_for(manifest)
         self._last_push = push
         return self._carry(push)
@@ -265,7 +275,8 @@ class Sender:
                 self._send_buckets(epoch, packer, push)
                 break
             except Exception as error:
-                if isinstance(error, _Reformed | WeftError) and epoch.successor is not None:
+                moves = isinstance(error, _Reformed | WeftError) and not push.spoiled
+                if moves and epoch.successor is not None:
                     push.num_released = max(push.num_released, epoch.direction.num_released)
                     settled = self._rejoin(epoch)
                     if not settled:
@@ -320,7 +331,11 @@ class Sender:
         self._await_released(epoch, push, num_buckets, num_buckets)
 
     def _pack(self, packer: Packer, push: _Push, index: int) -> None:
-        _, digest = packer.pack(index, push.source, push.nonce)
+        try:
+            _, digest = packer.pack(index, push.source, push.nonce, push.check_finite)
+        except BaseException:
+            push.spoiled = True
+            raise
         push.digests.append(digest)
 
     def _await_released(

@@ -7,7 +7,7 @@ inside ``read``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,9 +43,6 @@ class Source(Protocol):
 
         Blocks for the copies.
         """
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and content of what this rank holds, one at a time, not to be kept."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,6 @@ class ParamsSource:
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Source.tensors``."""
-        wanted = set(self._names)
-        return ((name, t) for name, t in self._params.local() if name in wanted)
-
 
 def tensor_source(
     tensors: Mapping[str, torch.Tensor], cast: CastRule, description: str
@@ -121,19 +113,3 @@ def tensor_source(
 def torch_dtypes(metas: Sequence[TensorMeta]) -> list[torch.dtype]:
     """The wire dtypes, as torch names them."""
     return [_TORCH_DTYPES[meta.dtype] for meta in metas]
-
-
-def check_all_finite(source: Source) -> None:
-    """Read every float once and refuse NaN and infinities; no copy is made.
-
-    Raises:
-        InvalidManifestError: Names the first tensor that has one.
-    """
-    for name, tensor in source.tensors():
-        if tensor.is_floating_point() and tensor.numel():
-            low, high = torch.aminmax(tensor.detach())
-            if not bool(torch.isfinite(low) & torch.isfinite(high)):
-                raise InvalidManifestError(
-                    f"tensor {name!r} holds NaN or infinity; nothing was sent",
-                    metadata={"parameter": name},
-                )

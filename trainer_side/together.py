@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -34,10 +34,6 @@ class LedSource:
         except BaseException:
             self._ranks.abandon()  # others may wait for us inside a gather
             raise
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Source.tensors``."""
-        return self._source.tensors()
 
 
 def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:

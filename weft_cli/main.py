@@ -165,6 +165,14 @@ def rollout(
             max=86_400,
         ),
     ] = 30.0,
+    allow_unversioned_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unversioned-changes",
+            help="Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set: "
+            "they open endpoints that change weights behind Weft's back.",
+        ),
+    ] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -197,6 +205,7 @@ def rollout(
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * 2**30),
         drain_seconds=drain_seconds,
+        allow_unversioned_changes=allow_unversioned_changes,
     )
     why = asyncio.run(
         serve(
@@ -264,7 +273,7 @@ def push(
         bool, typer.Option(help="Cast floats to the dtype that the replicas serve.")
     ] = True,
     check_finite: Annotated[
-        bool, typer.Option("--check-finite", help="Refuse NaN and infinities.")
+        bool, typer.Option("--check-finite", help="Refuse NaN and infinities, after the cast.")
     ] = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""

@@ -18,7 +18,7 @@ Reason = Annotated[str, typer.Option(help="Why, for people.")]
 
 def add_orders(app: typer.Typer) -> None:
     """Add the commands of this module, after those that ``app`` has."""
-    orders = (rollback, pin, retire, retain, cordon, quarantine, uncordon, drain)
+    orders = (rollback, pin, retire, retain, cordon, quarantine, uncordon, drain, base)
     for order in orders:
         app.command()(order)
 
@@ -115,3 +115,25 @@ def drain(
     from weft_cli import replicas
 
     replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
+
+
+def base(
+    rebind: Annotated[
+        bool,
+        typer.Option(
+            "--rebind",
+            help="Let the next replica bind the pool to its model; what was served is retired.",
+        ),
+    ] = False,
+    coordinator: Coordinator = "127.0.0.1:50051",
+) -> None:
+    """Show which base model the pool is bound to, or let it be bound to another.
+
+    Only while no replica is in contact and no push runs. Version numbers go on counting.
+    """
+    from weft_cli import base_model
+
+    if rebind:
+        base_model.rebind(coordinator)
+    else:
+        base_model.show(coordinator)

@@ -37,13 +37,14 @@ def push_path(
         trainer_id=trainer_id,
         require=_parse_require(require),
         timeout_seconds=timeout_seconds,
+        check_finite=check_finite or None,
         connect_seconds=connect_seconds,
         takeover=takeover,
     ) as publisher:
         if policy == BASE_POLICY:
-            publisher.push_base(path, cast=cast, check_finite=check_finite)
+            publisher.push_base(path, cast=cast)
         else:
-            publisher.push_adapter(path, policy, cast=cast, check_finite=check_finite)
+            publisher.push_adapter(path, policy, cast=cast)
         report = publisher.last_report
         assert report is not None
     rate = report.total_bytes / max(report.staging_seconds, 1e-9) / 1e9

@@ -19,6 +19,8 @@ from weft.v1 import publish_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 _CALL_SECONDS = 5.0
+#: Policies that the table lists, and adapters that are named in one place.
+_MAX_POLICIES, _MAX_NAMED = 20, 3
 _STATES = {
     pb.REPLICA_STATE_READY: ("ready", "green"),
     pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
@@ -76,24 +78,51 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 def _headline(pool: pb.GetPoolResponse) -> Text:
     ready = sum(r.state == pb.REPLICA_STATE_READY for r in pool.replicas)
+    names = {replica.model_name for replica in pool.replicas}
+    of_model = f"of {names.pop()} " if len(names) == 1 else ""
     return Text.assemble(
-        ("pool serves ", "dim"), (vector_text(pool.version_vector), "bold"),
+        (f"pool {of_model}serves ", "dim"),
+        (vector_text(pool.version_vector, most=_MAX_NAMED), "bold"),
         (f"   {ready} of {len(pool.replicas)} replicas ready", "dim"),
     )  # fmt: skip
 
 
-def vector_text(vector: types_pb2.VersionVector) -> str:
-    """``base@3  math@2 (1,2)``: the alias behind each name, then what is retained."""
-    parts = [f"base@{vector.base}"]
-    for entry in vector.adapters:
-        others = ",".join(map(str, entry.versions))
-        parts.append(f"{entry.policy}@{entry.alias} ({others})")
-    return "  ".join(parts)
+def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str:
+    """``base@3  math@2 (1,2)``: the alias behind each name, then what is retained.
+
+    Args:
+        most: Name so many adapters, and say how many more there are.
+    """
+    parts = [f"base@{vector.base}", *map(_adapter_text, vector.adapters[:most])]
+    more = len(vector.adapters) - (len(parts) - 1)
+    return "  ".join(parts) + (f"  and {more} more" if more else "")
+
+
+def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
+    return f"{entry.policy}@{entry.alias} ({','.join(map(str, entry.versions))})"
+
+
+def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
+    """What sets a replica apart from the pool; most replicas serve what it does."""
+    here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
+    wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
+    differing = [f"base@{replica.base}"] if replica.base != pool.base else []
+    for name in sorted(here.keys() | wanted.keys()):
+        if here.get(name) != wanted.get(name):
+            differing.append(here.get(name, f"no {name}"))
+    if not differing:
+        return "as the pool"
+    more = len(differing) - _MAX_NAMED
+    return "  ".join(differing[:_MAX_NAMED]) + (f"  and {more} more" if more > 0 else "")
 
 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
     table = Table(title="replicas", title_justify="left")
-    for column in ("replica", "state", "serves", "model", "OpenAI API", "seen"):
+    columns = ["replica", "state", "serves", "OpenAI API", "seen"]
+    are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
+    if are_mixed:
+        columns.append("model")
+    for column in columns:
         table.add_column(column, overflow="fold")
     for replica in pool.replicas:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
@@ -106,10 +135,10 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
         table.add_row(
             replica.replica_id,
             state,
-            vector_text(replica.version_vector),
-            replica.model_name,
+            _serves(replica.version_vector, pool.version_vector),
             replica.http_url,
             f"{seen:.1f} s ago",
+            *([replica.model_name] if are_mixed else []),
         )
     return table
 
@@ -129,10 +158,20 @@ def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:
-    table = Table(title="policies", title_justify="left")
+    """Those that ever had a version; of many, those first that somebody should look at,
+    then those that are owned now."""
+    policies = [policy for policy in pool.policies if policy.last_version]
+    if more := max(0, len(policies) - _MAX_POLICIES):
+        policies.sort(key=lambda p: (not p.publish_again_version, not p.HasField("lease")))
+    table = Table(
+        title="policies",
+        title_justify="left",
+        caption=f"and {more} more: --json lists all" if more else None,
+        caption_justify="left",
+    )
     for column in ("policy", "served", "newest", "keeps", "owner"):
         table.add_column(column, overflow="fold")
-    for policy in pool.policies:
+    for policy in policies[:_MAX_POLICIES]:
         owner = "-"
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)

@@ -133,16 +133,33 @@ def _reload(
     idle, tied = _layers_without_weights(model)
     if idle:
         raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
-    reload.finalize_layerwise_reload(model, worker.model_config)
+    with quiet_about_idle_layers():
+        reload.finalize_layerwise_reload(model, worker.model_config)
     if worker.device.type == "cpu":
         cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
     _check_loaded(model, loaded, quantized=worker.model_config.quantization is not None)
 
 
+@contextlib.contextmanager
+def quiet_about_idle_layers() -> Iterator[None]:
+    """Keep vLLM's "Failed to load weights" from the log: it is said of every layer that
+    has no weights of its own, and those that should have got some are refused before."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).endswith("Failed to load weights")
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
 def _layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
     """Layers with parameters of their own that no weight has come for.
 
-    vLLM will put their old values back and log a warning.
+    vLLM will put their old values back.
 
     Returns:
         Names of those that should have got some, and of those that share every

@@ -217,7 +217,7 @@ def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         _log.info("adapters like %s are loaded by vLLM itself: %s", staged.version, error)
         return None
-    _log.info("adapters like %s are loaded by %d copies", staged.version, plan.num_copies)
+    _log.debug("adapters like %s are loaded by %d copies", staged.version, plan.num_copies)
     return plan
 
 

@@ -209,7 +209,7 @@ def _learn(
     if why:
         _log.info("bases are loaded layer by layer: %s", why)
         return None
-    _log.info("bases of this layout are loaded by %d plain copies", plan.num_copies)
+    _log.debug("bases of this layout are loaded by %d plain copies", plan.num_copies)
     return plan
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from rollout_side.engine import BackendChoice
 from rollout_side.memory import Staging
 from rollout_side.spill_folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine import bridges, reference
+from rollout_side.vllm_engine import bridges, reference, refusals
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.request_tracker import RequestTracker
-from rollout_side.vllm_engine.served_models import own_names
+from rollout_side.vllm_engine.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.served_models import ServedModels, own_names
+from rollout_side.vllm_engine.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -47,6 +48,7 @@ async def open_engine(
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
+    allow_unversioned_changes: bool = False,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
@@ -64,16 +66,20 @@ async def open_engine(
             ``WorkerStore`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
+        allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
+            change weights.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
 
     Raises:
-        UnsupportedError: vLLM's version, or an argument that Weft cannot honour.
+        UnsupportedError: vLLM's version, its environment, or an argument that Weft cannot
+            honour.
         InvalidRequestError: vLLM refused its arguments, the address is taken, or the
             spill directory cannot be made.
         Exception: vLLM's own, if the engine does not start.
     """
+    refusals.refuse_environment(os.environ, allow=allow_unversioned_changes)
     version = bridges.installed_version()
     bridges.check_version(version)
     # gRPC does not survive a fork, nor does a loop with threads.
@@ -82,16 +88,19 @@ async def open_engine(
     args = parse_args(vllm_args, parts)
     in_place = staging == "in-place"
     if in_place:
-        refuse_in_place(args)
+        refusals.refuse_in_place(args)
         _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
         retain_base = 0
+    refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(http_host, http_port)
         stack.callback(sock.close)
         engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
         app = await _build_app(parts, args, engine)
-        http = _http_server(app, args, sock, tracker)
+        models = ServedModels(app.state.openai_serving_models)
+        explaining = explain_unknown_models(app, models.explain_unknown)
+        http = _http_server(app, explaining, args, sock, tracker)
         config = engine.vllm_config
         described = reference.build_reference(
             reference.local_model_dir(config.model_config.model, config.model_config.revision),
@@ -121,7 +130,7 @@ async def open_engine(
         return VllmReplica(
             EngineParts(
                 engine=engine,
-                app_state=app.state,
+                models=models,
                 http=http,
                 tracker=tracker,
                 cleanup=stack.pop_all(),
@@ -138,7 +147,7 @@ async def open_engine(
                 served_names=own_names(app.state.openai_serving_models),
             ),
             reference=described,
-            model_name=app.state.openai_serving_models.base_model_paths[0].name,
+            model_name=models.base_name,
             worker_pids=tuple(value["pid"] for value in values),
             deadlines=deadlines or Deadlines(),
             spills=spill is not None,
@@ -172,68 +181,27 @@ def parse_args(vllm_args: list[str], parts: bridges.ServerParts) -> Namespace:
         ) from None
     if getattr(args, "model_tag", None):
         args.model = args.model_tag
-    refuse_unsupported(args)
-    args.worker_extension_cls = WORKER_EXTENSION
-    parts.validate_args(args)
-    return args  # type: ignore[no-any-return]
-
-
-def refuse_unsupported(args: Namespace) -> None:
-    """Refuse what would make a replica wrong, before anything is started.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
-    if (getattr(args, "data_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--data-parallel-size {args.data_parallel_size}: one engine a replica; start more "
-            "replicas instead, the pool is the data parallelism"
-        )
-    if (getattr(args, "pipeline_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--pipeline-parallel-size {args.pipeline_parallel_size}: no rank would hold all "
-            "layers, which Weft cannot load yet; use --tensor-parallel-size"
-        )
+    refusals.refuse_unsupported(args)
     if getattr(args, "worker_extension_cls", ""):
         raise UnsupportedError(
             f"--worker-extension-cls {args.worker_extension_cls}: Weft needs this place for its "
             f"own ({WORKER_EXTENSION}); derive yours from that class and import it there"
         )
-    if (getattr(args, "api_server_count", None) or 1) > 1:
-        raise UnsupportedError(
-            f"--api-server-count {args.api_server_count}: adapters are made known to one API "
-            "server, which shares the replica's process"
-        )
-    if getattr(args, "nnodes", 1) and getattr(args, "nnodes", 1) > 1:
-        raise UnsupportedError("--nnodes: the ranks of a replica must share one machine")
-    for flag in ("headless", "grpc", "uds"):
-        if getattr(args, flag, None):
-            raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
-
-
-def refuse_in_place(args: Namespace) -> None:
-    """Refuse to load bases in place where only one of several workers would get them.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
-    if (getattr(args, "tensor_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--staging in-place with --tensor-parallel-size {args.tensor_parallel_size}: the "
-            "ranks share one staged copy, and in place there is none; use --staging device or "
-            "host"
-        )
+    args.worker_extension_cls = WORKER_EXTENSION
+    parts.validate_args(args)
+    return args  # type: ignore[no-any-return]
 
 
 async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -> Any:
     tasks = await engine.get_supported_tasks()
     app = parts.build_app(args, tasks, engine.model_config)
+    refusals.close_endpoints(app)
     await parts.init_app_state(engine, app.state, args, tasks)
     return app
 
 
 def _http_server(
-    app: Any, args: Namespace, sock: socket.socket, tracker: RequestTracker
+    app: Any, inner: App, args: Namespace, sock: socket.socket, tracker: RequestTracker
 ) -> HttpServer:
     tls = {
         name: getattr(args, name)
@@ -241,7 +209,7 @@ def _http_server(
         if getattr(args, name, None)
     }
     server = HttpServer(
-        tracker.wrap(app),
+        tracker.wrap(inner),
         sock,
         tls=tls,
         settings={

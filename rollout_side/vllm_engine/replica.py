@@ -45,8 +45,8 @@ class EngineParts:
 
     engine: Any
     """vLLM's ``AsyncLLM``."""
-    app_state: Any
-    """Of vLLM's FastAPI application."""
+    models: ServedModels
+    """What its OpenAI server answers for."""
     http: HttpServer
     tracker: RequestTracker
     cleanup: contextlib.AsyncExitStack
@@ -77,7 +77,7 @@ class VllmReplica:
         self.worker_pids = worker_pids
         self.engine = parts.engine
         self.tracker = parts.tracker
-        self.models = ServedModels(parts.app_state.openai_serving_models)
+        self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
         self._workers = WorkerCalls(
@@ -238,7 +238,7 @@ class VllmReplica:
             request = adapter_hook.lora_request(version, number)
             self.models.add(version, request, content_digest, alias)
             seconds = time.perf_counter() - begin
-        _log.info("loaded policy_version=%s seconds=%.4f", version, seconds)
+        _log.debug("loaded policy_version=%s seconds=%.4f", version, seconds)
         return SwitchTimes(load_seconds=seconds)
 
     async def apply_base(
@@ -279,7 +279,7 @@ class VllmReplica:
             finally:
                 await self._gate.let_go()
             pause_seconds = time.perf_counter() - begin
-        _log.info(
+        _log.debug(
             "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "
             "forget the old cache %.4f)",
             version,
@@ -331,7 +331,7 @@ class VllmReplica:
             number = served.request.lora_int_id
             await self._workers.drop_adapter(version, number)
             self.models.forget(version)
-        _log.info("retired policy_version=%s", version)
+        _log.debug("retired policy_version=%s", version)
         return True
 
     def _in_use(self, version: PolicyVersion, removed_at: int) -> bool:

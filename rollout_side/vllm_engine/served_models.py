@@ -24,6 +24,8 @@ from weft.contract.names import PolicyVersion
 #: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
 FIRST_LORA_ID = 2**20
 END_LORA_ID = 2**31
+#: Versions that an answer lists at most.
+_MAX_LISTED = 10
 
 
 @dataclass
@@ -68,6 +70,28 @@ class ServedModels:
         self._aliases: dict[str, PolicyVersion] = {}
         self._hidden = False
         serving_models.show_available_models = self._show_available_models
+
+    @property
+    def base_name(self) -> str:
+        """The base model's own name; the first of them."""
+        return str(self._serving.base_model_paths[0].name)
+
+    def explain_unknown(self, name: str) -> str:
+        """What can be asked for in place of a name that vLLM does not know: the versions of
+        its policy, if some can be requested; else empty."""
+        policy = name.rpartition("@")[0] or name
+        numbers = sorted(
+            v.version for v in self._served if v.policy == policy and self._can_be_requested(v)
+        )
+        if not numbers:
+            return ""
+        newest = [f"{policy}@{number}" for number in numbers[-_MAX_LISTED:]]
+        names = ", ".join(newest)
+        if len(numbers) > len(newest):
+            names = f"{len(numbers)} versions, the newest {names}"
+        if name == policy:  # an alias is unknown only while it is hidden
+            return f"bare names are refused out of contact with the coordinator; there are {names}"
+        return f"it was retired, or is not here yet; of {policy} there are {names}"
 
     def next_id(self) -> int:
         """An integer id that no adapter had.

@@ -144,7 +144,7 @@ class WeftWorker:
             store.drop_adapter(version)
             raise
         seconds = time.perf_counter() - begin
-        _log.info("the engine took %s in %.4f s", version, seconds)
+        _log.debug("the engine took %s in %.4f s", version, seconds)
         return {"load_seconds": seconds}
 
     @guarded

@@ -26,6 +26,7 @@ from weft.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
     NotAllowedError,
+    NotFiniteError,
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
@@ -236,6 +237,26 @@ async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Po
     assert error_from_rpc(failed.value).metadata["replica"] == "r1"
     details = dict(failed.value.trailing_metadata())["grpc-status-details-bin"]
     assert b"google.rpc.RetryInfo" in details
+
+
+async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) -> None:
+    await pool.replica(loads_in_place=True)
+    trainer = await pool.trainer(policy="base")
+    error = await _fails(trainer.begin(check_finite=True), "UNIMPLEMENTED", "UNSUPPORTED")
+    assert error.metadata["replica"] == "r0"
+
+
+async def test_what_the_sender_found_is_the_outcome(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    begun = await trainer.begin(check_finite=True)
+    sender = await trainer.attend(begun)
+    failed = rendezvous_pb2.RankFailed(
+        transfer_id=begun.transfer_id, reason="NOT_FINITE", message="tensor 'w' holds NaN"
+    )
+    await sender.say(failed=failed)
+    error = await _fails(trainer.wait(begun.transfer_id), "INVALID_ARGUMENT", "NOT_FINITE")
+    assert isinstance(error, NotFiniteError)
 
 
 async def test_begin_transfer_with_a_used_request_id(pool: Pool) -> None:

@@ -84,7 +84,10 @@ def test_listing_and_unknown_names(served: Served) -> None:
     with pytest.raises(httpx.HTTPStatusError) as unknown:
         engine.complete("list@3", PROMPT)
     assert unknown.value.response.status_code == 404
-    assert "does not exist" in unknown.value.response.json()["error"]["message"]
+    message = unknown.value.response.json()["error"]["message"]
+    assert "`list@3` does not exist" in message
+    assert message.endswith("of list there are list@1, list@2")
+    assert engine.http.post("/scale_elastic_ep", json={}).status_code == 404
 
 
 def test_settings_that_change_the_scaling(served: Served, referee: Referee, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_side.vllm_engine.launch import open_engine
+from tests.models import save_config
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 
 # vLLM's and torch's own, at import
@@ -51,6 +52,22 @@ async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(InvalidRequestError, match="--no-such-flag"):
         await start("m", "--no-such-flag")
     assert "--no-such-flag" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])
+async def test_an_environment_that_changes_weights_behind_weft(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UnsupportedError, match="--allow-unversioned-changes"):
+        await start("m")
+
+
+async def test_adapters_of_experts_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM's engine would load the model first, and then fail."""
+    save_config("qwen3_moe", tmp_path)
+    with pytest.raises(UnsupportedError, match="4 experts, on a CPU"):
+        await start(str(tmp_path), "--enable-lora")
 
 
 async def test_an_address_that_is_taken(tmp_path: Path) -> None:

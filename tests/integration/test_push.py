@@ -1,10 +1,13 @@
 """A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
 
+import collections
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from weft.contract.errors import (
     InvalidNameError,
     LeaseFencedError,
     LoadFailedError,
+    NotFiniteError,
     PeerUnavailableError,
     PolicyOwnedError,
     WeftError,
@@ -268,7 +272,6 @@ def _nan(model):
         (_reshaped, r"has shape \(8,32\)"),
         (_extra, "'more.weight' is not a tensor of Model"),
         (_integer, "is int8"),
-        (_nan, "holds NaN"),
     ],
 )
 def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
@@ -276,10 +279,20 @@ def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
 ):
     publisher.push_base(Model(1))
     with pytest.raises(InvalidManifestError, match=words):
-        publisher.push_base(spoil(Model(2)), check_finite=True)
+        publisher.push_base(spoil(Model(2)))
     assert same(engines[0].base, weights(Model(1)))
     assert engines[0].store.usage().staging_bytes == 0
     assert str(publisher.push_base(Model(3))) == "base@2"  # no version was burned
+
+
+def test_a_base_that_holds_nan_is_given_up_and_nothing_changes(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    with pytest.raises(NotFiniteError, match=r"'layers.1.v_proj.bias' holds NaN"):
+        publisher.push_base(_nan(Model(2)), check_finite=True)
+    assert same(engines[0].base, weights(Model(1)))
+    publisher.push_base(Model(3), check_finite=True)
+    assert same(engines[0].base, weights(Model(3)))
+    assert engines[0].store.usage().staging_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -332,6 +345,34 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     assert same(engines[1].base, weights(Model(3)))
 
 
+def test_an_interrupted_push_says_where_it_was_called_and_no_more(pool, engines, publisher):
+    """Ctrl-C was 40 lines of what a push is made of."""
+
+    class Interrupted(Model):
+        def named_parameters(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="a push of base was interrupted") as caught:
+        publisher.push_base(Interrupted(1))
+    assert len(traceback.format_exception(caught.value)) <= 5
+    assert str(publisher.push_base(Model(2))) == "base@1"
+
+
+def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog):
+    caplog.set_level(logging.INFO)
+    publisher.push_base(Model(1))  # forms the group
+    caplog.clear()
+    publisher.push_base(Model(2))
+    by_process = collections.Counter(record.name.partition(".")[0] for record in caplog.records)
+    assert by_process == {"trainer_side": 1, "weft": 1, "rollout_side": len(engines)}
+    caplog.clear()
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError):
+        publisher.push_base(Model(3))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
 def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publisher):
     class Exploding(nn.Module):
         def __init__(self):
@@ -345,7 +386,7 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
     publisher.push_base(model)
     read = trainer_side.packer.Packer.pack
 
-    def explode(self, index, source, nonce):
+    def explode(self, *_):
         raise RuntimeError("the disk burned")
 
     trainer_side.packer.Packer.pack = explode

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.launch import refuse_in_place
+from rollout_side.vllm_engine.refusals import refuse_in_place
 from rollout_side.vllm_engine.replica import VllmReplica
 from tests.unit.test_vllm_replica import BASE, FakeEngine, failed, make_replica, ok
 from weft.contract.errors import LoadFailedError, NotReadyError, UnsupportedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.answers import Answer, check_answers, guarded
+from rollout_side.vllm_engine.base_loader import quiet_about_idle_layers
 from rollout_side.vllm_engine.capabilities import lora_modules
 from rollout_side.vllm_engine.reference import build_reference, local_model_dir, served_dtypes
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import FIRST_LORA_ID, ServedModels, own_names
+from rollout_side.vllm_engine.unknown_models import explain_unknown_models
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -143,6 +146,65 @@ def test_an_alias_stands_for_what_it_is_told_to() -> None:
     assert models.remove(PolicyVersion("math", 1), 0) is None
 
 
+def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
+    models = ServedModels(_Serving())
+    for number in (1, 2, 3):
+        version = PolicyVersion("math", number)
+        models.add(version, _request(version), b"")
+    models.remove(PolicyVersion("math", 1), 0)
+    retired = models.explain_unknown("math@1")
+    assert retired == "it was retired, or is not here yet; of math there are math@2, math@3"
+    assert models.explain_unknown("code@1") == ""
+    models.hide_aliases(True)
+    assert "out of contact" in models.explain_unknown("math")
+    for number in range(4, 20):
+        version = PolicyVersion("math", number)
+        models.add(version, _request(version), b"")
+    many = models.explain_unknown("math@1")
+    assert "18 versions, the newest math@10" in many
+    assert len(many) < 250
+
+
+async def _ask(status: int, bodies: list[bytes]) -> tuple[dict[str, str], bytes]:
+    """The headers and the body of an answer that goes through ``explain_unknown_models``."""
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"application/json"), (b"Content-Length", b"1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for body in bodies:
+            more = body is not bodies[-1]
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asked = explain_unknown_models(app, lambda name: f"ask for {name}2" if name == "m" else "")
+    await asked({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    headers = {k.decode().lower(): v.decode() for k, v in sent[0]["headers"]}
+    assert not sent[-1].get("more_body")
+    return headers, b"".join(message["body"] for message in sent[1:])
+
+
+async def test_an_unknown_model_is_explained_and_nothing_else_is_touched() -> None:
+    error = {"message": "The model `m` does not exist. Valid aliases: tiny.", "code": 404}
+    body = json.dumps({"error": error}).encode()
+    for bodies in ([body], [body[:9], body[9:], b""]):
+        headers, answer = await _ask(404, bodies)
+        assert json.loads(answer)["error"]["message"] == "The model `m` does not exist: ask for m2"
+        assert headers["content-length"] == str(len(answer))
+    for status, other in (
+        (200, body),
+        (404, b"no json"),
+        (404, b"[]"),
+        (404, body.replace(b"`m`", b"`n`")),
+        (404, b"x" * 100_000),
+    ):
+        headers, answer = await _ask(status, [other[:5], other[5:], b""])
+        assert (headers["content-length"], answer) == ("1", other)
+
+
 def test_names_that_are_taken() -> None:
     serving = _Serving()
     serving.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
@@ -228,6 +290,16 @@ def test_without_files_the_names_are_those_transformers_saves() -> None:
     reference = build_reference(None, config, DataType.BFLOAT16)
     expert = reference.by_name["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
     assert expert == TensorMeta(expert.name, DataType.BFLOAT16, (8, 16))
+
+
+def test_layers_that_have_no_weights_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    with quiet_about_idle_layers():
+        logger.warning("%s: Failed to load weights", "Attention")
+        logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+    logger.warning("%s: Failed to load weights", "Attention")
+    assert len(caplog.records) == 2
 
 
 def test_floats_wider_than_most_keep_their_width() -> None:

@@ -13,6 +13,7 @@ import pytest
 from rollout_side.vllm_engine.answers import Answer
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
+from rollout_side.vllm_engine.served_models import ServedModels
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
@@ -118,7 +119,7 @@ def make_replica(
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
         engine=engine,
-        app_state=SimpleNamespace(openai_serving_models=serving),
+        models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
         cleanup=contextlib.AsyncExitStack(),

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.contract.adapter_numbers import check_numbers
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
-from weft.contract.reference import Reference
+from weft.contract.reference import Reference, is_output_layer
 from weft.contract.tensors import TensorMeta, shape_text
 
 #: Longest adapter_config.json, in bytes.
@@ -96,6 +97,7 @@ def parse_config(config_json: str) -> dict[str, Any]:
         raise InvalidAdapterError(
             f"lora_alpha is {config.get('lora_alpha')!r}; it must be a number"
         )
+    check_numbers(config)
     return config
 
 
@@ -157,11 +159,19 @@ def _check_tensors(
             )
         weight = reference.by_name.get(module + ".weight")
         if weight is None:
-            raise _refused(
-                first, f"is for {module!r}, which {reference.architecture} does not have"
-            )
+            raise _refused(first, _why_not_there(module, reference))
         ranks[module] = _check_pair(pair["A"], pair["B"], weight)
     return ranks
+
+
+def _why_not_there(module: str, reference: Reference) -> str:
+    """A reference lists no output layer whose weight is the embedding's."""
+    if is_output_layer(module):
+        return (
+            f"is for {module!r}, whose weight is tied to the embedding's in the served "
+            f"{reference.architecture}: it cannot carry a LoRA of its own, train without it"
+        )
+    return f"is for {module!r}, which {reference.architecture} does not have"
 
 
 def _check_pair(a: TensorMeta, b: TensorMeta, weight: TensorMeta) -> int:

@@ -41,6 +41,18 @@ def base_fingerprint(architecture: str, tensors: Sequence[TensorMeta]) -> str:
     return hashlib.sha256((architecture + "\n" + "".join(lines)).encode()).hexdigest()
 
 
+def is_output_layer(module: str) -> bool:
+    """Whether it is the layer whose weight may be tied to the embedding's; a reference
+    does not list it then."""
+    return module.rpartition(".")[2] == "lm_head"
+
+
+def _why_unknown(name: str, reference: Reference) -> str:
+    if is_output_layer(name.removesuffix(".weight")):
+        return f"is tied to the embedding in the served {reference.architecture}: leave it out"
+    return f"is not a tensor of {reference.architecture}"
+
+
 def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     """Refuse a push of the base that is not exactly what the engine loads.
 
@@ -54,7 +66,7 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     for meta in metas:
         ref = want.get(meta.name)
         if ref is None:
-            wrong.append(f"{meta.name!r} is not a tensor of {reference.architecture}")
+            wrong.append(f"{meta.name!r} {_why_unknown(meta.name, reference)}")
         elif ref.shape != meta.shape:
             wrong.append(
                 f"{meta.name!r} has shape ({shape_text(meta.shape)}), the served model has "

@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.names import PolicyVersion
-from weft.coordinator import effects, events
+from weft.coordinator import base_binding, effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
@@ -17,6 +17,7 @@ from weft.coordinator.values import Standing
 from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
+    vector_to_proto,
     version_from_proto,
     version_to_proto,
 )
@@ -118,6 +119,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Source: protos/weft/v1/admin.proto."""
         await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
         return admin_pb2.UncordonResponse()
+
+    async def GetBase(
+        self, request: admin_pb2.GetBaseRequest, context: Context
+    ) -> admin_pb2.GetBaseResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        state = self._driver.state
+        return admin_pb2.GetBaseResponse(
+            base_fingerprint=state.fingerprint,
+            architecture=state.architecture,
+            version_vector=vector_to_proto(state.vector),
+            replica_ids=base_binding.present(state),
+            num_transfers=len(state.transfers),
+        )
+
+    async def RebindBase(
+        self, request: admin_pb2.RebindBaseRequest, context: Context
+    ) -> admin_pb2.RebindBaseResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.RebindBase(ticket, request.base_fingerprint)
+        )
+        assert isinstance(answer, effects.RebindAnswer)
+        return admin_pb2.RebindBaseResponse(
+            retired_versions=[version_to_proto(version) for version in answer.retired]
+        )
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context

@@ -30,6 +30,11 @@ from weft.coordinator.values import Failure
 
 _log = logging.getLogger(__name__)
 
+#: Events of every push beside its end, which is logged: watchers get them all the same.
+_DETAILS = frozenset(
+    {"transfer_begun", "transfer_staged", "clone_begun", "restore_begun", "version_retired"}
+)
+
 TICK_SECONDS: Final = 0.25
 #: Calls that may wait to be decided; more are refused. (Events of streams and of
 #: our own calls are bounded by the number of ranks and replicas.)
@@ -233,7 +238,8 @@ class Driver:
             case effects.RoutesChanged():
                 self.routes.change()
             case effects.Announce():
-                _log.info("%s %s: %s", effect.kind, effect.subject, effect.message)
+                level = logging.DEBUG if effect.kind in _DETAILS else logging.INFO
+                _log.log(level, "%s %s: %s", effect.kind, effect.subject, effect.message)
                 wall = self.state.wall(self.now())
                 self._feed.publish(wall, effect.kind, effect.subject, effect.message)
             case (

@@ -157,6 +157,13 @@ class RollbackAnswer:
 
 
 @dataclass(frozen=True)
+class RebindAnswer:
+    """To RebindBase."""
+
+    retired: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
 class RetentionAnswer:
     """To SetRetention."""
 
@@ -174,6 +181,7 @@ Answer = (
     | RegisterAnswer
     | HeartbeatAnswer
     | RollbackAnswer
+    | RebindAnswer
     | RetentionAnswer
     | Transfer
     | Done

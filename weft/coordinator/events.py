@@ -96,6 +96,7 @@ class BeginTransfer:
     ids: FreshIds
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
+    check_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,15 @@ class Uncordon:
 
 
 @dataclass(frozen=True)
+class RebindBase:
+    """An operator lets go of the pool's base model."""
+
+    ticket: int
+    fingerprint: str
+    """Of the base that is to be let go of."""
+
+
+@dataclass(frozen=True)
 class DrainReplica:
     """An operator lets a replica leave."""
 
@@ -414,4 +424,5 @@ Event = (
     | Withdraw
     | Uncordon
     | DrainReplica
+    | RebindBase
 )

@@ -47,9 +47,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self._driver = driver
         self._catalog = catalog
         self._feed = feed
-        state = driver.state
-        restarted = state.generation > 1
-        self._settled_at = driver.now() + restarted * state.settings.lost_after_seconds
+        self._settled_at = driver.state.settled_at
         self._routes = inspect_pb2.WatchRoutesResponse(revision=-1)
 
     async def GetPool(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.errors import (
-    BaseMismatchError,
     InvalidNameError,
     InvalidRequestError,
     NotFoundError,
@@ -14,7 +13,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
-from weft.coordinator import abort, drains, events, in_place, leftovers, reform
+from weft.coordinator import abort, base_binding, drains, events, in_place, leftovers, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.discard import tell_at_registration
@@ -23,7 +22,6 @@ from weft.coordinator.effects import (
     Done,
     HeartbeatAnswer,
     RegisterAnswer,
-    SavePool,
 )
 from weft.coordinator.replica import Replica
 from weft.coordinator.standing import in_contact, place, shared_backends, standing
@@ -77,13 +75,7 @@ def register(change: Change, event: events.Register) -> None:
         old = None
     if old and old.address != event.address:
         change.emit(CloseChannel(old.address))
-    if not change.state.fingerprint:
-        fingerprint, architecture = (
-            event.capabilities.base_fingerprint,
-            event.capabilities.architecture,
-        )
-        change.state = replace(change.state, fingerprint=fingerprint, architecture=architecture)
-        change.emit(SavePool(fingerprint, architecture))
+    base_binding.bind(change, event.capabilities)
     replica = change.put_replica(
         Replica(
             replica_id=event.replica_id,
@@ -117,13 +109,7 @@ def _check_registration(
     given = event.capabilities.base_fingerprint
     if not event.incarnation or not event.address or not given:
         raise InvalidRequestError("incarnation, address and base_fingerprint must not be empty")
-    if state.fingerprint and given != state.fingerprint:
-        raise BaseMismatchError(
-            f"replica {event.replica_id!r} serves another base model ({given[:12]}, "
-            f"{event.capabilities.architecture}) than this pool ({state.fingerprint[:12]}, "
-            f"{state.architecture})",
-            metadata={"pool_fingerprint": state.fingerprint, "replica_fingerprint": given},
-        )
+    base_binding.check_base(state, event.replica_id, event.capabilities, now)
     if old and old.incarnation != event.incarnation and not old.lost:
         silence = now - old.last_heard
         if silence < 2 * state.settings.heartbeat_seconds:

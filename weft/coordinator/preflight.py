@@ -11,6 +11,7 @@ from weft.contract.errors import (
     CapacityError,
     InvalidNameError,
     NotReadyError,
+    UnsupportedError,
     WeftError,
 )
 from weft.contract.group import MAX_GROUP_SIZE
@@ -115,6 +116,7 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
+        UnsupportedError: What is sent is to be checked, and is loaded before it can be.
     """
     spec = transfer.adapter
     if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
@@ -144,6 +146,8 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 metadata={"replica": replica.replica_id},
             )
         if in_place.loads_in_place(replica, transfer.kind):
+            if transfer.check_finite:
+                raise _checked_too_late(replica)
             continue
         if transfer.kind is PolicyKind.BASE:
             room = capabilities.staging_capacity_bytes - replica.pinned_bytes
@@ -159,6 +163,15 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 f"this push needs {need}{_held_by_pins(state, transfer, replica)}",
                 metadata={"replica": replica.replica_id, "need_bytes": str(need)},
             )
+
+
+def _checked_too_late(replica: Replica) -> UnsupportedError:
+    return UnsupportedError(
+        f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
+        "NaN in a later bucket would leave it with mixed weights; check the model before the push "
+        "and push without check_finite, or start the replicas with --staging device or host",
+        metadata={"replica": replica.replica_id},
+    )
 
 
 def _held_by_pins(state: State, transfer: Transfer, replica: Replica) -> str:

@@ -170,6 +170,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 group_id=request.group_id,
                 ids=fresh_ids(),
                 recorded=self._recorded(request.policy, request.request_id),
+                check_finite=request.check_finite,
             ),
             until=answer_by,
         )

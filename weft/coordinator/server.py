@@ -146,10 +146,12 @@ class Coordinator:
 
 def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
     known = catalog.snapshot()
+    now, restarted = time.monotonic(), known.generation > 1
     return State(
         settings=config.settings,
         generation=known.generation,
-        wall_offset_seconds=time.time() - time.monotonic(),
+        wall_offset_seconds=time.time() - now,
+        settled_at=now + restarted * config.settings.lost_after_seconds,
         fingerprint=known.fingerprint,
         architecture=known.architecture,
         epoch=known.epoch,

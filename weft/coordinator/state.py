@@ -138,6 +138,8 @@ class State:
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
     """When to look next for versions to retire."""
+    settled_at: float = float("-inf")
+    """When replicas that were there before a restart have registered, or are lost."""
     tick_at: float = float("-inf")
     """When the last tick was."""
     discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from weft.contract.errors import (
 from weft.coordinator import (
     abort,
     admission,
+    base_binding,
     catchup,
     clones,
     commit,
@@ -150,6 +151,8 @@ def _apply(change: Change, event: events.Event) -> None:
             withdrawals.uncordon(change, event)
         case events.DrainReplica():
             drains.drain(change, event)
+        case events.RebindBase():
+            base_binding.rebind(change, event)
 
 
 def _plan_after(change: Change, before: State) -> None:

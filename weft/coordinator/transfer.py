@@ -101,6 +101,8 @@ class Transfer:
     required: frozenset[str] = frozenset()
     """Replicas that were ready when it took its turn (all that take part, if none was);
     the others take part as long as they can, and catch up otherwise."""
+    check_finite: bool = False
+    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
     backend: str
     wanted_group_id: str
     begin_at: float

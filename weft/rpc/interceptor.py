@@ -101,10 +101,10 @@ def _guard_stream(
 
 def _typed(error: Exception, method: str) -> WeftError:
     if isinstance(error, WeftError):
-        if error.status == "INTERNAL":
-            _log.error("%s failed: %s", method, error)
-        else:
-            _log.debug("%s refused: %s", method, error)
+        # What fails in a way that has a name is the caller's to hear; only what nobody
+        # expected, below, is an error of this process.
+        level = logging.WARNING if error.status == "INTERNAL" else logging.DEBUG
+        _log.log(level, "%s refused: %s", method, error)
         return error
     if isinstance(error, NotImplementedError):
         return UnsupportedError(f"{method} is not implemented by this server")

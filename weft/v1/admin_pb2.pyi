@@ -21,6 +21,113 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class GetBaseRequest(_message.Message):
+    """Asks for the base model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBaseRequest: _TypeAlias = GetBaseRequest  # noqa: Y015
+
+@_typing.final
+class GetBaseResponse(_message.Message):
+    """The base model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ARCHITECTURE_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
+    base_fingerprint: _builtins.str
+    """ReferenceChunk.fingerprint of it; empty: the first replica that registers binds
+    the pool.
+    """
+    architecture: _builtins.str
+    """Its architecture."""
+    num_transfers: _builtins.int
+    """Transfers under way or waiting; likewise."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What the pool serves of it and over it: what RebindBase would retire."""
+
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that are not given up, sorted; while there are any it is not bound anew."""
+
+    def __init__(
+        self,
+        *,
+        base_fingerprint: _builtins.str = ...,
+        architecture: _builtins.str = ...,
+        version_vector: _types_pb2.VersionVector | None = ...,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_transfers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "base_fingerprint", b"base_fingerprint", "num_transfers", b"num_transfers", "replica_ids", b"replica_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBaseResponse: _TypeAlias = GetBaseResponse  # noqa: Y015
+
+@_typing.final
+class RebindBaseRequest(_message.Message):
+    """Asks to let go of a base model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    base_fingerprint: _builtins.str
+    """Of which; GetBaseResponse.base_fingerprint."""
+    def __init__(
+        self,
+        *,
+        base_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_fingerprint", b"base_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindBaseRequest: _TypeAlias = RebindBaseRequest  # noqa: Y015
+
+@_typing.final
+class RebindBaseResponse(_message.Message):
+    """The pool is bound to none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETIRED_VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def retired_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """What was retired, by name."""
+
+    def __init__(
+        self,
+        *,
+        retired_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retired_versions", b"retired_versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindBaseResponse: _TypeAlias = RebindBaseResponse  # noqa: Y015
+
+@_typing.final
 class RollbackRequest(_message.Message):
     """Asks to go back."""
 

@@ -75,6 +75,16 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetBase = channel.unary_unary(
+                '/weft.v1.AdminService/GetBase',
+                request_serializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.GetBaseResponse.FromString,
+                _registered_method=True)
+        self.RebindBase = channel.unary_unary(
+                '/weft.v1.AdminService/RebindBase',
+                request_serializer=weft_dot_v1_dot_admin__pb2.RebindBaseRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.RebindBaseResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -194,6 +204,29 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBase(self, request, context):
+        """Which base model the pool is bound to, and what would hinder binding it anew.
+        Idempotent: reads only. Statuses: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebindBase(self, request, context):
+        """Lets go of the pool's base model: the next replica that registers binds the pool
+        to its own. Every version that is served is retired, and pins end; numbers go on
+        counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+        itself, by the first replica of another base once no other is there.)
+        Idempotent: succeeds if the pool is bound to none.
+        Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+        the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+        names one; for some seconds after a restart of the coordinator none may have been
+        heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -236,6 +269,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetBase': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBase,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.GetBaseResponse.SerializeToString,
+            ),
+            'RebindBase': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebindBase,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.RebindBaseRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.RebindBaseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -455,6 +498,60 @@ class AdminService(object):
             '/weft.v1.AdminService/Drain',
             weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/GetBase',
+            weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.GetBaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebindBase(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/RebindBase',
+            weft_dot_v1_dot_admin__pb2.RebindBaseRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.RebindBaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

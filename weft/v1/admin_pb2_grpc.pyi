@@ -114,6 +114,21 @@ class AdminServiceStub:
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
     """
+    GetBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]
+    """Which base model the pool is bound to, and what would hinder binding it anew.
+    Idempotent: reads only. Statuses: none of its own.
+    """
+    RebindBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]
+    """Lets go of the pool's base model: the next replica that registers binds the pool
+    to its own. Every version that is served is retired, and pins end; numbers go on
+    counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+    itself, by the first replica of another base once no other is there.)
+    Idempotent: succeeds if the pool is bound to none.
+    Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+    the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+    names one; for some seconds after a restart of the coordinator none may have been
+    heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -200,6 +215,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     within a heartbeat. Only a shorter time changes a drain that is under way.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
+    """
+    GetBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]  # type: ignore[assignment]
+    """Which base model the pool is bound to, and what would hinder binding it anew.
+    Idempotent: reads only. Statuses: none of its own.
+    """
+    RebindBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]  # type: ignore[assignment]
+    """Lets go of the pool's base model: the next replica that registers binds the pool
+    to its own. Every version that is served is retired, and pins end; numbers go on
+    counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+    itself, by the first replica of another base once no other is there.)
+    Idempotent: succeeds if the pool is bound to none.
+    Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+    the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+    names one; for some seconds after a restart of the coordinator none may have been
+    heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -332,6 +362,33 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         within a heartbeat. Only a shorter time changes a drain that is under way.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (the time is negative or over a day).
+        """
+
+    @_abc_1.abstractmethod
+    def GetBase(
+        self,
+        request: _admin_pb2.GetBaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetBaseResponse, _abc.Awaitable[_admin_pb2.GetBaseResponse]]:
+        """Which base model the pool is bound to, and what would hinder binding it anew.
+        Idempotent: reads only. Statuses: none of its own.
+        """
+
+    @_abc_1.abstractmethod
+    def RebindBase(
+        self,
+        request: _admin_pb2.RebindBaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RebindBaseResponse, _abc.Awaitable[_admin_pb2.RebindBaseResponse]]:
+        """Lets go of the pool's base model: the next replica that registers binds the pool
+        to its own. Every version that is served is retired, and pins end; numbers go on
+        counting. Durable. (A pool to which nothing was ever pushed is bound anew by
+        itself, by the first replica of another base once no other is there.)
+        Idempotent: succeeds if the pool is bound to none.
+        Statuses: FAILED_PRECONDITION/BASE_MISMATCH (it is bound to another base than
+        the caller says); FAILED_PRECONDITION/REPLICAS_IN_CONTACT (metadata `member`
+        names one; for some seconds after a restart of the coordinator none may have been
+        heard yet: ask again); FAILED_PRECONDITION/TRANSFER_UNDER_WAY.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

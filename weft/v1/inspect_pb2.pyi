@@ -709,7 +709,8 @@ class WatchEventsResponse(_message.Message):
     "clone_interrupted" (a push goes first; it goes on afterwards),
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned", "publish_again_wanted", "retention_set".
+    "version_unpinned", "publish_again_wanted", "retention_set", "base_bound",
+    "base_unbound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

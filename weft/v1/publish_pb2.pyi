@@ -161,6 +161,8 @@ class AcquirePolicyRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DISPLACED_TOKEN_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """The trainer's stable name, as chosen by its user; same rule as policy names."""
     session_id: _builtins.str
@@ -171,6 +173,14 @@ class AcquirePolicyRequest(_message.Message):
     """Policy to own; see PolicyVersion.policy."""
     kind: _types_pb2.PolicyKind.ValueType
     """"base" is POLICY_KIND_BASE, every other name POLICY_KIND_ADAPTER."""
+    displaced_token: _builtins.int
+    """If not 0: end the lease of this token first, if a process of this same trainer_id
+    holds it: its pushes fail with LEASE_FENCED, which names this process.
+    """
+    @_builtins.property
+    def process(self) -> Global___TrainerProcess:
+        """The process that asks; told to whom the lease is refused later."""
+
     def __init__(
         self,
         *,
@@ -178,14 +188,56 @@ class AcquirePolicyRequest(_message.Message):
         session_id: _builtins.str = ...,
         policy: _builtins.str = ...,
         kind: _types_pb2.PolicyKind.ValueType = ...,
+        process: Global___TrainerProcess | None = ...,
+        displaced_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "policy", b"policy", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcquirePolicyRequest: _TypeAlias = AcquirePolicyRequest  # noqa: Y015
+
+@_typing.final
+class TrainerProcess(_message.Message):
+    """A trainer's process, for people, and for the next one with its name on the same
+    machine.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    HOST_KEY_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Name of the machine."""
+    host_key: _builtins.str
+    """Names the machine's run and the space of its process numbers: where two are
+    equal, `pid` and `start_time` name one process.
+    """
+    pid: _builtins.int
+    """Process number."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When the process started."""
+
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        host_key: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "host_key", b"host_key", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerProcess: _TypeAlias = TrainerProcess  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
@@ -411,9 +463,12 @@ class Requirement(_message.Message):
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
-    push goes on with the others while there are so many. 0 means all: if one
-    dies, the push fails. Once a replica loads a base in place (see
-    ReplicaService.LoadTransfer) the push goes on with whoever is left.
+    push goes on with the others while there are so many. 0 means all that are
+    ready at begin: if one of them dies, the push fails. Replicas that have still
+    to catch up take part where they are free (the push ends clones that are not
+    committed, which go on after it), and get the version afterwards otherwise;
+    where none is ready, all that take part count. Once a replica loads a base in
+    place (see ReplicaService.LoadTransfer) the push goes on with whoever is left.
     """
     def __init__(
         self,
@@ -443,6 +498,7 @@ class BeginTransferRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    CHECK_FINITE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -456,6 +512,11 @@ class BeginTransferRequest(_message.Message):
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
+    """
+    check_finite: _builtins.bool
+    """Whether the sender looks for NaN and infinities in each bucket that it packs,
+    and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
+    where a replica loads the base in place: it would have loaded earlier buckets.
     """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
@@ -481,10 +542,11 @@ class BeginTransferRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
+        check_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,6 +669,8 @@ class Transfer(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LOST_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    SERVING_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -669,6 +733,17 @@ class Transfer(_message.Message):
         order of their loss.
         """
 
+    @_builtins.property
+    def serving_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of replica_ids, those that switched to it, sorted. Once the transfer has ended:
+        what was true then; others may have caught up since. After a restart of the
+        coordinator: replicas in contact that serve it now.
+        """
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferRefusal]:
+        """Why the others of replica_ids, and lost_replica_ids, did not, by replica."""
+
     def __init__(
         self,
         *,
@@ -691,14 +766,46 @@ class Transfer(_message.Message):
         epoch: _builtins.int = ...,
         pause: _duration_pb2.Duration | None = ...,
         lost_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        serving_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        refusals: _abc.Iterable[Global___TransferRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "replica_ids", b"replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class TransferRefusal(_message.Message):
+    """Why a replica did not switch to what a transfer brought."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica."""
+    reason: _builtins.str
+    """The ErrorInfo reason."""
+    message: _builtins.str
+    """The same for people."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferRefusal: _TypeAlias = TransferRefusal  # noqa: Y015
 
 @_typing.final
 class AwaitTransferRequest(_message.Message):

@@ -43,7 +43,9 @@ class PublishServiceStub:
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
@@ -68,9 +70,10 @@ class PublishServiceStub:
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
-    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-    INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-    cannot serve; the message names the first);
+    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+    server has the adapter's name already, see Capabilities.served_names; metadata
+    `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+    variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
     ABORTED/LEASE_FENCED;
@@ -78,16 +81,22 @@ class PublishServiceStub:
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
+    UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
+    thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -110,7 +119,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-    trainer holds it; metadata `holder`, `expires_in_seconds`).
+    trainer, or another process of this one, holds it; metadata `holder`,
+    `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
@@ -135,9 +146,10 @@ class PublishServiceAsyncStub(PublishServiceStub):
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
-    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-    INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-    cannot serve; the message names the first);
+    Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+    server has the adapter's name already, see Capabilities.served_names; metadata
+    `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+    variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
     ABORTED/LEASE_FENCED;
@@ -145,16 +157,22 @@ class PublishServiceAsyncStub(PublishServiceStub):
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+    the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
-    """Waits until a transfer is committed and served, or has failed.
+    """Waits until a transfer is committed and every replica that took part has
+    switched, or has failed to, or until it has failed. It is committed if one
+    replica serves it: Transfer.refusals names the others.
     Idempotent: reads only.
     Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
     ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
     UNAVAILABLE/PEER_GONE (metadata `member` names who),
+    UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
+    thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), or the reason that a rank gave.
+    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+    or infinity in what it packed), or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -186,7 +204,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes the lease of a policy, or answers the caller's own lease again.
         Idempotent for one trainer_id and session_id.
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
-        trainer holds it; metadata `holder`, `expires_in_seconds`).
+        trainer, or another process of this one, holds it; metadata `holder`,
+        `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
         """
 
     @_abc_1.abstractmethod
@@ -235,9 +255,10 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         and a side group. Nothing has changed anywhere when it fails.
         Idempotent by (trainer_id, request_id): a repeated call answers the same
         transfer and burns no version.
-        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME or
-        INVALID_ADAPTER (names, shapes, ranks, dtypes or variants that the engine
-        cannot serve; the message names the first);
+        Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
+        server has the adapter's name already, see Capabilities.served_names; metadata
+        `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
+        variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
         ABORTED/LEASE_FENCED;
@@ -245,7 +266,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
-        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time).
+        the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
         """
 
     @_abc_1.abstractmethod
@@ -254,13 +276,18 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.AwaitTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.AwaitTransferResponse, _abc.Awaitable[_publish_pb2.AwaitTransferResponse]]:
-        """Waits until a transfer is committed and served, or has failed.
+        """Waits until a transfer is committed and every replica that took part has
+        switched, or has failed to, or until it has failed. It is committed if one
+        replica serves it: Transfer.refusals names the others.
         Idempotent: reads only.
         Statuses: NOT_FOUND/TRANSFER_UNKNOWN; the transfer's own failure otherwise:
         ABORTED/TRANSFER_ABORTED, DATA_LOSS/DIGEST_MISMATCH,
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
+        UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
+        thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), or the reason that a rank gave.
+        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
+        or infinity in what it packed), or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod

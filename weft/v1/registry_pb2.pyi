@@ -41,6 +41,7 @@ class Capabilities(_message.Message):
     STAGING_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTER_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     LOADS_IN_PLACE_FIELD_NUMBER: _builtins.int
+    SERVED_NAMES_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -81,6 +82,14 @@ class Capabilities(_message.Message):
     def lora_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Last name components of the modules that can carry a LoRA ("q_proj")."""
 
+    @_builtins.property
+    def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names that its OpenAI server has by its own arguments: of the base model, and
+        of adapters that it loaded from files; at most 4,096. No adapter's policy may be
+        called so, nor where one of them is `policy@N`: requests would get other
+        weights.
+        """
+
     def __init__(
         self,
         *,
@@ -99,10 +108,11 @@ class Capabilities(_message.Message):
         staging_capacity_bytes: _builtins.int = ...,
         adapter_capacity_bytes: _builtins.int = ...,
         loads_in_place: _builtins.bool = ...,
+        served_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

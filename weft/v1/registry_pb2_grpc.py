@@ -68,7 +68,8 @@ class RegistryServiceServicer(object):
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
         side-group backend that the pool's weights move over);
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
-        INVALID_ARGUMENT/INVALID_NAME.
+        INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
+        the name of an adapter that the pool serves; metadata `policy`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

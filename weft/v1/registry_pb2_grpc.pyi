@@ -40,7 +40,8 @@ class RegistryServiceStub:
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
     side-group backend that the pool's weights move over);
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
-    INVALID_ARGUMENT/INVALID_NAME.
+    INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
+    the name of an adapter that the pool serves; metadata `policy`).
     """
     PutReference: _grpc.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]
     """Makes the base model's tensors known, when Register asked for it.
@@ -71,7 +72,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
     side-group backend that the pool's weights move over);
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
-    INVALID_ARGUMENT/INVALID_NAME.
+    INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
+    the name of an adapter that the pool serves; metadata `policy`).
     """
     PutReference: _aio.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]  # type: ignore[assignment]
     """Makes the base model's tensors known, when Register asked for it.
@@ -105,7 +107,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
         side-group backend that the pool's weights move over);
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
-        INVALID_ARGUMENT/INVALID_NAME.
+        INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
+        the name of an adapter that the pool serves; metadata `policy`).
         """
 
     @_abc_1.abstractmethod

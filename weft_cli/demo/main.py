@@ -70,6 +70,8 @@ def run_demo(*, keep: bool) -> int:
     # This process makes the model and computes references, one thread like all others.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # DeepSpeed, where it is installed, is imported by transformers and warns of the choice.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     work = Path(tempfile.mkdtemp(prefix="weft-demo-"))
     demo = _Demo(work, Console(width=max(100, Console().width)))

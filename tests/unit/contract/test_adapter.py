@@ -161,6 +161,12 @@ def test_tensors_that_do_not_fit_are_refused_by_parameter(metas, words):
     assert caught.value.metadata["parameter"]
 
 
+def test_the_output_layer_of_a_tied_model_is_said_to_be_tied():
+    metas = [*METAS, *pair("lm_head", shape=(256, HIDDEN))]
+    with pytest.raises(InvalidAdapterError, match="tied to the embedding's in the served Qwen2"):
+        check(metas, replace(lora_modules=("q_proj", "v_proj", "lm_head")))
+
+
 def test_half_given_experts_are_refused_where_experts_are_served():
     experts = [
         m

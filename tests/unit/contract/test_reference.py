@@ -23,6 +23,7 @@ def test_exact_and_castable_pushes_pass():
     [
         (METAS[:1], "'b.weight' is missing", 1),
         ((*METAS, TensorMeta("c.weight", BF16, (1,))), "'c.weight' is not a tensor of Tiny", 1),
+        ((*METAS, TensorMeta("lm_head.weight", BF16, (1,))), "is tied to the embedding", 1),
         ((TensorMeta("a.weight", BF16, (2, 4)), METAS[1]), r"shape \(2,4\)", 1),
         ((TensorMeta("a.weight", DataType.INT8, (4, 2)), METAS[1]), "is int8", 1),
         ((TensorMeta("x.weight", BF16, (4, 2)),), r"and 2 more", 3),

@@ -240,3 +240,13 @@ def test_a_commit_that_fails_leaves_it_out_of_service() -> None:
     dirty = Failure("LOAD_FAILED", "the engine broke", {**LOAD_FAILED.metadata, "dirty": "true"})
     m.answer_commits(ticket, r0=dirty)
     assert _standing(m, "r0")[0] is Standing.QUARANTINED
+
+
+def test_a_push_that_is_to_be_checked_does_not_go_where_it_is_loaded_before() -> None:
+    m = _pool("r0", staged=("r1",))
+    error = m.error(m.begin("base", check_finite=True))
+    assert error.reason == "UNSUPPORTED"
+    assert "check_finite: replica 'r0' loads a base in place" in error.message
+    assert not m.ever(effects.SaveVersion)  # and burns no version
+    m.acquire("math")
+    assert m.transfer(m.begin("math", check_finite=True)).version == 1  # adapters are staged

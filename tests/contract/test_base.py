@@ -1,0 +1,90 @@
+"""``weft base`` over real stubs: what a pool is bound to, and letting go of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.contract.conftest import Pool
+from tests.contract.pool_fakes import REFERENCE, FakeReplica
+from weft.contract.errors import NotReadyError
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, registry_pb2, types_pb2
+from weft_cli import base_model
+
+OTHER = "0" * 64
+
+
+async def _call(pool: Pool, method: str, request: Any) -> Any:
+    async with open_aio_channel(pool.target) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        return await getattr(stub, method)(request, timeout=10)
+
+
+async def _base(pool: Pool) -> admin_pb2.GetBaseResponse:
+    return await _call(pool, "GetBase", admin_pb2.GetBaseRequest())
+
+
+async def _refusal(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
+
+
+async def _leave(replica: FakeReplica) -> None:
+    gone = registry_pb2.LeaveRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
+    await replica.registry.Leave(gone)
+
+
+async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    bound = admin_pb2.RebindBaseRequest(base_fingerprint=REFERENCE.fingerprint)
+    other = admin_pb2.RebindBaseRequest(base_fingerprint=OTHER)
+    assert await _refusal(_call(pool, "RebindBase", other)) == "FAILED_PRECONDITION/BASE_MISMATCH"
+    in_contact = "FAILED_PRECONDITION/REPLICAS_IN_CONTACT"
+    assert await _refusal(_call(pool, "RebindBase", bound)) == in_contact
+    with pytest.raises(NotReadyError, match="r0 would be left"):
+        await asyncio.to_thread(base_model.rebind, pool.target)
+    await _leave(replica)
+    waiting = asyncio.create_task(trainer.begin())
+    while not (await _base(pool)).num_transfers:
+        await asyncio.sleep(0.01)
+    under_way = "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
+    assert await _refusal(_call(pool, "RebindBase", bound)) == under_way
+    waiting.cancel()
+    while (await _base(pool)).num_transfers:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(base_model.show, pool.target)
+    await asyncio.to_thread(base_model.rebind, pool.target)
+    await asyncio.to_thread(base_model.show, pool.target)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"bound to TinyForCausalLM {REFERENCE.fingerprint[:12]}, and serves base@0" in shown
+    assert "TinyForCausalLM is let go of; retired: math@1; the next replica" in shown
+    assert "the pool is bound to none" in shown
+    await pool.restart()
+    assert not (await _base(pool)).base_fingerprint
+    versions = inspect_pb2.ListVersionsRequest(policy="math")
+    trainer = await pool.trainer()
+    (kept,) = (await trainer.inspect.ListVersions(versions)).versions
+    assert kept.state == inspect_pb2.VERSION_STATE_RETIRED
+    await pool.replica("r1")
+    assert (await trainer.push()).version == types_pb2.PolicyVersion(policy="math", version=2)
+
+
+async def test_a_wrong_first_model_is_forgotten_with_its_replica(pool: Pool) -> None:
+    wrong = await pool.replica("r0", base_fingerprint=OTHER)
+    with pytest.raises(grpc.aio.AioRpcError, match="weft base --rebind") as caught:
+        await pool.replica("r1")
+    assert error_from_rpc(caught.value).reason == "BASE_MISMATCH"
+    await _leave(wrong)
+    await pool.replica("r2")
+    assert (await _base(pool)).base_fingerprint == REFERENCE.fingerprint
+    await (await pool.trainer()).push()

@@ -1,0 +1,96 @@
+"""What ``weft status`` shows, of pools of all sizes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from weft.v1 import inspect_pb2 as pb
+from weft.v1 import types_pb2
+from weft_cli.status import render, vector_text
+
+
+def vector(base: int, **adapters: int) -> types_pb2.VersionVector:
+    return types_pb2.VersionVector(
+        base=base,
+        adapters=[
+            types_pb2.AdapterVersions(policy=name, alias=v, versions=[v])
+            for name, v in adapters.items()
+        ],
+    )
+
+
+def replica(number: int, serves: types_pb2.VersionVector, model: str = "tiny") -> pb.Replica:
+    return pb.Replica(
+        replica_id=f"replica-{number}",
+        state=pb.REPLICA_STATE_READY,
+        version_vector=serves,
+        model_name=model,
+        http_url=f"http://127.0.0.1:{40000 + number}",
+    )
+
+
+def shown(pool: pb.GetPoolResponse, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render(pool))
+    return out.getvalue()
+
+
+def test_a_usual_pool_fits_80_columns_without_breaking_a_word() -> None:
+    served = vector(1, math=2)
+    pool = pb.GetPoolResponse(
+        version_vector=served,
+        replicas=[replica(0, served), replica(1, vector(0, math=1))],
+        policies=[pb.Policy(policy="math", served_version=2, last_version=2)],
+    )
+    text = shown(pool)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "pool of tiny serves base@1  math@2 (2)" in text
+    row = next(line for line in text.splitlines() if "replica-0" in line)
+    assert "as the pool" in row
+    assert "http://127.0.0.1:40000" in row
+    other = next(line for line in text.splitlines() if "replica-1" in line)
+    assert "base@0  math@1 (1)" in other
+
+
+def test_a_replica_that_lacks_an_adapter_says_so() -> None:
+    pool = pb.GetPoolResponse(
+        version_vector=vector(1, math=2, code=1), replicas=[replica(0, vector(1, math=2))]
+    )
+    assert "no code" in shown(pool)
+    assert "math@2" not in next(line for line in shown(pool).splitlines() if "replica-0" in line)
+
+
+def test_replicas_of_several_names_show_them() -> None:
+    pool = pb.GetPoolResponse(
+        version_vector=vector(0),
+        replicas=[replica(0, vector(0), "tiny"), replica(1, vector(0), "other")],
+    )
+    assert "other" in shown(pool)
+    assert "pool serves" in shown(pool)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_many_policies_are_folded(width: int) -> None:
+    names = [f"adapter-{i:03}" for i in range(300)]
+    served = vector(4, **dict.fromkeys(names, 1))
+    policies = [pb.Policy(policy=name, served_version=1, last_version=1) for name in names]
+    policies[250].publish_again_version = 1
+    policies.append(pb.Policy(policy="mistyped"))  # a lease was taken, nothing came
+    pool = pb.GetPoolResponse(
+        version_vector=served, replicas=[replica(0, served)], policies=policies
+    )
+    text = shown(pool, width)
+    assert len(text.splitlines()) < 50
+    assert "and 297 more" in text
+    assert "and 280 more: --json lists all" in text
+    assert "adapter-250" in text
+    assert "mistyped" not in text
+
+
+def test_a_vector_is_whole_where_no_bound_is_given() -> None:
+    assert vector_text(vector(3, a=1, b=2)) == "base@3  a@1 (1)  b@2 (2)"
+    assert vector_text(vector(3, a=1, b=2), most=1) == "base@3  a@1 (1)  and 1 more"
+    assert vector_text(vector(3)) == "base@3"

@@ -1,0 +1,75 @@
+"""``weft base``: which base model the pool is bound to."""
+
+from __future__ import annotations
+
+import grpc
+from rich.console import Console
+
+from weft.rpc.channel import open_channel
+from weft.rpc.status import error_from_rpc
+from weft.v1 import admin_pb2
+from weft.v1.admin_pb2_grpc import AdminServiceStub
+from weft_cli.status import vector_text
+
+_CALL_SECONDS = 10.0
+_NEXT = "the next replica that registers binds the pool to its base model"
+
+
+def show(coordinator: str) -> None:
+    """Print what the pool is bound to, and what hinders binding it anew.
+
+    Raises:
+        WeftError: The coordinator does not answer.
+    """
+    with open_channel(coordinator) as channel:
+        found = _get(AdminServiceStub(channel))
+    console = Console()
+    if not found.base_fingerprint:
+        console.print(f"the pool is bound to none: {_NEXT}")
+        return
+    console.print(
+        f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}, and "
+        f"serves {vector_text(found.version_vector)}"
+    )
+    hindrances = []
+    if found.replica_ids:
+        hindrances.append(_counted(len(found.replica_ids), "replica") + " in contact")
+    if found.num_transfers:
+        hindrances.append(_counted(found.num_transfers, "transfer") + " under way")
+    if hindrances:
+        console.print(f"to bind it anew, end these first: {', '.join(hindrances)}")
+    else:
+        console.print("weft base --rebind retires what it serves, and lets it be bound anew")
+
+
+def rebind(coordinator: str) -> None:
+    """Let go of the base model that the pool is bound to now.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    with open_channel(coordinator) as channel:
+        stub = AdminServiceStub(channel)
+        found = _get(stub)
+        request = admin_pb2.RebindBaseRequest(base_fingerprint=found.base_fingerprint)
+        try:
+            answer = stub.RebindBase(request, timeout=_CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+    names = ", ".join(f"{v.policy}@{v.version}" for v in answer.retired_versions)
+    Console().print(
+        f"[bold green]{found.architecture or 'no base model'}[/] "
+        f"{'is let go of' if found.base_fingerprint else 'was bound'}"
+        f"{f'; retired: {names}' if names else ''}; {_NEXT}"
+    )
+
+
+def _get(stub: AdminServiceStub) -> admin_pb2.GetBaseResponse:
+    try:
+        return stub.GetBase(admin_pb2.GetBaseRequest(), timeout=_CALL_SECONDS)
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
