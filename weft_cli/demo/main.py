@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -66,7 +67,11 @@ class _Demo:
 
 
 def run_demo(*, keep: bool) -> int:
-    """Run it; returns the exit code: 0 only if every difference is within bounds."""
+    """Run it; returns the exit code: 0 only if every difference is within bounds.
+
+    Call it on the main thread: SIGTERM ends it as Ctrl-C does, with all its processes.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # This process makes the model and computes references, one thread like all others.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"

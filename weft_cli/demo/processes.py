@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -17,10 +18,20 @@ from typing import Any
 from weft.contract.errors import TransferTimeoutError, WeftError
 
 _STOP_SECONDS = 8.0
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None)  # looked up here: a forked child must not
+
+
+def _end_with_parent() -> None:
+    """Let the calling process be told to stop once the thread that started it has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Process:
-    """A child whose output goes to a log file and, line by line, to ``lines``."""
+    """A child whose output goes to a log file and, line by line, to ``lines``.
+
+    It is told to stop when the thread that made it ends, be it by SIGKILL.
+    """
 
     def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
         self.name = name
@@ -29,6 +40,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._log, text=True, env={**os.environ, **env}, start_new_session=True,
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
