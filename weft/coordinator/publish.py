@@ -219,7 +219,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         if record is not None:
             if record.version.policy != request.policy:
                 raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)
-            if record.state is not VersionState.ABORTED:
+            if record.state not in (VersionState.ABORTED, VersionState.FAILED):
                 raise already_committed(str(record.version))
             return publish_pb2.AbortTransferResponse()
         await self._driver.call(
