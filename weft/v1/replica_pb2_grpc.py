@@ -28,7 +28,9 @@ if _version_not_supported:
 class ReplicaServiceStub(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def __init__(self, channel):
@@ -87,7 +89,9 @@ class ReplicaServiceStub(object):
 class ReplicaServiceServicer(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def JoinGroup(self, request, context):
@@ -260,7 +264,9 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 class ReplicaService(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @staticmethod

@@ -29,7 +29,9 @@ GRPC_VERSION: str
 class ReplicaServiceStub:
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @_typing.overload
@@ -116,7 +118,9 @@ class ReplicaServiceStub:
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -199,7 +203,9 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @_abc_1.abstractmethod
