@@ -301,6 +301,14 @@ def push(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse NaN and infinities, after the cast.")
     ] = False,
+    base_version: Annotated[
+        int | None,
+        typer.Option(help="N of the base@N that an adapter was trained on.", min=0),
+    ] = None,
+    on_base_change: Annotated[
+        str,
+        typer.Option(help="If the pool serves another base: 'warn', 'refuse' or 'ignore'."),
+    ] = "warn",
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
     from weft_cli.push import push_path
@@ -316,6 +324,8 @@ def push(
         takeover=takeover,
         cast=cast,
         check_finite=check_finite,
+        base_version=base_version,
+        on_base_change=on_base_change,
     )
 
 
