@@ -363,7 +363,7 @@ async def test_what_every_replica_refuses_has_failed(
     assert served == 1
     assert {r.state for r in pooled.replicas} == {inspect_pb2.REPLICA_STATE_READY}
     abort = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id, fencing_token=trainer.token
+        transfer_id=begun.transfer_id, policy=trainer.policy, fencing_token=trainer.token
     )
     await trainer.stub.AbortTransfer(abort)
     for replica in replicas:
