@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from weft import __version__
 from weft.contract import logs
@@ -28,13 +29,22 @@ LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
 
+# What a person at a terminal can do about a failure, beside what its message says.
+_HINTS = {
+    "COORDINATOR_AWAY": ". Check that `weft coordinator` runs there, and --coordinator (or "
+    "WEFT_COORDINATOR)"
+}
+
 
 def run() -> None:
     """Entry point: typed errors become one line and exit code 1, never a traceback."""
     try:
         app()
     except WeftError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error.message} [dim]({error.reason})[/]")
+        hint = _HINTS.get(error.reason, "")
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
