@@ -11,7 +11,15 @@ from weft.transport.digest_cache import DigestCache
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(
-    {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes"}
+    {
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "runai_streamer",
+        "bitsandbytes",
+    }
 )
 
 
