@@ -52,10 +52,9 @@ class World:
         chance: Where choices come from.
     """
 
-    policy = "held"
-
     def __init__(self, pool: Pool, engine: EngineDouble, chance: random.Random) -> None:
         self.pool, self.engine, self.chance = pool, engine, chance
+        self.policy = "held"
         self.manifest = plan_buckets(_METAS)
         self.token = 0
         self.transfer_id = ""
@@ -127,6 +126,17 @@ class World:
             request = publish_pb2.RenewLeaseRequest(policy=self.policy, fencing_token=self.token)
             await self._publish.RenewLease(request, timeout=_CALL_SECONDS)
             return
+        owner = self.state.policies.get(self.policy)
+        if (
+            owner is not None
+            and owner.lease is not None
+            and (
+                owner.lease.trainer_id,
+                owner.lease.session_id,
+            )
+            != ("fuzz", "s1")
+        ):
+            self.policy = f"held-{self.count()}"  # a request has taken the other
         answer = await self._publish.AcquirePolicy(self.acquire_request(), timeout=_CALL_SECONDS)
         self.token = answer.lease.fencing_token
         chunks = manifest_to_chunks(self.manifest)
