@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.agent import Agent
@@ -120,6 +121,15 @@ class World:
 
     async def refresh(self) -> None:
         """Put back what requests have ended: the replica's service, the lease, the push."""
+        for tries_left in (2, 1, 0):
+            try:
+                await self._refresh()
+                return
+            except grpc.aio.AioRpcError:  # what it relied on has just ended, too
+                if not tries_left:
+                    raise
+
+    async def _refresh(self) -> None:
         await self._tidy()
         held = self.state.transfers.get(self.transfer_id)
         if held is not None and held.uncommitted:
