@@ -73,6 +73,19 @@ class Holdings:
     """Set while it drains."""
     pins: tuple[int, ...] = ()
     """Pinned versions of the base that the engine knows to be so."""
+    refusing: str = ""
+    """Why new requests are refused, mixed weights aside; empty while they are taken."""
+    order_number: int = 0
+    """Of the order by which they are."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Which of two orders to refuse requests is the newer one."""
+
+    generation: int
+    """Of the coordinator."""
+    number: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Told:
     """Whether a transfer needs the replica."""
     refuse_reason: str
     """Why new requests are to be refused; empty when they are not."""
+    order: OrderKey
+    """That says so."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
 
@@ -103,6 +118,7 @@ class Registration:
             replica for good (another base model, no backend in common, or its id
             stays taken).
         on_told: Called on this object's thread with the answer to each heartbeat.
+        on_ordered: Called on it with what was said at registration of refusing requests.
     """
 
     def __init__(
@@ -113,6 +129,7 @@ class Registration:
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
         on_told: Callable[[Told], None],
+        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -122,6 +139,7 @@ class Registration:
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
         self._current, self._on_failed, self._on_told = current, on_failed, on_told
+        self._on_ordered = on_ordered
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
@@ -214,6 +232,7 @@ class Registration:
             dirty_reason=now.dirty_reason,
             spilled_versions=map(version_to_proto, now.memory.spilled),
             drain=_drain_to_proto(now.drain),
+            refusing=now.refusing,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -225,6 +244,9 @@ class Registration:
             "registered as %s with coordinator generation %d",
             config.replica_id,
             self.coordinator_generation,
+        )
+        self._on_ordered(
+            OrderKey(self.coordinator_generation, response.order_number), response.refuse_reason
         )
         self.registered.set()
 
@@ -247,6 +269,8 @@ class Registration:
             drain=_drain_to_proto(now.drain),
             pinned_base_versions=now.pins,
             pinned_base_bytes=now.memory.pinned_base_bytes,
+            refusing=now.refusing,
+            order_number=now.order_number,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._heard_at = time.monotonic()
@@ -268,6 +292,7 @@ class Registration:
                     is_draining,
                     response.in_transfer,
                     response.refuse_reason,
+                    OrderKey(self.coordinator_generation, response.order_number),
                     tuple(response.pinned_base_versions),
                 )
             )

@@ -10,7 +10,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import FitKey, Lease, Policy
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import AdapterSpec, ContentDigest, Failure, VersionRecord
+from weft.coordinator.values import AdapterSpec, ContentDigest, Failure, Standing, VersionRecord
 
 # -- saves: one transaction for all of a batch ---------------------------------
 
@@ -128,6 +128,9 @@ class RegisterAnswer:
     heartbeat_seconds: float
     reference_wanted: bool
     generation: int
+    refuse_reason: str = ""
+    """As of HeartbeatAnswer."""
+    order_number: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,16 @@ class HeartbeatAnswer:
     """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
     """Why it must refuse new requests; empty when it must not."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
+
+
+@dataclass(frozen=True)
+class StandingAnswer:
+    """To Uncordon: where the replica stands, if it is in the pool, and why."""
+
+    standing: Standing | None
+    why: str
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,7 @@ Answer = (
     | RollbackAnswer
     | RebindAnswer
     | RetentionAnswer
+    | StandingAnswer
     | Transfer
     | Done
 )
@@ -352,6 +366,17 @@ class CallDiscard:
 
 
 @dataclass(frozen=True)
+class CallRefuse:
+    """RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True)
 class CallRetire:
     """RetireVersions."""
 
@@ -423,6 +448,7 @@ Effect = (
     | CallRestore
     | CallDiscard
     | CallRetire
+    | CallRefuse
     | CloseChannel
     | CheckFit
     | LookUp

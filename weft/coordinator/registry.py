@@ -60,6 +60,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 dirty_reason=request.dirty_reason,
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 drain=_drain_note(request),
+                refusing=request.refusing,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -67,6 +68,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             heartbeat_interval=duration_to_proto(answer.heartbeat_seconds),
             reference_wanted=answer.reference_wanted,
             coordinator_generation=answer.generation,
+            refuse_reason=answer.refuse_reason,
+            order_number=answer.order_number,
         )
 
     async def PutReference(
@@ -101,6 +104,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 _drain_note(request),
                 frozenset(request.pinned_base_versions),
                 request.pinned_base_bytes,
+                request.refusing,
+                request.order_number,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -109,6 +114,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             in_transfer=answer.in_transfer,
             refuse_reason=answer.refuse_reason,
             pinned_base_versions=answer.pinned_bases,
+            order_number=answer.order_number,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason
