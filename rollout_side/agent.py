@@ -146,8 +146,16 @@ class Agent:
         known = registration.coordinator_generation if registration else 0
         number = order.number if order.generation == known else 0
         now, drain = self.serving, self._drain.note()
+        checkpoint = self.engine.checkpoint
         return Holdings(
-            now.vector, now.memory, now.mixed_reason, drain, now.pins, self.refusing, number
+            now.vector,
+            now.memory,
+            now.mixed_reason,
+            drain,
+            now.pins,
+            checkpoint,
+            self.refusing,
+            number,
         )
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:

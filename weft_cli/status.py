@@ -11,14 +11,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from weft.contract.names import provenance
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
-from weft.v1 import publish_pb2, types_pb2
+from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.whole import get_pool
 
 _CALL_SECONDS = 5.0
+#: Replicas that the table lists.
+_MAX_REPLICAS = 200
 #: Policies that the table lists, and adapters that are named in one place.
 _MAX_POLICIES, _MAX_NAMED = 20, 3
 _STATES = {
@@ -63,7 +67,7 @@ def show_status(
 
 def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
     try:
-        return stub.GetPool(pb.GetPoolRequest(), timeout=_CALL_SECONDS)
+        return get_pool(stub, _CALL_SECONDS)
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
 
@@ -105,6 +109,8 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
 
 def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
     """What sets a replica apart from the pool; most replicas serve what it does."""
+    if replica == pool:
+        return "as the pool"
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
     wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
     differing = [f"base@{replica.base}"] if replica.base != pool.base else []
@@ -118,20 +124,31 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 
 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
-    table = Table(title="replicas", title_justify="left")
+    """All; of many, those first that somebody should look at."""
+    replicas = list(pool.replicas)
+    if more := max(0, len(replicas) - _MAX_REPLICAS):
+        replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
+    table = Table(
+        title="replicas",
+        title_justify="left",
+        caption=f"and {more} more: --json lists all" if more else None,
+        caption_justify="left",
+    )
     columns = ["replica", "state", "serves", "OpenAI API", "seen"]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
     if are_mixed:
         columns.append("model")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for replica in pool.replicas:
+    for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
         if replica.HasField("drain"):
             state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
         if replica.state_reason:
             state.append(f"\n{replica.state_reason}", "dim")
+        if not_compared := _not_compared(pool, replica):
+            state.append(f"\n{not_compared}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
@@ -142,6 +159,14 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             *([replica.model_name] if are_mixed else []),
         )
     return table
+
+
+def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
+    """That nobody knows whether a replica's base@0 is that of the others, and why."""
+    known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
+    if known or pool.version_vector.base or replica.version_vector.base:
+        return ""
+    return f"base@0 not compared: {replica.checkpoint_reason}"
 
 
 def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
@@ -182,6 +207,13 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
             owner += f"\n{lost} is held by no replica: {asked}"
         served = f"{policy.policy}@{policy.served_version}"
+        trained_on = None
+        if policy.HasField("trained_on_base_version"):
+            trained_on = policy.trained_on_base_version
+        base = pool.version_vector.base
+        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
+        if is_adapter and trained_on != base:
+            served += f" ({provenance(trained_on, base)})"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
         keeps = "-"

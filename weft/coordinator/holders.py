@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
+from weft.coordinator.checkpoints import doubt
 from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.state import State
@@ -13,16 +14,22 @@ from weft.coordinator.values import Errand, Phase, Standing
 def lacks(state: State, replica: Replica) -> list[str]:
     """What a replica must still serve to be ready, as ``policy@version``.
 
-    Between the commit point and its own switch it serves what it should.
+    Between the commit point and its own switch it serves what it should. An order to
+    switch that was given before the pool was rolled back may still take it elsewhere,
+    and a clone that it loads in place mixes its weights, whatever it said that it serves.
     """
     lacking = state.vector.missing_from(replica.vector)
-    if lacking:
-        switching = {
-            str(transfer.policy_version)
-            for transfer in state.transfers.values()
-            if replica.replica_id in transfer.switching and transfer.errand in _FORWARD
-        }
-        lacking = [name for name in lacking if name not in switching]
+    for transfer in state.transfers.values():
+        if transfer.errand is Errand.CLONE and replica.replica_id in transfer.loading:
+            lacking = sorted({*lacking, str(transfer.policy_version)})
+        elif replica.replica_id in transfer.switching:
+            if transfer.errand in _FORWARD:
+                lacking = [name for name in lacking if name != str(transfer.policy_version)]
+            else:
+                served = state.policies[transfer.policy].served_version
+                name = str(PolicyVersion(transfer.policy, served))
+                if served != transfer.ordered_under and name not in lacking:
+                    lacking = [*lacking, name]
     return lacking
 
 
@@ -41,7 +48,7 @@ def is_changing(state: State, policy: str) -> bool:
 
 def is_ready(state: State, replica: Replica) -> bool:
     """Whether a replica serves everything that the pool serves."""
-    return replica.in_contact and not lacks(state, replica)
+    return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
 
 
 def takes_weights(state: State, replica: Replica) -> bool:

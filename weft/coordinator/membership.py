@@ -16,6 +16,7 @@ from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator import (
     abort,
     base_binding,
+    checkpoints,
     drains,
     events,
     in_place,
@@ -113,9 +114,11 @@ def register(change: Change, event: events.Register) -> None:
             retained=event.retained,
             spilled=event.spilled,
             drain=drains.noted(old, event.drain, change.now),
+            checkpoint=event.checkpoint,
             refusing=event.refusing,
         )
     )
+    checkpoints.note(change, replica)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,
@@ -207,7 +210,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
         replica = replace(
             replica,
-            vector=event.vector,
+            # Kept where it is the same: it is compared and listed more often than it changes.
+            vector=replica.vector if event.vector == replica.vector else event.vector,
             retained=event.retained,
             dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
         )

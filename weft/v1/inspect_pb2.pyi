@@ -141,12 +141,16 @@ class Replica(_message.Message):
     HTTP_URL_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STATE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -157,17 +161,27 @@ class Replica(_message.Message):
     """Where its ReplicaService answers."""
     http_url: _builtins.str
     """Its OpenAI-compatible server."""
+    version_vector_index: _builtins.int
+    """What it serves, in the response's `version_vectors`; set where the request
+    shares them.
+    """
     model_name: _builtins.str
     """Name of the model in the OpenAI API."""
     adapter_used_bytes: _builtins.int
     """Bytes of adapters in its host memory."""
+    checkpoint_state: _registry_pb2.CheckpointState.ValueType
+    """What is known of the checkpoint that it was started with."""
+    checkpoint_digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    checkpoint_reason: _builtins.str
+    """See Checkpoint.reason."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.Capabilities:
         """What it can take."""
 
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves."""
+        """What it serves; absent where `version_vector_index` is set."""
 
     @_builtins.property
     def since_heartbeat(self) -> _duration_pb2.Duration:
@@ -195,18 +209,24 @@ class Replica(_message.Message):
         http_url: _builtins.str = ...,
         capabilities: _registry_pb2.Capabilities | None = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
+        version_vector_index: _builtins.int | None = ...,
         since_heartbeat: _duration_pb2.Duration | None = ...,
         model_name: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: _registry_pb2.Drain | None = ...,
+        checkpoint_state: _registry_pb2.CheckpointState.ValueType = ...,
+        checkpoint_digest: _builtins.bytes = ...,
+        checkpoint_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
+    _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version_vector_index) -> _WhichOneofReturnType__version_vector_index | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
@@ -241,6 +261,46 @@ class Withdrawal(_message.Message):
 Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
 
 @_typing.final
+class BoundCheckpoint(_message.Message):
+    """The checkpoint that base@0 is in this pool; durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    base_dtype: _types_pb2.DataType.ValueType
+    """Element type that floats of it are served in."""
+    quantization: _builtins.str
+    """See Capabilities.quantization."""
+    replica_id: _builtins.str
+    """The replica that told it first."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.CheckpointFile]:
+        """See Checkpoint.files."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        base_dtype: _types_pb2.DataType.ValueType = ...,
+        quantization: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        files: _abc.Iterable[_registry_pb2.CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dtype", b"base_dtype", "digest", b"digest", "files", b"files", "quantization", b"quantization", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundCheckpoint: _TypeAlias = BoundCheckpoint  # noqa: Y015
+
+@_typing.final
 class Policy(_message.Message):
     """A policy as the coordinator sees it."""
 
@@ -256,6 +316,7 @@ class Policy(_message.Message):
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_FIELD_NUMBER: _builtins.int
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -275,6 +336,10 @@ class Policy(_message.Message):
     has_own_retention: _builtins.bool
     """Whether that is the policy's own number (AdminService.SetRetention), not the
     coordinator's.
+    """
+    trained_on_base_version: _builtins.int
+    """Version of the base that the served version of an adapter was trained on;
+    absent: not known.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -301,12 +366,15 @@ class Policy(_message.Message):
         publish_again_version: _builtins.int = ...,
         num_retained: _builtins.int = ...,
         has_own_retention: _builtins.bool = ...,
+        trained_on_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
 
@@ -329,6 +397,7 @@ class Version(_message.Message):
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
+    SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -338,7 +407,7 @@ class Version(_message.Message):
     layout_digest: _builtins.bytes
     """SHA-256 of the layout it was sent in."""
     trained_on_base_version: _builtins.int
-    """Version of the base that an adapter was trained on."""
+    """Version of the base that an adapter was trained on; absent: not known."""
     layout_digest_hex: _builtins.str
     """layout_digest in hexadecimal, as errors and logs show it."""
     content_digest_hex: _builtins.str
@@ -347,6 +416,10 @@ class Version(_message.Message):
     """Why it was aborted or has failed: the ErrorInfo reason; empty otherwise."""
     failure_message: _builtins.str
     """The same for people."""
+    served_over_base_version: _builtins.int
+    """Version of the base that it is served over now; absent unless it is an adapter
+    that can be requested.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which."""
@@ -374,17 +447,25 @@ class Version(_message.Message):
         content_digest: _types_pb2.ContentDigest | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         commit_time: _timestamp_pb2.Timestamp | None = ...,
-        trained_on_base_version: _builtins.int = ...,
+        trained_on_base_version: _builtins.int | None = ...,
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
         failure_reason: _builtins.str = ...,
         failure_message: _builtins.str = ...,
+        served_over_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
+    _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
 
@@ -394,16 +475,49 @@ class GetPoolRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SHARE_VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    share_version_vectors: _builtins.bool
+    """State each version vector once, and let replicas refer to it: most serve the
+    same.
+    """
     def __init__(
         self,
+        *,
+        share_version_vectors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share_version_vectors", b"share_version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaCount(_message.Message):
+    """How many replicas are in a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    state: Global___ReplicaState.ValueType
+    """The state."""
+    num_replicas: _builtins.int
+    """At least 1."""
+    def __init__(
+        self,
+        *,
+        state: Global___ReplicaState.ValueType = ...,
+        num_replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_replicas", b"num_replicas", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaCount: _TypeAlias = ReplicaCount  # noqa: Y015
 
 @_typing.final
 class GetPoolResponse(_message.Message):
@@ -420,27 +534,39 @@ class GetPoolResponse(_message.Message):
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     WITHDRAWALS_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
+    NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_POLICY_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_TRANSFER_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
     """Weft's version of the coordinator."""
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator."""
+    next_replica_page_token: _builtins.str
+    """Page token of ListReplicas for the others; empty where all are here."""
+    next_policy_page_token: _builtins.str
+    """The same of ListPolicies."""
+    next_transfer_page_token: _builtins.str
+    """The same of ListTransfers."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
-        """Sorted by id."""
+        """Sorted by id; the first of them."""
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]:
-        """"base" first, then by name."""
+        """"base" first, then by name; the first of them."""
 
     @_builtins.property
     def active_transfers(self) -> _containers.RepeatedCompositeFieldContainer[_publish_pb2.Transfer]:
-        """Transfers under way."""
+        """Transfers under way; the first of them."""
 
     @_builtins.property
     def last_transfer(self) -> _publish_pb2.Transfer:
@@ -449,6 +575,18 @@ class GetPoolResponse(_message.Message):
     @_builtins.property
     def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
         """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `replicas` refer to."""
+
+    @_builtins.property
+    def replica_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaCount]:
+        """Of the whole pool, by state."""
+
+    @_builtins.property
+    def base_checkpoint(self) -> Global___BoundCheckpoint:
+        """What base@0 is; absent while no replica has told it."""
 
     def __init__(
         self,
@@ -462,10 +600,16 @@ class GetPoolResponse(_message.Message):
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
         withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
+        replica_counts: _abc.Iterable[Global___ReplicaCount] | None = ...,
+        next_replica_page_token: _builtins.str = ...,
+        next_policy_page_token: _builtins.str = ...,
+        next_transfer_page_token: _builtins.str = ...,
+        base_checkpoint: Global___BoundCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,12 +621,31 @@ class ListReplicasRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SHARE_VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
+    share_version_vectors: _builtins.bool
+    """As in GetPoolRequest."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these, where any is given."""
+
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        share_version_vectors: _builtins.bool = ...,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "replica_ids", b"replica_ids", "share_version_vectors", b"share_version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,18 +658,28 @@ class ListReplicasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last. What joins or leaves meanwhile may be missed."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """Sorted by id."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `replicas` refer to."""
 
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
+        next_page_token: _builtins.str = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "replicas", b"replicas", "version_vectors", b"version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -518,12 +691,21 @@ class ListPoliciesRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -536,6 +718,9 @@ class ListPoliciesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]:
         """"base" first, then by name."""
@@ -544,10 +729,11 @@ class ListPoliciesResponse(_message.Message):
         self,
         *,
         policies: _abc.Iterable[Global___Policy] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "policies", b"policies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,12 +803,21 @@ class ListTransfersRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +830,9 @@ class ListTransfersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last."""
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[_publish_pb2.Transfer]:
         """Under way first, then newest first."""
@@ -643,10 +841,11 @@ class ListTransfersResponse(_message.Message):
         self,
         *,
         transfers: _abc.Iterable[_publish_pb2.Transfer] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -734,7 +933,7 @@ class WatchEventsResponse(_message.Message):
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
     "version_unpinned", "version_failed", "publish_again_wanted", "retention_set",
-    "base_bound", "base_unbound".
+    "base_bound", "base_unbound", "checkpoint_bound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""
@@ -787,16 +986,22 @@ class Route(_message.Message):
     HTTP_URL_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     http_url: _builtins.str
     """Base URL of its OpenAI-compatible server."""
     model_name: _builtins.str
     """Name of the base model there."""
+    version_vector_index: _builtins.int
+    """What it serves, in the message's `version_vectors`. While the pool switches to a
+    version, replicas differ for a moment; a request for an exact version (`math@17`)
+    goes to one that lists it.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves. While the pool switches to a version, replicas differ for a
-        moment; a request for an exact version (`math@17`) goes to one that lists it.
+        """Never set by WatchRoutes; there for readers that put in what
+        `version_vector_index` refers to.
         """
 
     def __init__(
@@ -806,10 +1011,11 @@ class Route(_message.Message):
         http_url: _builtins.str = ...,
         model_name: _builtins.str = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
+        version_vector_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,20 +1023,45 @@ Global___Route: _TypeAlias = Route  # noqa: Y015
 
 @_typing.final
 class WatchRoutesResponse(_message.Message):
-    """Where requests may be sent from now on."""
+    """Where requests may be sent from now on, as changes to what was told before. To
+    follow: forget everything where `whole` is set; put each of `routes` in place of the
+    one of its replica; drop `removed_replica_ids`; go on reading while `more` is set, then
+    use the result.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTES_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    REMOVED_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_REVISION_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator."""
     revision: _builtins.int
     """Grows with every change, within a generation."""
+    whole: _builtins.bool
+    """Set in the first message of a whole list: what was told before does not count."""
+    more: _builtins.bool
+    """Whether further messages of the same revision follow."""
+    previous_revision: _builtins.int
+    """The revision that was told before this one; the changes lead from there to
+    `revision`. -1 with a whole list.
+    """
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
-        """All of them, sorted by replica."""
+        """Those that are new or have changed, sorted by replica."""
+
+    @_builtins.property
+    def removed_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that must not be sent requests any more, sorted."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `routes` refer to."""
 
     def __init__(
         self,
@@ -838,10 +1069,15 @@ class WatchRoutesResponse(_message.Message):
         routes: _abc.Iterable[Global___Route] | None = ...,
         coordinator_generation: _builtins.int = ...,
         revision: _builtins.int = ...,
+        removed_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        whole: _builtins.bool = ...,
+        more: _builtins.bool = ...,
+        previous_revision: _builtins.int = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "revision", b"revision", "routes", b"routes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "more", b"more", "previous_revision", b"previous_revision", "removed_replica_ids", b"removed_replica_ids", "revision", b"revision", "routes", b"routes", "version_vectors", b"version_vectors", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
