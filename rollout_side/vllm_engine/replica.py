@@ -12,6 +12,7 @@ from typing import Any
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.gate import RequestGate
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from rollout_side.vllm_engine.http_server import HttpServer
 from rollout_side.vllm_engine.loads_in_place import LoadsInPlace
 from rollout_side.vllm_engine.request_tracker import RequestTracker
@@ -45,6 +46,8 @@ class EngineParts:
 
     engine: Any
     """vLLM's ``AsyncLLM``."""
+    holdings: HoldingsPage
+    """What its workers say that they hold."""
     models: ServedModels
     """What its OpenAI server answers for."""
     http: HttpServer
@@ -80,6 +83,7 @@ class VllmReplica:
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
+        self._holdings = parts.holdings
         self._workers = WorkerCalls(
             parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
         )
@@ -162,7 +166,7 @@ class VllmReplica:
 
     async def memory(self) -> MemoryUse:
         """See ``Engine``."""
-        return await self._workers.memory()
+        return self._holdings.read()
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """See ``Engine``."""
@@ -275,7 +279,7 @@ class VllmReplica:
             try:
                 # Still paused: later it would wait for the engine's next step, the long one
                 # that computes anew what the cache has lost.
-                memory = await self._workers.keep_base(transfer_id)
+                await self._workers.keep_base(transfer_id)
             finally:
                 await self._gate.let_go()
             pause_seconds = time.perf_counter() - begin
@@ -288,7 +292,7 @@ class VllmReplica:
             max(0.0, loaded - begin - load_seconds),
             forgotten - loaded,
         )
-        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds, memory=memory)
+        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float

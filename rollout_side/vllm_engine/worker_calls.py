@@ -9,10 +9,10 @@ import asyncio
 import dataclasses
 import pickle
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder
+from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
 from rollout_side.vllm_engine.answers import check_answers
 from weft.contract.errors import LoadFailedError, TransferTimeoutError
 from weft.contract.manifest import Manifest
@@ -103,10 +103,6 @@ class WorkerCalls:
             changed=any(value["changed"] for value in values),
             kept=any(value["kept"] for value in values),
         )
-
-    async def memory(self) -> MemoryUse:
-        """What all ranks hold."""
-        return _memory_use(await self._call("weft_memory"))
 
     async def held(self, version: PolicyVersion) -> HeldCopy:
         """What the receiving rank tells of a held copy.
@@ -213,9 +209,9 @@ class WorkerCalls:
         values = await self._call("weft_loaded", transfer_id, content_digest, mixed_is_dirty=True)
         return max(float(value["load_seconds"]) for value in values)
 
-    async def keep_base(self, transfer_id: str) -> MemoryUse:
-        """Retain the copy of a base that was loaded; tells what all ranks hold then."""
-        return _memory_use(await self._call("weft_keep_base", transfer_id))
+    async def keep_base(self, transfer_id: str) -> None:
+        """Retain the copy of a base that was loaded."""
+        await self._call("weft_keep_base", transfer_id)
 
     # -- how ----------------------------------------------------------------------
 
@@ -271,16 +267,3 @@ class WorkerCalls:
         self._unfinished.discard(task)
         if not task.cancelled():
             task.exception()  # seen: an unattended one has been reported as an overrun
-
-
-def _memory_use(values: Iterable[Mapping[str, Any]]) -> MemoryUse:
-    """What all ranks hold, from what each has answered."""
-    values = list(values)
-    return MemoryUse(
-        adapter_bytes=sum(value["adapter_bytes"] for value in values),
-        staging_bytes=sum(value["staging_bytes"] for value in values),
-        staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
-        retained_bases=tuple(v for value in values for v in value["retained_bases"]),
-        spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
-        pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
-    )

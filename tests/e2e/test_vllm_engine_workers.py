@@ -28,19 +28,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_restore", (), "TypeError"),
     ("weft_restored", (), "TypeError"),
     ("weft_discard", (), "TypeError"),
-    ("weft_memory", (1,), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
-
-
-_MEMORY = {
-    "transfer_ids",
-    "adapter_bytes",
-    "staging_bytes",
-    "retained_bases",
-    "spilled",
-    "pinned_base_bytes",
-}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])
@@ -52,10 +41,11 @@ def test_a_failing_method_answers_and_the_next_call_is_right(
     failed = [answer for answer in answers if not answer["ok"]]
     assert failed, answers
     assert text in failed[0]["error_message"]
-    memory = engine_tp2.rpc("weft_memory")
-    assert [a["ok"] for a in memory] == [True, True]
-    assert [a["rank"] for a in memory] == [0, 1]
-    assert all(set(a["value"]) == _MEMORY for a in memory)
+    held = engine_tp2.rpc("weft_pin_bases", [])
+    assert [a["ok"] for a in held] == [True, True]
+    assert [a["rank"] for a in held] == [0, 1]
+    restored = engine_tp2.rpc("weft_restored", "t-unknown")
+    assert [a["value"] for a in restored] == [{"restored": True}] * 2
 
 
 def test_one_rank_fails_and_the_other_drops_what_it_took(

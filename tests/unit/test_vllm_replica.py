@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.answers import Answer
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
@@ -53,17 +54,6 @@ def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
     )
 
 
-#: What a worker holds, as it tells it.
-HELD: dict[str, Any] = {
-    "adapter_bytes": 0,
-    "staging_bytes": 100,
-    "transfer_ids": [],
-    "retained_bases": [3],
-    "spilled": [],
-    "pinned_base_bytes": 0,
-}
-
-
 class FakeEngine:
     """Records what is called; answers as told, per method."""
 
@@ -86,7 +76,6 @@ class FakeEngine:
             return self.answers[method]()
         values = {
             "weft_handle": {"handle": b"h"},
-            "weft_keep_base": HELD,
             "weft_discard": {"changed": False, "kept": False},
             "weft_loaded": {"load_seconds": 2.0},
         }
@@ -119,6 +108,7 @@ def make_replica(
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
         engine=engine,
+        holdings=HoldingsPage(),
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
@@ -186,8 +176,6 @@ async def test_a_switch_of_the_base() -> None:
         "weft_keep_base",
         "resume",
     ]
-    assert times.memory is not None
-    assert times.memory.retained_bases == (3,)
     assert times.pause_seconds >= times.load_seconds >= 0
 
 
@@ -284,7 +272,7 @@ async def test_a_dead_engine_is_a_dirty_one() -> None:
     def die() -> list[Answer]:
         raise RuntimeError("EngineCore encountered an issue")
 
-    engine.answers["weft_join"] = engine.answers["weft_memory"] = die
+    engine.answers["weft_pin_bases"] = die
     with pytest.raises(LoadFailedError, match="encountered an issue") as raised:
-        await make_replica(engine).memory()
+        await make_replica(engine).pin_bases([3])
     assert raised.value.metadata["dirty"] == "true"
