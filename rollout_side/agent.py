@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from rollout_side.config import AgentConfig
 from rollout_side.drain import Drain
@@ -193,14 +194,36 @@ class Agent:
         self.registration = registration
         await self.serving.look(self._pins_told)  # what is spilled, say, is registered
         registration.start()
+        chores = asyncio.create_task(self._keep_up(), name="chores")
+        ends: set[asyncio.Future[Any]] = {refused, chores}
         try:
             while not refused.done():
-                await asyncio.wait({refused}, timeout=_REAP_SECONDS)
+                await asyncio.wait(ends, timeout=_REAP_SECONDS)
+                if chores.done():
+                    chores.result()  # raises: it has no other end
                 await self._watch_contact(registration)
-                if not self.serving.is_switching:  # the engine answers after the switch
-                    await self.serving.drop_unused()
-                    await self.serving.look(self._pins_told)
-                    await self.serving.spill(settled=self.is_ready)
         finally:
+            chores.cancel()
             await asyncio.to_thread(registration.stop)
         raise refused.result()
+
+    async def _keep_up(self) -> None:
+        """Do what is due each second, whatever becomes of it: workers that do not answer may
+        be back later, and an engine that has died ends the process elsewhere."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(_REAP_SECONDS)
+            if self.serving.is_switching:  # the engine answers after the switch
+                continue
+            try:
+                await self.serving.drop_unused()
+                await self.serving.look(self._pins_told)
+                await self.serving.spill(settled=self.is_ready)
+            except WeftError as error:
+                if error.message != trouble:
+                    _log.warning("asked again each second: %s", error)
+                trouble = error.message
+            else:
+                if trouble:
+                    _log.info("the engine answers again")
+                trouble = ""

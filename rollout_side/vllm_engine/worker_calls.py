@@ -25,7 +25,7 @@ _RESTORE_POLL_SECONDS = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Bounds of the engine's own work; on overrun its state is unknown."""
+    """Bounds of the engine's own work; see ``WorkerCalls.bounded`` for what is later."""
 
     load_seconds: float = 600.0
     """Loading an adapter or a base in the workers, and each step of a switch."""
@@ -62,8 +62,9 @@ class LoadEnd:
 class WorkerCalls:
     """Calls worker methods on all ranks of one engine, on its event loop.
 
-    Every method raises the WeftError of the first rank that failed; LoadFailedError,
-    dirty, if the engine is gone or too slow.
+    Every method raises the WeftError of the first rank that failed; TransferTimeoutError if
+    the engine is too slow; LoadFailedError, dirty, if it is gone, or too slow at what changes
+    weights.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -98,7 +99,7 @@ class WorkerCalls:
 
     async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
         """End what is loaded in place, unless it is loaded whole and to be kept."""
-        values = await self._call("weft_discard", transfer_id, keep_loaded)
+        values = await self._call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
         return LoadEnd(
             changed=any(value["changed"] for value in values),
             kept=any(value["kept"] for value in values),
@@ -175,6 +176,7 @@ class WorkerCalls:
             content_digest,
             number,
             timeout_seconds=self._deadlines.load_seconds,
+            changes_weights=True,
         )
 
     async def drop_adapter(self, version: PolicyVersion, number: int) -> None:
@@ -188,6 +190,7 @@ class WorkerCalls:
             transfer_id,
             content_digest,
             timeout_seconds=self._deadlines.load_seconds,
+            changes_weights=True,
             mixed_is_dirty=True,
         )
 
@@ -197,7 +200,9 @@ class WorkerCalls:
         Raises:
             NotReadyError: It was not prepared, or has ended.
         """
-        await self._call("weft_load_arriving", transfer_id, mixed_is_dirty=True)
+        await self._call(
+            "weft_load_arriving", transfer_id, changes_weights=True, mixed_is_dirty=True
+        )
 
     async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
         """For the commit of a base that was loaded in place; returns how long that took.
@@ -206,12 +211,14 @@ class WorkerCalls:
             NotReadyError: It was not loaded whole; nothing changed.
             LoadFailedError: Not whole, or other bytes: dirty.
         """
-        values = await self._call("weft_loaded", transfer_id, content_digest, mixed_is_dirty=True)
+        values = await self._call(
+            "weft_loaded", transfer_id, content_digest, changes_weights=True, mixed_is_dirty=True
+        )
         return max(float(value["load_seconds"]) for value in values)
 
     async def keep_base(self, transfer_id: str) -> None:
         """Retain the copy of a base that was loaded."""
-        await self._call("weft_keep_base", transfer_id)
+        await self._call("weft_keep_base", transfer_id, changes_weights=True)
 
     # -- how ----------------------------------------------------------------------
 
@@ -220,30 +227,45 @@ class WorkerCalls:
         method: str,
         *args: Any,
         timeout_seconds: float | None = None,
+        changes_weights: bool = False,
         mixed_is_dirty: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks.
+        """Call a worker method on all ranks; see ``bounded`` for ``changes_weights``.
 
         Raises:
-            WeftError: Of the first rank that failed; LoadFailedError, dirty, if the
-                engine is gone or too slow.
+            WeftError: Of the first rank that failed, or as ``bounded``.
         """
         # Never pass vLLM's own timeout: its expiry would leave replies queued.
         answers = await self.bounded(
             self._engine.collective_rpc(method, args=args),
             method,
             timeout_seconds=timeout_seconds,
+            changes_weights=changes_weights,
         )
         return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
 
     async def bounded(
-        self, work: Awaitable[T], what: str, *, timeout_seconds: float | None = None
+        self,
+        work: Awaitable[T],
+        what: str,
+        *,
+        timeout_seconds: float | None = None,
+        changes_weights: bool = True,
     ) -> T:
         """Await without ever cancelling: the engine would go on with it anyhow.
 
+        Args:
+            work: What the engine is to do.
+            what: In words.
+            timeout_seconds: By default ``Deadlines.call_seconds``.
+            changes_weights: Whether they are unknown while it has not ended. Workers that
+                were only away for a while (stopped, swapped out) do the rest when they
+                are back, and nothing needs repair.
+
         Raises:
-            LoadFailedError: Metadata ``dirty`` "true"; the deadline passed (the work
-                goes on unattended), or the engine is gone.
+            TransferTimeoutError: The deadline passed (the work goes on unattended).
+            LoadFailedError: Metadata ``dirty`` "true"; the same where it changes weights,
+                or the engine is gone.
         """
         timeout_seconds = timeout_seconds or self._deadlines.call_seconds
         task = asyncio.ensure_future(work)
@@ -251,10 +273,10 @@ class WorkerCalls:
         task.add_done_callback(self._finished)
         done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
         if not done:
-            raise LoadFailedError(
-                f"the engine did not finish {what} within {timeout_seconds:g} s",
-                metadata={"dirty": "true", "overrun": "true"},
-            )
+            late = f"the engine did not finish {what} within {timeout_seconds:g} s"
+            if not changes_weights:
+                raise TransferTimeoutError(late)
+            raise LoadFailedError(late, metadata={"dirty": "true"})
         try:
             return task.result()
         except Exception as error:

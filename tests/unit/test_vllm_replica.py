@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollout_side.engine import GroupSpec, SpillOrder
+from rollout_side.vllm_engine import adapter_hook
 from rollout_side.vllm_engine.answers import Answer
 from rollout_side.vllm_engine.holdings_page import HoldingsPage
-from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.replica import GRACE_SECONDS, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
 from rollout_side.vllm_engine.worker_calls import Deadlines
@@ -28,6 +30,10 @@ from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
 
 BASE = PolicyVersion("base", 3)
+SPEC = GroupSpec(
+    coordinator="", trainer_id="t", group_id="g", token="", epoch=1, rank=1, size=2,
+    backend="gloo", host="",
+)  # fmt: skip
 
 
 def ok(rank: int = 0, **value: Any) -> Answer:
@@ -70,8 +76,7 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
         self.calls.append(method)
-        if method in self.hang:
-            await self.hang[method].wait()
+        await self._answer(method)
         if method in self.answers:
             return self.answers[method]()
         values = {
@@ -82,12 +87,18 @@ class FakeEngine:
         value = values.get(method, {})
         return [ok(rank, **value) for rank in range(self.num_ranks)]
 
+    async def _answer(self, method: str) -> None:
+        if method in self.hang:
+            await self.hang[method].wait()
+
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
         self.calls.append("pause")
+        await self._answer("pause")
 
     async def resume_scheduler_async(self) -> None:
         self.calls.append("resume")
+        await self._answer("resume")
 
     async def update_weight_version(self, text: str) -> None:
         self.calls.append(text)
@@ -102,6 +113,7 @@ def make_replica(
     engine: FakeEngine,
     load_seconds: float = 5.0,
     restore_seconds: float = 5.0,
+    call_seconds: float = 5.0,
     spills: bool = False,
     in_place: bool = False,
 ) -> VllmReplica:
@@ -129,7 +141,9 @@ def make_replica(
         model_name="tiny",
         worker_pids=(),
         deadlines=Deadlines(
-            load_seconds=load_seconds, restore_seconds=restore_seconds, call_seconds=5.0
+            load_seconds=load_seconds,
+            restore_seconds=restore_seconds,
+            call_seconds=call_seconds,
         ),
         spills=spills,
     )
@@ -249,6 +263,75 @@ async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
     assert method in replica.dirty_reason
     engine.hang[method].set()
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("method", ["weft_pin_bases", "weft_join", "weft_spill", "weft_held"])
+async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) -> None:
+    """Stopped for longer than any call may take, and back."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01, spills=True)
+    away = engine.hang[method] = asyncio.Event()
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "weft_pin_bases": lambda: replica.pin_bases([3]),
+        "weft_join": lambda: replica.join_group(SPEC),
+        "weft_spill": lambda: replica.spill(SpillOrder()),
+        "weft_held": lambda: replica.manifest(BASE),
+    }
+    with pytest.raises(TransferTimeoutError, match=method):
+        await calls[method]()
+    assert replica.dirty_reason == ""
+    away.set()
+    del engine.hang[method]
+    if method != "weft_held":
+        await calls[method]()
+    await replica.apply_base("t", BASE, b"")
+
+
+async def test_a_pause_that_comes_late_is_taken_back() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["pause"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="pausing"):
+        await replica.apply_base("t", BASE, b"")
+    away.set()
+    assert engine.calls == ["pause", "resume"]  # the engine does them in this order
+    assert replica.dirty_reason == ""
+
+
+async def test_a_resume_that_is_late_after_a_load_is_dirty() -> None:
+    """Whoever asked is told of a failure, so nobody may take it for what it served."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["resume"] = asyncio.Event()
+    with pytest.raises(LoadFailedError, match="resuming"):
+        await replica.apply_base("t", BASE, b"")
+    assert "resuming" in replica.dirty_reason
+    away.set()
+    await asyncio.sleep(0)
+
+
+async def test_an_adapter_is_dropped_once_the_workers_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    def request(version: PolicyVersion, number: int) -> Any:
+        path = f"{adapter_hook.SCHEME}{version}"
+        return SimpleNamespace(lora_name=str(version), lora_path=path, lora_int_id=number)
+
+    monkeypatch.setattr(adapter_hook, "lora_request", request)
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    for version in (old, new):
+        await replica.load_adapter("t", version, "{}", b"")
+    assert not await replica.retire(old)
+    await asyncio.sleep(GRACE_SECONDS)
+    away = engine.hang["weft_drop_adapter"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="weft_drop_adapter"):
+        await replica.retire(old)
+    assert replica.dirty_reason == ""
+    away.set()
+    assert await replica.retire(old)
 
 
 async def test_an_interrupted_switch_is_dirty() -> None:
