@@ -42,6 +42,7 @@ class HoldingsPage:
         self._lock = threading.Lock()
         self._seen = 0
         self._held = memory_use({})
+        self._ended_restore = ""
 
     @property
     def path(self) -> str:
@@ -61,8 +62,14 @@ class HoldingsPage:
                 if text is not None:
                     value = json.loads(text, object_hook=_revived)
                     self._seen, self._held = number, memory_use(value)
+                    self._ended_restore = value["ended_restore"]
                     break
             return self._held
+
+    def has_ended(self, transfer_id: str) -> bool:
+        """Whether the last restore was of this transfer, and has ended, well or not."""
+        self.read()
+        return self._ended_restore == transfer_id
 
     def close(self) -> None:
         """Give the memory back; a writer's end stays usable."""

@@ -85,7 +85,10 @@ class VllmReplica:
         self._cleanup = parts.cleanup
         self._holdings = parts.holdings
         self._workers = WorkerCalls(
-            parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
+            parts.engine,
+            deadlines,
+            num_ranks=capabilities.tensor_parallel_size,
+            holdings=parts.holdings,
         )
         self.spills = spills
         self._gate = RequestGate(parts.engine, self._workers, parts.tracker)

@@ -276,10 +276,12 @@ class WeftWorker:
             spiller.restore(transfer_id, parsed, content_digest, layout_digest)
 
     @guarded
-    def weft_restored(self: Any, transfer_id: str) -> dict[str, Any]:
-        """Whether a spilled version was read and is staged; fails as the reading did."""
+    def weft_restored(self: Any, transfer_id: str) -> None:
+        """A spilled version was read and is staged; fails as the reading did. To be asked
+        once what is held says that the reading has ended."""
         spiller = state_of(self).spiller
-        return {"restored": spiller is None or spiller.restored(transfer_id)}
+        if spiller is not None and not spiller.restored(transfer_id):
+            raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
 
     @guarded
     def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:

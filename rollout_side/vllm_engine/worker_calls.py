@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
 from rollout_side.vllm_engine.answers import check_answers
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from weft.contract.errors import LoadFailedError, TransferTimeoutError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 
 T = TypeVar("T")
 
-_RESTORE_POLL_SECONDS = 0.05
+_RESTORE_LOOK_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,16 @@ class WorkerCalls:
         engine: vLLM's ``AsyncLLM``.
         deadlines: How long the calls may take.
         num_ranks: Of the engine.
+        holdings: What they say that they hold.
     """
 
-    def __init__(self, engine: Any, deadlines: Deadlines, *, num_ranks: int) -> None:
+    def __init__(
+        self, engine: Any, deadlines: Deadlines, *, num_ranks: int, holdings: HoldingsPage
+    ) -> None:
         self._engine = engine
         self._deadlines = deadlines
         self._num_ranks = num_ranks
+        self._holdings = holdings
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     async def close(self, timeout_seconds: float) -> None:
@@ -143,11 +148,12 @@ class WorkerCalls:
         """
         await self._call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
         deadline = time.monotonic() + self._deadlines.restore_seconds
-        while not all(v["restored"] for v in await self._call("weft_restored", transfer_id)):
+        while not self._holdings.has_ended(transfer_id):
             if time.monotonic() > deadline:
                 await self.discard(transfer_id)
                 raise TransferTimeoutError(f"{version} was not read from the disk in time")
-            await asyncio.sleep(_RESTORE_POLL_SECONDS)
+            await asyncio.sleep(_RESTORE_LOOK_SECONDS)
+        await self._call("weft_restored", transfer_id)
 
     # -- what is loaded ----------------------------------------------------------
 

@@ -81,8 +81,9 @@ def state_of(worker: Any) -> WorkerState:
 def look_at(state: WorkerState) -> tuple[object, ...]:
     """What ``memory_of`` would tell, in a form that is cheap to compare."""
     loading = state.load.transfer_id if state.load is not None else ""
-    listed = state.spiller.listed if state.spiller else ()
-    return state.store.usage(), state.store.retained_bases(), loading, listed
+    spiller = state.spiller
+    spilled = (spiller.listed, spiller.ended_restore) if spiller else ()
+    return state.store.usage(), state.store.retained_bases(), loading, spilled
 
 
 def memory_of(state: WorkerState) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
         "retained_bases": list(state.store.retained_bases()),
         "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
         "pinned_base_bytes": usage.pinned_bytes,
+        "ended_restore": state.spiller.ended_restore if state.spiller else "",
     }
 
 

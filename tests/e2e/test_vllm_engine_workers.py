@@ -44,8 +44,6 @@ def test_a_failing_method_answers_and_the_next_call_is_right(
     held = engine_tp2.rpc("weft_pin_bases", [])
     assert [a["ok"] for a in held] == [True, True]
     assert [a["rank"] for a in held] == [0, 1]
-    restored = engine_tp2.rpc("weft_restored", "t-unknown")
-    assert [a["value"] for a in restored] == [{"restored": True}] * 2
 
 
 def test_one_rank_fails_and_the_other_drops_what_it_took(

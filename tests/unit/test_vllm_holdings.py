@@ -33,6 +33,7 @@ EMPTY: dict[str, Any] = {
     "retained_bases": [],
     "spilled": [],
     "pinned_base_bytes": 0,
+    "ended_restore": "",
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from rollout_side.engine import GroupSpec, SpillOrder
 from rollout_side.vllm_engine import adapter_hook
 from rollout_side.vllm_engine.answers import Answer
-from rollout_side.vllm_engine.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.holdings_page import HoldingsPage, HoldingsWriter
 from rollout_side.vllm_engine.replica import GRACE_SECONDS, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
@@ -116,11 +116,12 @@ def make_replica(
     call_seconds: float = 5.0,
     spills: bool = False,
     in_place: bool = False,
+    holdings: HoldingsPage | None = None,
 ) -> VllmReplica:
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
         engine=engine,
-        holdings=HoldingsPage(),
+        holdings=holdings or HoldingsPage(),
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
@@ -150,13 +151,18 @@ def make_replica(
 
 
 async def test_a_restore_is_waited_for() -> None:
-    engine = FakeEngine(num_ranks=2)
-    replica = make_replica(engine, spills=True)
-    left = [False, False, True]
-    engine.answers["weft_restored"] = lambda: [ok(restored=left.pop(0)), ok(1, restored=True)]
-    await replica.restore("t", BASE, b"d", b"l")
-    assert engine.calls == ["weft_restore", *["weft_restored"] * 3]
-    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1, restored=True)]
+    engine, holdings = FakeEngine(num_ranks=2), HoldingsPage()
+    replica = make_replica(engine, spills=True, holdings=holdings)
+    restoring = asyncio.create_task(replica.restore("t", BASE, b"d", b"l"))
+    while "weft_restore" not in engine.calls:
+        await asyncio.sleep(0)
+    assert not restoring.done()
+    held = {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": ["t"], "retained_bases": []}
+    held |= {"spilled": [], "pinned_base_bytes": 0, "ended_restore": "t"}
+    HoldingsWriter(holdings.path).write(held)
+    await restoring
+    assert engine.calls == ["weft_restore", "weft_restored"]  # asked once
+    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1)]
     with pytest.raises(DigestMismatchError):
         await replica.restore("t", BASE, b"d", b"l")
     assert not replica.dirty_reason
@@ -165,7 +171,6 @@ async def test_a_restore_is_waited_for() -> None:
 async def test_a_restore_that_takes_too_long_is_dropped() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, restore_seconds=0.0, spills=True)
-    engine.answers["weft_restored"] = lambda: [ok(restored=False)]
     with pytest.raises(TransferTimeoutError):
         await replica.restore("t", BASE, b"d", b"l")
     assert engine.calls[-1] == "weft_discard"
