@@ -102,12 +102,14 @@ gen: install .venv-gen/.installed  ## Regenerate the stubs in weft/v1.
 	@$(MAKE) --no-print-directory gen-into OUT=.
 
 # An old, pinned generator, so that the stubs load under every protobuf from 5.29 on.
+# The descriptors are what server reflection shows, with the protos' comments.
 # The mypy plugins need a newer protobuf and come from .venv.
 gen-into:
 	$(GEN)/python -m grpc_tools.protoc -I protos \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
+	  --descriptor_set_out=$(OUT)/weft/v1/descriptors_pb2.binpb --include_source_info \
 	  protos/weft/v1/*.proto
 
 .venv-gen/.installed: Makefile

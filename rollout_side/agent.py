@@ -13,6 +13,7 @@ from typing import Any
 from rollout_side.config import AgentConfig
 from rollout_side.drain import Drain
 from rollout_side.engine import Engine, GroupSpec, SendOrder
+from rollout_side.probe_orders import ProbeOrders
 from rollout_side.registration import Holdings, Identity, Registration, Told
 from rollout_side.serving import Serving
 from weft.contract.errors import StaleEpochError, WeftError
@@ -43,6 +44,7 @@ class Agent:
         self._in_transfer = False
         self._closed = ""
         self._pins_told: tuple[int, ...] = ()
+        self._probes = ProbeOrders(engine)
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -58,6 +60,9 @@ class Agent:
 
     async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
         """Have the receivers join a side group."""
+        if spec.is_probe:
+            await self._probes.tell(spec)
+            return
         _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
             spec.group_id,

@@ -75,6 +75,7 @@ class _Sending:
             target=self._run, name=f"weft-clone-{order.transfer_id}", daemon=True
         )
         self.thread.start()
+        store.threads.add(self.thread)
 
     def stop(self) -> None:
         """End the thread soon."""

@@ -34,6 +34,8 @@ class GroupSpec:
     backend: str
     host: str
     """Address of this machine that the side group binds and announces."""
+    is_probe: bool = False
+    """Whether it only asks if the receivers answer; see ``probe``."""
 
 
 @dataclass(frozen=True, kw_only=True)

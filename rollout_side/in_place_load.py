@@ -45,6 +45,11 @@ class InPlaceLoad:
         self._thread.start()
 
     @property
+    def thread(self) -> threading.Thread:
+        """That loads."""
+        return self._thread
+
+    @property
     def transfer_id(self) -> str:
         """Whose buckets it loads."""
         return self.inflow.transfer_id

@@ -23,6 +23,7 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.transport.speaking import SPEAK_SECONDS
 
 
 class Inflow:
@@ -50,6 +51,7 @@ class Inflow:
         self._num_taken = self._num_loaded = 0
         self._complete = False
         self._error: WeftError | None = None
+        self._speak: Callable[[int], None] = lambda bucket: None
 
     # -- either side, any thread ---------------------------------------------------
 
@@ -73,6 +75,10 @@ class Inflow:
     def is_complete(self) -> bool:
         """Whether the loader has loaded all and is done."""
         return self._complete
+
+    def tell(self, speak: Callable[[int], None]) -> None:
+        """Let the loader say which bucket it loads; replaces what was told before."""
+        self._speak = speak
 
     def go_on(self, deadline: float) -> None:
         """Let it go on in another group, until ``deadline`` if that is later.
@@ -146,16 +152,32 @@ class Inflow:
         self._wait(lambda: index < self._num_loaded, f"load bucket {index}", check)
 
     def wait_complete(self, check: Callable[[], None]) -> None:
-        """Block until the loader is done with all; raises as ``wait_loaded`` does."""
-        self._wait(lambda: self._complete, "load the last bucket", check)
+        """Block until the loader is done with all; raises as ``wait_loaded`` does.
 
-    def _wait(self, done: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
+        Once it was given the last bucket it is inside the engine, which finishes its layers
+        and cannot speak: that it still works is said from here.
+        """
+
+        def finishing() -> None:
+            if self._num_taken == len(self.manifest.buckets):
+                self.speak()
+
+        self._wait(lambda: self._complete, "load the last bucket", check, finishing)
+
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        check: Callable[[], None],
+        speak: Callable[[], None] = lambda: None,
+    ) -> None:
         with self._changed:
             while True:
                 self._check()
                 if done():
                     return
                 check()
+                speak()
                 if not self._wait_once():
                     raise TransferTimeoutError(
                         f"the engine did not {what} of {self.version} before the deadline"
@@ -182,6 +204,7 @@ class Inflow:
         """
         for index in range(len(self.manifest.buckets)):
             wire = self._take()
+            self.speak()
             try:
                 yield index, wire
             finally:
@@ -190,6 +213,10 @@ class Inflow:
                 with self._changed:
                     self._num_loaded = index + 1
                     self._changed.notify_all()
+
+    def speak(self) -> None:
+        """Say, in the loader's thread, that it works; as often as one likes."""
+        self._speak(max(0, self._num_taken - 1))
 
     def complete(self) -> None:
         """Say that the loader has done with all; both sides are free of each other.
@@ -225,11 +252,11 @@ class Inflow:
             raise _copy(self._error)
 
     def _wait_once(self) -> bool:
-        """Whether the deadline has not passed; blocks till a change, or till then."""
+        """Whether the deadline has not passed; blocks till a change, or for a moment."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
-        self._changed.wait(left)
+        self._changed.wait(min(left, SPEAK_SECONDS))
         return True
 
 

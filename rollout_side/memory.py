@@ -10,6 +10,7 @@ import torch
 from rollout_side.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
 from weft.transport.group import CPU, window
+from weft.transport.speaking import Speak, silent
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
 #: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
@@ -37,9 +38,12 @@ class Memory:
         """Where a version's bytes are put."""
         return self.device if self.base_on_device and not adapter else CPU
 
-    def allocate(self, num_bytes: int, *, adapter: bool) -> Segment:
+    def allocate(self, num_bytes: int, *, adapter: bool, speak: Speak = silent) -> Segment:
         """Memory that was never handed out; blocks for its page faults on the host
         (about 0.3 s a GiB).
+
+        Args:
+            speak: Called often meanwhile.
 
         Raises:
             CapacityError: The accelerator has no room.
@@ -47,7 +51,7 @@ class Memory:
         place = self.place(adapter=adapter)
         if place.type != "cpu":
             return DeviceSegment.allocate(num_bytes, place)
-        return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda")
+        return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda", speak=speak)
 
     def room_for(self, num_bytes: int, device: torch.device, bound_bytes: int) -> int:
         """How many buffers of that size the accelerator has room for beside those that a

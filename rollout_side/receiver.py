@@ -14,19 +14,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from rollout_side.arrival import Arrival, InPlaceArrival, Prepared, StagedArrival
 from rollout_side.engine import GroupSpec
 from rollout_side.inflow import Inflow
 from rollout_side.landing import Landing
+from rollout_side.probe import Probe
 from rollout_side.staged import PartialTransfer, is_adapter
 from rollout_side.store import WorkerStore
-from weft.contract.errors import TransferAbortedError, WeftError, error_from_reason
+from weft.contract.errors import (
+    CapacityError,
+    TransferAbortedError,
+    WeftError,
+    error_from_reason,
+)
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
 from weft.transport.membership import GroupTicket, Membership
+from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 
@@ -35,8 +43,8 @@ _log = logging.getLogger(__name__)
 # Directions wait here while a transfer is received; one trainer's transfers are
 # serial, so there are never more than a few.
 _MAX_DIRECTIONS = 100
-# Leaving a group wakes its thread at once; closing its stream takes up to 5 s.
-_HAND_OVER_SECONDS = 10.0
+# How often a thread that waits for the one before it looks whether it must leave.
+_LOOK_SECONDS = 0.2
 # A push that was received is committed by then: making memory may slow the engine down.
 _IDLE_SECONDS = 0.5
 
@@ -52,13 +60,18 @@ class Receiver:
         self._store = store
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
+        self._probe: Probe | None = None
 
     def join(self, spec: GroupSpec) -> None:
         """Join ``spec``'s group in place of the trainer's former one.
 
-        Returns at once; success and failure are told on the group's stream.
+        Returns at once; success and failure are told on the group's stream. A probe takes
+        the place of a former one instead.
         """
         with self._lock:
+            if spec.is_probe:
+                self._answer(spec)
+                return
             old = self._groups.get(spec.trainer_id)
             if old is not None:
                 if old.spec.group_id == spec.group_id or old.spec.epoch > spec.epoch:
@@ -66,12 +79,26 @@ class Receiver:
                 old.leave()
             self._groups[spec.trainer_id] = _Group(spec, self._store, old)
 
+    def _answer(self, spec: GroupSpec) -> None:
+        old = self._probe
+        if old is not None:
+            if old.spec.group_id == spec.group_id or old.spec.epoch > spec.epoch:
+                return
+            old.leave()
+        self._probe = Probe(spec, self._store.threads)
+
     def close(self) -> None:
         """Leave all groups; does not wait for their threads."""
         with self._lock:
+            if self._probe is not None:
+                self._probe.leave()
             for group in self._groups.values():
                 group.leave()
             self._groups.clear()
+
+
+#: A message of the coordinator; None is the end; an event is set by the thread that takes it.
+_Direction = pb.AttendResponse | threading.Event | None
 
 
 class _Group:
@@ -80,23 +107,34 @@ class _Group:
     def __init__(self, spec: GroupSpec, store: WorkerStore, former: _Group | None) -> None:
         self.spec = spec
         self._former = former
+        self._left = threading.Event()
         self._store = store
         self._device = store.memory.device_of(spec.backend)
         self._manifests = ManifestCache()
-        self._directions: queue.Queue[pb.AttendResponse | None] = queue.Queue(_MAX_DIRECTIONS)
+        self._directions: queue.Queue[_Direction] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
         self._prepared: Prepared | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"weft-receive-{spec.trainer_id}", daemon=True
         )
         self._thread.start()
+        store.threads.add(self._thread, self._ask)
 
     def leave(self) -> None:
         """End the thread soon; a receive under way is abandoned."""
+        self._left.set()
         if (membership := self._membership) is not None:
             membership.group.abort(TransferAbortedError("the replica left the side group"))
         self._wake()
-        self._directions.put(None)
+        with contextlib.suppress(queue.Full):  # it looks at ``_left`` after each
+            self._directions.put_nowait(None)
+
+    def _ask(self, turn: threading.Event) -> bool:
+        """Have the thread set ``turn`` between two directions."""
+        with contextlib.suppress(queue.Full):
+            self._directions.put_nowait(turn)
+            return True
+        return False
 
     # -- on the stream's thread --------------------------------------------
 
@@ -139,10 +177,8 @@ class _Group:
             host=spec.host,
             device=self._device,
         )
-        if (former := self._former) is not None:
-            # It hands over what it has verified of a transfer that goes on here.
-            former._thread.join(_HAND_OVER_SECONDS)
-            self._former = None
+        if not self._wait_for_former():
+            return
         try:
             self._membership = Membership(
                 spec.coordinator, ticket, on_message=self._on_message, on_closed=self._on_closed
@@ -159,15 +195,40 @@ class _Group:
             if self._membership.leave():
                 self._store.settle_partial(spec.trainer_id)
 
+    def _wait_for_former(self) -> bool:
+        """Wait until the trainer's former group has handed over what it has verified of a
+        transfer that goes on here; False if this one was left meanwhile.
+
+        However long that takes: a thread that hangs there would otherwise be passed by.
+        """
+        while (former := self._former) is not None:
+            former._thread.join(_LOOK_SECONDS)
+            if not former._thread.is_alive():
+                self._former = former._former  # which it was left waiting for
+            elif self._left.is_set():
+                return False
+        return not self._left.is_set()
+
     def _next_direction(self) -> pb.AttendResponse | None:
         """Wait for it, and use the time: the next push of an adapter finds its memory."""
-        with contextlib.suppress(queue.Empty):
-            return self._directions.get(timeout=_IDLE_SECONDS)
+        is_idle = False
+        while not self._left.is_set():
+            try:
+                direction = self._directions.get(timeout=None if is_idle else _IDLE_SECONDS)
+            except queue.Empty:
+                is_idle = True
+                self._make_spare()
+                continue
+            if not isinstance(direction, threading.Event):
+                return direction
+            direction.set()  # this thread answers
+        return None
+
+    def _make_spare(self) -> None:
         try:
             self._store.make_spare()
-        except (MemoryError, OSError) as error:
+        except (MemoryError, OSError, CapacityError) as error:
             _log.warning("memory for the next adapter cannot be made ahead: %s", error)
-        return self._directions.get()
 
     def _follow(self, membership: Membership, direction: pb.AttendResponse) -> None:
         """Carry out one direction; failures are reported, never raised."""
@@ -198,16 +259,25 @@ class _Group:
         self._drop_prepared()
         version = PolicyVersion(prepare.version.policy, prepare.version.version)
 
+        def allocating(done: int, total: int) -> None:
+            membership.progress.say(
+                pb.ACTIVITY_ALLOCATING, prepare.transfer_id, done=done, total=total
+            )
+
         def manifest() -> Manifest:
             return self._manifests.get(
-                prepare.layout_digest, membership.stub, membership.credential, timeout_seconds
+                prepare.layout_digest,
+                membership.stub,
+                membership.credential,
+                timeout_seconds,
+                lambda: allocating(0, 0),
             )
 
         arrival: Arrival
         if self._store.memory.in_place and not is_adapter(version):
-            arrival = self._flow_in(prepare.transfer_id, version, manifest, deadline)
+            arrival = self._flow_in(membership, prepare.transfer_id, version, manifest, deadline)
         else:
-            arrival = self._stage(prepare.transfer_id, version, manifest)
+            arrival = self._stage(prepare.transfer_id, version, manifest, allocating)
         self._prepared = Prepared(
             transfer_id=prepare.transfer_id,
             version=version,
@@ -221,9 +291,13 @@ class _Group:
         membership.attendance.send(pb.AttendRequest(prepared=prepared))
 
     def _stage(
-        self, transfer_id: str, version: PolicyVersion, manifest: Callable[[], Manifest]
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        manifest: Callable[[], Manifest],
+        speak: Speak,
     ) -> Arrival:
-        partial = self._store.take_partial(transfer_id, self.spec.trainer_id)
+        partial = self._store.take_partial(transfer_id, self.spec.trainer_id, speak)
         if partial is None:
             layout = manifest()
             segment = self._store.reserve(
@@ -231,12 +305,14 @@ class _Group:
                 layout.wire_bytes,
                 adapter=is_adapter(version),
                 clone=is_replica_sender(self.spec.trainer_id),
+                speak=speak,
             )
             partial = PartialTransfer(transfer_id, self.spec.trainer_id, layout, segment, [])
         return StagedArrival(self._store, version, partial)
 
     def _flow_in(
         self,
+        membership: Membership,
         transfer_id: str,
         version: PolicyVersion,
         manifest: Callable[[], Manifest],
@@ -248,6 +324,7 @@ class _Group:
             self._store.put_inflow(inflow)
         else:
             inflow.go_on(deadline)
+        inflow.tell(partial(membership.progress.say, pb.ACTIVITY_LOADING, transfer_id))
         return InPlaceArrival(inflow, self._store.memory, self._store.staging_capacity_bytes)
 
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
@@ -281,6 +358,8 @@ class _Group:
     ) -> None:
         """Receive, verify in order, report each bucket."""
         num_buckets = len(transfer.arrival.manifest.buckets)
+        say = membership.progress.say
+        forming = partial(say, pb.ACTIVITY_FORMING, transfer.transfer_id)
         posted: deque[Operation] = deque()
         num_posted = first_bucket
         for index in range(first_bucket, num_buckets):
@@ -290,9 +369,11 @@ class _Group:
             end = min(index + landing.ahead, num_buckets)
             while num_posted < end and landing.make_room(num_posted, wait=not posted):
                 seconds = max(1.0, transfer.deadline - time.monotonic())
-                posted.append(membership.group.broadcast(landing.wire(num_posted), seconds))
+                wire = landing.wire(num_posted)
+                posted.append(membership.group.broadcast(wire, seconds, forming))
                 num_posted += 1
-            posted.popleft().wait(transfer.deadline)
+            waiting = partial(say, pb.ACTIVITY_WAITING, transfer.transfer_id, index)
+            posted.popleft().wait(transfer.deadline, waiting)
             landing.land(index, transfer.nonce)
             verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
             membership.attendance.send(pb.AttendRequest(bucket_verified=verified))

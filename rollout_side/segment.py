@@ -20,8 +20,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from weft.contract.errors import CapacityError, NotReadyError
+from weft.transport.speaking import Speak, silent, speaking
 
 _GIB = 2**30
+#: Memory is made and copied in slices of so much, which take a fraction of a second.
+SLICE_BYTES = 256 * 2**20
 
 
 class Segment(Protocol):
@@ -81,7 +84,14 @@ class HostSegment:
     """
 
     def __init__(
-        self, fd: int, num_bytes: int, pid: int, *, owned: bool, pinned: bool = False
+        self,
+        fd: int,
+        num_bytes: int,
+        pid: int,
+        *,
+        owned: bool,
+        pinned: bool = False,
+        speak: Speak = silent,
     ) -> None:
         self.owned = owned
         self._fd = fd
@@ -90,15 +100,30 @@ class HostSegment:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owned else 0)
         self._map = mmap.mmap(fd, num_bytes, flags=flags)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned_at = _pin(self.data) if pinned else 0
+        self._pinned_at = 0
+        if pinned:
+            # One call, however long it takes: a copy may not span two locked ranges.
+            device = torch.cuda.current_device()
+            self._pinned_at = speaking(
+                lambda: _pin(self.data, device), lambda: speak(num_bytes, num_bytes)
+            )
 
     @classmethod
-    def allocate(cls, num_bytes: int, *, pinned: bool = False) -> HostSegment:
-        """New memory, already touched: page faults would halve a receive's speed."""
+    def allocate(
+        cls, num_bytes: int, *, pinned: bool = False, speak: Speak = silent
+    ) -> HostSegment:
+        """New memory, already touched: page faults would halve a receive's speed.
+
+        Args:
+            speak: Called with the bytes that there are, and are to be, slice by slice.
+
+        Raises:
+            CapacityError: This machine has no room.
+        """
         fd = os.memfd_create("weft", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, num_bytes)
-            return cls(fd, num_bytes, os.getpid(), owned=True, pinned=pinned)
+            _fill(fd, num_bytes, speak)
+            return cls(fd, num_bytes, os.getpid(), owned=True, pinned=pinned, speak=speak)
         except BaseException:
             os.close(fd)
             raise
@@ -117,10 +142,25 @@ class HostSegment:
             os.close(fd)  # the mapping itself ends with its last tensor
 
 
-def _pin(data: torch.Tensor) -> int:
+def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
+    """Give a memory file its pages, slice by slice; other threads run meanwhile."""
+    os.ftruncate(fd, num_bytes)
+    for start in range(0, num_bytes, SLICE_BYTES):
+        end = min(num_bytes, start + SLICE_BYTES)
+        try:
+            os.posix_fallocate(fd, start, end - start)
+        except OSError as error:
+            raise CapacityError(
+                f"this machine has no room to stage {num_bytes / _GIB:.1f} GiB: {error}"
+            ) from error
+        speak(end, num_bytes)
+
+
+def _pin(data: torch.Tensor, device: int) -> int:
     """Page-lock memory; returns where it begins, or 0 if the driver will not: copies are
     then slower, and right."""
-    status = _cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
+    with torch.cuda.device(device):
+        status = _cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
     return data.data_ptr() if int(status) == 0 else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +42,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
         spec = self._spec(request.trainer_id, request.group, agent.engine.capabilities)
+        spec = dataclasses.replace(spec, is_probe=request.is_probe)
         await agent.join_group(request.trainer_id, spec)
         return pb.JoinGroupResponse()
 

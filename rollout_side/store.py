@@ -18,7 +18,7 @@ from rollout_side.memory import Memory
 from rollout_side.partials import PartialTransfers
 from rollout_side.retained import RetainedBases
 from rollout_side.room import Usage, check_adapter_room, check_base_room
-from rollout_side.segment import Segment
+from rollout_side.segment import SLICE_BYTES, Segment
 from rollout_side.staged import (
     AdapterEntry,
     PartialTransfer,
@@ -28,6 +28,7 @@ from rollout_side.staged import (
     StagedVersion,
     is_adapter,
 )
+from rollout_side.working_threads import WorkingThreads
 from weft.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -36,6 +37,7 @@ from weft.contract.errors import (
     TransferAbortedError,
 )
 from weft.contract.names import PolicyVersion, is_replica_sender
+from weft.transport.speaking import Speak, silent
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256
@@ -61,6 +63,8 @@ class WorkerStore:
     adapter_capacity_bytes: int
     retain_base: int = 0
     memory: Memory = field(default_factory=Memory)
+    threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
+    """Of this process that receive, load or send."""
     arriving: InflowSlot = field(default_factory=InflowSlot, init=False)
     """The base that is loaded in place; put it in by ``put_inflow``."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -85,13 +89,19 @@ class WorkerStore:
     # -- the receiver's side ------------------------------------------------
 
     def reserve(
-        self, transfer_id: str, num_bytes: int, *, adapter: bool, clone: bool = False
+        self,
+        transfer_id: str,
+        num_bytes: int,
+        *,
+        adapter: bool,
+        clone: bool = False,
+        speak: Speak = silent,
     ) -> Segment:
         """Memory for a transfer, reused from a dropped version when one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and for a moment
-        where a clone that was ended has still to let go of the room. What was received of
-        a clone gives way to all but a ``clone``.
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile;
+        and for a moment where a clone that was ended has still to let go of the room. What
+        was received of a clone gives way to all but a ``clone``.
 
         Raises:
             CapacityError: The bound would be exceeded; says what holds the memory.
@@ -112,7 +122,7 @@ class WorkerStore:
             self._free.clear()  # of another layout: give it back before taking more
             self._reserved[transfer_id] = num_bytes
         try:
-            return self.memory.allocate(num_bytes, adapter=adapter)
+            return self.memory.allocate(num_bytes, adapter=adapter, speak=speak)
         except BaseException:
             self.release(transfer_id, None)
             raise
@@ -199,7 +209,9 @@ class WorkerStore:
         with self._lock:
             self._partial.settle(trainer_id)
 
-    def take_partial(self, transfer_id: str, trainer_id: str) -> PartialTransfer | None:
+    def take_partial(
+        self, transfer_id: str, trainer_id: str, speak: Speak = silent
+    ) -> PartialTransfer | None:
         """What was received of a transfer so far, in memory that is safe to write.
 
         A transfer that was staged whole is un-staged; other interrupted ones of the
@@ -224,9 +236,13 @@ class WorkerStore:
         if partial.settled:
             return partial
         was_host = partial.segment.data.device.type == "cpu"
-        fresh = self.memory.allocate(partial.segment.num_bytes, adapter=was_host)
+        num_bytes = partial.segment.num_bytes
+        fresh = self.memory.allocate(num_bytes, adapter=was_host, speak=speak)
         end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
-        fresh.data[:end].copy_(partial.segment.data[:end])
+        for start in range(0, end, SLICE_BYTES):
+            part = slice(start, min(end, start + SLICE_BYTES))
+            fresh.data[part].copy_(partial.segment.data[part])
+            speak(num_bytes, num_bytes)
         return replace(partial, segment=fresh)
 
     def _make_room(self, num_bytes: int) -> None:

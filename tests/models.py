@@ -6,7 +6,6 @@ Weights are large enough that answers are peaked: a wrong weight is seen at once
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,13 +172,20 @@ def rename_modules(adapter: Path, path: Path, old: str, new: str) -> Path:
     tensors = load_file(adapter / "adapter_model.safetensors")
     renamed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     save_file(renamed, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(adapter_config(adapter).replace(old, new))
+    config = (adapter / "adapter_config.json").read_text()
+    (path / "adapter_config.json").write_text(config.replace(old, new))
     return path
 
 
 def adapter_config(adapter: Path) -> str:
-    """The adapter_config.json of a saved adapter, as text."""
-    return json.dumps(json.loads((adapter / "adapter_config.json").read_text()))
+    """The adapter_config.json of a saved adapter, as a publisher sends it."""
+    from safetensors import safe_open
+
+    from trainer_side.adapter_config import config_in_names
+
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as tensors:
+        names = list(tensors.keys())
+    return config_in_names((adapter / "adapter_config.json").read_text(), names, None)
 
 
 class Referee:

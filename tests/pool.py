@@ -171,6 +171,7 @@ class EngineDouble:
             await self.discard(self.load.transfer_id)
         self.store.set_served(None)
         self.load = InPlaceLoad(inflow, self._take_in_place)
+        self.store.threads.add(self.load.thread)
 
     def _take_in_place(self, inflow: Inflow) -> None:
         """As a model does: what arrives replaces what is served, bucket by bucket."""

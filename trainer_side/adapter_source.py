@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from trainer_side.adapter_config import config_in_names
 from trainer_side.module_source import reference_metas
 from trainer_side.names import adapter_tensor_name, base_name_in_peft
 from trainer_side.params.choose import Opened
@@ -54,6 +55,7 @@ def adapter_of_model(
     if not names:
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
     source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
+    config_json = config_in_names(config_json, names.values(), lambda: _matrices(params))
     fingerprint = _fingerprint(model, params) if check_base else ""
     return Adapter(source, config_json, fingerprint)
 
@@ -68,8 +70,22 @@ def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
 
 
 def config_to_json(config: Any) -> str:
-    """A PEFT config as its save_pretrained would write it."""
-    return json.dumps(config.to_dict(), default=_plain, sort_keys=True)
+    """A PEFT config as its save_pretrained would write it. Of several patterns the first
+    that matches counts: their order is kept."""
+    settings = config.to_dict()
+    return json.dumps({key: settings[key] for key in sorted(settings)}, default=_plain)
+
+
+def _matrices(params: Params) -> list[str]:
+    """Modules of a PEFT model's base whose weight is a matrix."""
+    suffix = ".weight"
+    return [
+        name.removesuffix(suffix)
+        for raw, meta in params.metas.items()
+        if meta.dim() == 2
+        and (name := base_name_in_peft(raw)) is not None
+        and name.endswith(suffix)
+    ]
 
 
 def _plain(value: object) -> object:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer_side.adapter_config import config_in_names
 from trainer_side.adapter_source import Adapter
 from trainer_side.params.params import copy_into
 from trainer_side.source import CastRule, make_metas, tensor_source
@@ -28,6 +29,7 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
 
     Raises:
         InvalidRequestError: A file is missing, with what to do.
+        InvalidAdapterError: The config cannot be read.
     """
     weights = path / _ADAPTER_WEIGHTS
     if not is_adapter_dir(path) or not weights.is_file():
@@ -40,7 +42,8 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
 
     tensors = load_file(weights)
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
-    return Adapter(source, (path / _ADAPTER_CONFIG).read_text(), "")
+    config_json = config_in_names((path / _ADAPTER_CONFIG).read_text(), tensors, None)
+    return Adapter(source, config_json, "")
 
 
 class CheckpointSource:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
 from weft.transport.membership import GroupTicket, Membership
+from weft.transport.speaking import speaking_time
 from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import rendezvous_pb2 as pb
 
@@ -59,6 +61,7 @@ class _Epoch:
         self.direction = _Direction()
         self.broken: WeftError | None = None
         self.successor: publish_pb2.GroupPlan | None = None
+        self.num_sent = 0
         self.membership = Membership(
             target, ticket, on_message=self._on_message, on_closed=self._on_closed
         )
@@ -68,6 +71,7 @@ class _Epoch:
         with self.condition:
             if self.direction.transfer_id != transfer_id:
                 self.direction = _Direction(transfer_id)
+                self.num_sent = 0
             return self.direction
 
     def wait(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
@@ -83,8 +87,10 @@ class _Epoch:
             return ready() or self._is_over()
 
         with self.condition:
-            if not self.condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
-                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+            while not self.condition.wait_for(woken, speaking_time(deadline)):
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+                self.say(pb.ACTIVITY_WAITING)
             self._raise_end()
 
     def wait_sent(self, operation: Operation, deadline: float) -> None:
@@ -94,7 +100,7 @@ class _Epoch:
         goes on: the coordinator is told, and its word is awaited.
         """
         try:
-            operation.wait(deadline)
+            operation.wait(deadline, partial(self.say, pb.ACTIVITY_SENDING))
         except PeerUnavailableError as error:
             if not self._is_over():
                 self.report_failure(self.direction.transfer_id, error)
@@ -102,6 +108,10 @@ class _Epoch:
         except WeftError:
             self._raise_end()
             raise
+
+    def say(self, activity: pb.Activity.ValueType) -> None:
+        """Say what the thread that packs and sends does, if it is time to."""
+        self.membership.progress.say(activity, self.direction.transfer_id, self.num_sent)
 
     def report_failure(self, transfer_id: str, error: WeftError) -> None:
         """Tell the coordinator that this rank cannot go on."""
@@ -306,7 +316,7 @@ class Sender:
     def _send_buckets(self, epoch: _Epoch, packer: Packer, push: _Push) -> None:
         num_buckets, num_buffers = len(packer.manifest.buckets), len(packer.buffers)
         if not push.digests:
-            self._pack(packer, push, 0)  # while the group still forms
+            self._pack(epoch, packer, push, 0)  # while the group still forms
         direction = epoch.direction
         epoch.wait(lambda: direction.started, push.deadline, "all receivers to be ready")
         if direction.first_bucket < push.num_released:
@@ -314,6 +324,7 @@ class Sender:
                 f"a receiver lost bucket {direction.first_bucket}, which it had verified and "
                 "which is no longer held here; push again"
             )
+        epoch.num_sent = direction.first_bucket
         operations: dict[int, Operation] = {}
         for index in range(direction.first_bucket, num_buckets):
             if index >= len(push.digests):
@@ -322,15 +333,18 @@ class Sender:
                     self._await_released(epoch, push, reused + 1, num_buckets)
                     if reused in operations:
                         epoch.wait_sent(operations.pop(reused), push.deadline)
-                self._pack(packer, push, index)
+                self._pack(epoch, packer, push, index)
             seconds = max(1.0, push.deadline - time.monotonic())
             wire = packer.wire(index)
-            operations[index] = epoch.membership.group.broadcast(wire, seconds)
+            forming = partial(epoch.say, pb.ACTIVITY_FORMING)
+            operations[index] = epoch.membership.group.broadcast(wire, seconds, forming)
+            epoch.num_sent = index + 1
         for operation in operations.values():
             epoch.wait_sent(operation, push.deadline)
         self._await_released(epoch, push, num_buckets, num_buckets)
 
-    def _pack(self, packer: Packer, push: _Push, index: int) -> None:
+    def _pack(self, epoch: _Epoch, packer: Packer, push: _Push, index: int) -> None:
+        epoch.say(pb.ACTIVITY_PACKING)
         try:
             _, digest = packer.pack(index, push.source, push.nonce, push.check_finite)
         except BaseException:

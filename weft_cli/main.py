@@ -58,6 +58,19 @@ def coordinator(
     retain: Annotated[
         int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
     ] = 4,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Silence after which a replica whose thread hangs is given up for a transfer."
+        ),
+    ] = 10.0,
+    sender_stall_seconds: Annotated[
+        float,
+        typer.Option(help="The same of a trainer, while another push waits for its replicas."),
+    ] = 60.0,
+    max_transfer_seconds: Annotated[
+        float, typer.Option(help="Longest that a push may take once it is its turn.")
+    ] = 3600.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
@@ -72,6 +85,9 @@ def coordinator(
         heartbeat_seconds=heartbeat_seconds,
         lost_after_seconds=lost_after_seconds,
         retain=retain,
+        stall_seconds=stall_seconds,
+        sender_stall_seconds=sender_stall_seconds,
+        max_transfer_seconds=max_transfer_seconds,
     )
     host = listen.rpartition(":")[0]
     asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))

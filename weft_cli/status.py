@@ -28,6 +28,7 @@ _STATES = {
     pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
     pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
     pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
+    pb.REPLICA_STATE_SUSPECT: ("suspect", "yellow"),
 }
 
 

@@ -9,7 +9,7 @@ mixed ones (*dirty*).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,9 @@ class Arriving(Protocol):
         Raises:
             WeftError: The transfer ended early.
         """
+
+    def speak(self) -> None:
+        """Say that the calling thread works."""
 
     @property
     def bucket_digests(self) -> Sequence[int]:
@@ -86,7 +89,7 @@ def load_in_place(
                     plan.load_bucket(index, wire)
             return plan
         with bridges.vllm_config_context(worker.vllm_config):
-            tensors = _tensors(manifest, arrived)
+            tensors = _tensors(manifest, arrived, arriving.speak)
             reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
             if not can_learn(worker):
                 return None
@@ -116,8 +119,10 @@ def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
         raise LoadFailedError(f"{due} of {num_buckets} buckets came")
 
 
-def _tensors(manifest: Manifest, arrived: Iterator[_Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and copy of every tensor, by bucket.
+def _tensors(
+    manifest: Manifest, arrived: Iterator[_Bucket], speak: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and copy of every tensor, by bucket; speaks once the model has taken each.
 
     Copies, since vLLM keeps what it is given until a layer is complete, and a layer may
     go on in the next bucket, which comes into the memory of this one. Each is freed with
@@ -129,4 +134,5 @@ def _tensors(manifest: Manifest, arrived: Iterator[_Bucket]) -> Iterator[tuple[s
     for index, wire in arrived:
         for slot in slots[index]:
             yield slot.meta.name, tensor_in(slot, wire).clone()
+            speak()
         wait_for_copies(wire.device)

@@ -197,6 +197,7 @@ class WeftWorker:
         if inflow is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
         state.load = InPlaceLoad(inflow, loader(self, state))
+        state.store.threads.add(state.load.thread)
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:

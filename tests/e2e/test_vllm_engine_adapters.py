@@ -98,8 +98,9 @@ def test_settings_that_change_the_scaling(served: Served, referee: Referee, tmp_
             base,
             tmp_path / "patterns",
             seed=22,
-            rank_pattern={"q_proj": 4, "1.mlp.up_proj": 16},
-            alpha_pattern={"k_proj": 3, "0.self_attn.o_proj": 40},
+            target_modules=r".*\.(self_attn|mlp)\.[a-z]+_proj",
+            rank_pattern={"q_proj": 4, r"1\.mlp\.up.*": 16},
+            alpha_pattern={"k_proj": 3, r".*0.self_attn.o_proj": 40},
         ),
         make_adapter(base, tmp_path / "few", seed=23, targets=["v_proj"], layers_to_transform=[1]),
     ]

@@ -20,9 +20,11 @@ from weft.contract.reference import Reference, is_output_layer
 from weft.contract.tensors import TensorMeta, shape_text
 
 #: Longest adapter_config.json, in bytes.
-MAX_CONFIG_BYTES = 64 * 1024
+MAX_CONFIG_BYTES = 2**20
 
 _PREFIX = "base_model.model."
+# Of a module: what means nothing else as a regular expression ("." aside).
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Starts that leave an ordinary LoRA behind; any other (PiSSA, OLoRA, CorDA,
 # LoftQ...) changes the base weights at initialisation.
@@ -67,6 +69,7 @@ def check_adapter(
         )
     config = parse_config(config_json)
     check_settings(config)
+    _check_names(config)
     ranks = _check_tensors(metas, reference, capabilities)
     _check_rank(config, ranks, capabilities)
     _check_experts(ranks, reference, capabilities)
@@ -126,6 +129,29 @@ def check_settings(config: Mapping[str, Any]) -> None:
             "with PEFT's path_initial_model_for_weight_conversion, or push it merged",
             metadata={"setting": "init_lora_weights"},
         )
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Refuse regular expressions: matching one can take for ever, and PEFT's own rule for
+    them needs the trainer's model. Publishers send names in place of them."""
+    for setting in ("target_modules", "exclude_modules"):
+        if config.get(setting) and isinstance(config[setting], str):
+            raise _pattern(setting, config[setting], "a list of modules")
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(setting) or {}
+        if not isinstance(patterns, Mapping):
+            raise _pattern(setting, str(patterns), "a map of modules to numbers")
+        for name in patterns:
+            if not _PLAIN_NAME.fullmatch(name):
+                raise _pattern(setting, name, "the name of a module, or the end of one")
+
+
+def _pattern(setting: str, given: str, wanted: str) -> InvalidAdapterError:
+    return InvalidAdapterError(
+        f"{setting} has {given[:80]!r}; it must be {wanted}, without patterns (a Publisher puts "
+        "the names that they match in their place)",
+        metadata={"setting": setting},
+    )
 
 
 def _check_tensors(
@@ -193,7 +219,7 @@ def _check_rank(
 ) -> None:
     patterns = config.get("rank_pattern") or {}
     for module, rank in ranks.items():
-        declared = _pattern_value(patterns, module, config["r"])
+        declared = named_value(patterns, module, config["r"])
         if rank != declared:
             raise InvalidAdapterError(
                 f"{module!r} has rank {rank}, the config says {declared}: "
@@ -208,15 +234,17 @@ def _check_rank(
         )
 
 
-def _pattern_value(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """PEFT's rule for rank_pattern and alpha_pattern: first suffix match wins.
+def named_value(values: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value for a module: of the first name that is the module's, or that it ends with
+    from a "." on. PEFT's rule, for names; O(components of the name).
 
     Source: peft.utils.other.get_pattern_key.
     """
-    for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+    parts = module.split(".")
+    ends = {end for i in range(len(parts)) if (end := ".".join(parts[i:])) in values}
+    if len(ends) > 1:
+        return next(value for name, value in values.items() if name in ends)
+    return values[ends.pop()] if ends else default
 
 
 def _check_experts(
@@ -271,21 +299,17 @@ def _targeted_modules(config: Mapping[str, Any], reference: Reference) -> list[s
         return []  # parameters, not modules: _check_tensors has refused or matched them
     layers = config.get("layers_to_transform")
     wanted = {layers} if isinstance(layers, int) else set(layers or ())
+    targets, excluded = (
+        {name: True for name in config.get(setting) or () if isinstance(name, str)}
+        for setting in ("target_modules", "exclude_modules")
+    )
     return [
         module
         for module in modules
-        if _matches(config.get("target_modules"), module)
-        and not _matches(config.get("exclude_modules"), module)
+        if named_value(targets, module, False)
+        and not named_value(excluded, module, False)
         and (not wanted or _layer_index(module) in wanted)
     ]
-
-
-def _matches(targets: object, module: str) -> bool:
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    if isinstance(targets, Sequence):
-        return any(module == t or module.endswith(f".{t}") for t in targets)
-    return False
 
 
 def _layer_index(module: str) -> int | None:

@@ -26,7 +26,17 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator import abort, catchup, clones, events, preflight, reform, rollback, staging
+from weft.coordinator import (
+    abort,
+    catchup,
+    clones,
+    events,
+    preflight,
+    reform,
+    rollback,
+    staging,
+    stalls,
+)
 from weft.coordinator.change import Change
 from weft.coordinator.effects import (
     BeginAnswer,
@@ -191,7 +201,7 @@ def admit(change: Change) -> None:
 def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], turns: Turns) -> str:
     """Start a transfer if it may; otherwise say what it waits for."""
     if change.now >= transfer.answer_by:
-        raise _too_late(transfer, len(replicas))
+        raise _too_late(change.state, transfer, len(replicas))
     require_lease(change.state, transfer.policy, transfer.fencing_token, change.now)
     if len(replicas) < transfer.min_replicas or not change.state.reference_known:
         return _FOR_REPLICAS
@@ -222,14 +232,23 @@ def _unheard(state: State, transfer: Transfer, replicas: Sequence[Replica]) -> l
     return [replica for replica in replicas if not obeys_pins(state, replica)]
 
 
-def _too_late(transfer: Transfer, num_replicas: int) -> WeftError:
+def _too_late(state: State, transfer: Transfer, num_replicas: int) -> WeftError:
     if transfer.waits_for == _FOR_REPLICAS or num_replicas < transfer.min_replicas:
         return PeerUnavailableError(
             f"{num_replicas} replicas are in contact and have described their base, the push "
-            f"needs {transfer.min_replicas}; its time is up",
+            f"needs {transfer.min_replicas}; its time is up{_and_suspects(state)}",
             reason="POOL_EMPTY",
         )
     return TransferTimeoutError(f"the push's time was up while it waited for {transfer.waits_for}")
+
+
+def _and_suspects(state: State) -> str:
+    """Who would be there, for people."""
+    names = sorted(r.replica_id for r in state.replicas.values() if r.suspect and not r.lost)
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"; {names[0]} is suspect{more}: `weft status` says why"
 
 
 def _start(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> None:
@@ -252,6 +271,8 @@ def _start(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> N
         targets=tuple(member.replica_id for member in group.members),
         required=frozenset(ready or [replica.replica_id for replica in replicas]),
         begin_tickets=(),
+        admitted_at=change.now,
+        deadline=min(transfer.deadline, change.now + change.state.settings.max_transfer_seconds),
     )
     change.put_transfer(transfer)
     change.emit(SavePolicy(policy), SaveVersion(record_of(transfer, VersionState.STAGING)))
@@ -324,6 +345,9 @@ def join_answered(change: Change, event: events.JoinAnswered) -> None:
     """A replica that cannot be told to join is gone."""
     transfer = change.state.transfers.get(event.transfer_id)
     if event.failure and transfer and transfer.phase is Phase.FORMING:
+        if event.failure.reason == "DEADLINE":
+            stalls.order_not_taken(change, transfer, event.replica_id, event.failure.message)
+            return
         why = f"it could not be told to join: {event.failure.message}"
         failure = abort.peer_gone(event.replica_id, why)
         reform.lose_replica(change, transfer, event.replica_id, failure)

@@ -8,6 +8,7 @@ come from one thread (the driver's), reads from another connection.
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from weft.coordinator.catalog_tables import (
     WITHDRAWN,
     Rows,
 )
+from weft.coordinator.catalog_wal import find_dropped
 from weft.coordinator.effects import (
     Save,
     SaveCommitted,
@@ -60,6 +62,8 @@ from weft.coordinator.values import (
 )
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
+
+_log = logging.getLogger(__name__)
 
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
 
@@ -88,7 +92,7 @@ class Catalog:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
         """Open or create a catalog, check all of it, and count a new generation; blocks for
-        a few fsyncs, and for a second per 100,000 versions.
+        a few fsyncs, and for 2 s of work per 100,000 versions.
 
         Versions that were on their way become ABORTED: their bytes are gone.
 
@@ -102,6 +106,7 @@ class Catalog:
         except sqlite3.Error as error:
             raise from_sqlite(Path(path), error) from error
         try:
+            _check_log(file.path)
             catalog = cls(file)
             check(catalog._write, file.path)
             catalog._begin_generation()
@@ -259,6 +264,27 @@ class Catalog:
         self._read.close()
         self._write.close()
         self._file.release()
+
+
+def _check_log(path: Path) -> None:
+    """Raises:
+    CatalogError: Transactions would be lost that were answered.
+    """
+    dropped = find_dropped(path)
+    if not dropped.is_torn_end:
+        lost = (
+            "its header, so that all that was written last is lost"
+            if dropped.header
+            else f"the {dropped.transactions} transactions written last are lost"
+        )
+        raise damaged(path, [f"the log beside it ({path.name}-wal): {lost}"])
+    if dropped.transactions:
+        _log.warning(
+            "the last transaction in %s-wal is not whole and is dropped: a power cut while it was "
+            "written does that, and nobody was answered; without one, the disk is damaged, and "
+            "the newest version may be missing",
+            path,
+        )
 
 
 class _Transaction:

@@ -87,6 +87,8 @@ def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Rep
     for replica in state.replicas.values():
         if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
             continue
+        if replica.suspect is not None:
+            continue
         for version in held_versions(replica):
             found.setdefault(version, []).append(replica)
     return found
@@ -196,6 +198,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
         or source is None
         or replica.lost
         or source.lost
+        or source.suspect is not None
         or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
         or (transfer.errand is Errand.CLONE and not takes_clones(state, replica))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.holders import takes_clones, wants
+from weft.coordinator.progress import Watch
 from weft.coordinator.state import State
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import Errand, Failure, Phase
@@ -62,6 +63,8 @@ def _interrupt(change: Change, transfer: Transfer, by: Transfer) -> None:
             prepared={},
             staged={},
             loading=frozenset(),
+            holding=frozenset(),
+            watch=Watch(),
             accusations={},
             judge_at=0.0,
             start_at=0.0,

@@ -31,6 +31,14 @@ class CoordinatorConfig:
     """Newest versions of each adapter that stay requestable; the alias always does."""
     commit_timeout_seconds: float = 120.0
     """Longest that a replica may take to switch to a committed version."""
+    stall_seconds: float = 10.0
+    """How long a member of a transfer that owes the next step may say nothing before it is
+    given up for it: its process lives, but the thread that works hangs."""
+    sender_stall_seconds: float = 60.0
+    """The same of a trainer, and only while another transfer waits for its replicas."""
+    max_transfer_seconds: float = 3600.0
+    """Longest that a push may take from the time that it is its turn; what it waits before
+    is bounded by its own deadline alone."""
     publish_again_after_seconds: float = 5.0
     """How long no replica must hold a served version before its owner is asked for it."""
     stop_seconds: float = 5.0
@@ -42,6 +50,9 @@ class CoordinatorConfig:
             "heartbeat_seconds",
             "commit_timeout_seconds",
             "publish_again_after_seconds",
+            "stall_seconds",
+            "sender_stall_seconds",
+            "max_transfer_seconds",
         ):
             if not 0.01 <= getattr(self, name) <= 86_400:
                 raise InvalidRequestError(f"{name} must be between 0.01 and 86400 seconds")
@@ -64,4 +75,7 @@ class CoordinatorConfig:
             lost_after_seconds=self.lost_after_seconds,
             retain=self.retain,
             publish_again_after_seconds=self.publish_again_after_seconds,
+            stall_seconds=self.stall_seconds,
+            sender_stall_seconds=self.sender_stall_seconds,
+            max_transfer_seconds=self.max_transfer_seconds,
         )

@@ -150,6 +150,8 @@ class Driver:
 
     async def _tick(self) -> None:
         while True:
+            for heard in self.hub.take_progress():
+                self.post(heard)
             self.post(events.Tick())
             await asyncio.sleep(TICK_SECONDS)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
+from weft.coordinator.progress import Word
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
@@ -202,6 +203,18 @@ class RankGone:
     group_id: str
     rank: int
     why: str
+
+
+@dataclass(frozen=True)
+class RanksHeard:
+    """What the ranks of a group have said of their work since the last tick."""
+
+    group_id: str
+    words: Mapping[int, Word] = field(default_factory=dict)
+    transfer_id: str = ""
+    """Which ``num_verified`` is of."""
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Buckets, from the first, that a receiver has reported; of those that reported."""
 
 
 @dataclass(frozen=True)
@@ -406,6 +419,7 @@ Event = (
     | FitChecked
     | RankAttends
     | RankGone
+    | RanksHeard
     | RankPrepared
     | RankLoadDue
     | RankStaged

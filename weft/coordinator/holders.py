@@ -45,9 +45,10 @@ def is_ready(state: State, replica: Replica) -> bool:
 
 
 def takes_weights(state: State, replica: Replica) -> bool:
-    """Whether anything new is brought to a replica: not while it drains, nor while an
-    operator quarantines it."""
-    return replica.drain is None and not state.is_quarantined(replica.replica_id)
+    """Whether anything new is brought to a replica: not while it drains or is suspect, nor
+    while an operator quarantines it."""
+    is_free = replica.drain is None and replica.suspect is None
+    return is_free and not state.is_quarantined(replica.replica_id)
 
 
 def takes_clones(state: State, replica: Replica) -> bool:

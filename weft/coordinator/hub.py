@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from weft.contract.errors import (
@@ -22,6 +22,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.coordinator import events
+from weft.coordinator.progress import Word
 from weft.coordinator.store import GroupStore
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import ContentDigest, Failure, Layout
@@ -32,6 +33,7 @@ from weft.v1 import rendezvous_pb2, types_pb2
 _MAX_QUEUED: Final = 256
 _MAX_REMEMBERED: Final = 256
 _MAX_LAYOUTS: Final = 8
+_MAX_ID: Final = 128
 
 
 class RankLink:
@@ -99,6 +101,11 @@ class Watermark:
         self._reports = [0] * num_buckets
         self._next: dict[int, int] = {}
 
+    @property
+    def num_reported(self) -> Mapping[int, int]:
+        """Buckets, from the first, that each receiver has reported, of those that did."""
+        return self._next
+
     def report(self, rank: int, bucket: int) -> bool:
         """Count a report; whether the watermark advanced.
 
@@ -136,6 +143,20 @@ class _Room:
         self.links: dict[int, RankLink] = {}
         self.layouts: OrderedDict[bytes, Layout] = OrderedDict()
         self.watermark: Watermark | None = None
+        self.words: dict[int, Word] = {}
+        self.num_told: dict[int, int] = {}
+
+    def take_progress(self) -> events.RanksHeard | None:
+        """What its ranks have said, and verified, since this was asked last; None if nothing."""
+        words, self.words = self.words, {}
+        transfer_id, new = "", dict[int, int]()
+        if (mark := self.watermark) is not None:
+            transfer_id, told = mark.transfer_id, self.num_told
+            new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
+            told.update(new)
+        if not words and not new:
+            return None
+        return events.RanksHeard(self.group_id, words, transfer_id, new)
 
 
 class Hub:
@@ -238,7 +259,7 @@ class Hub:
                     )
                 )
             case "progress":
-                pass  # that the rank speaks at all
+                self._progress(link, message.progress)
             case "load_due":
                 self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
             case "staged":
@@ -263,6 +284,20 @@ class Hub:
             return  # of a transfer that has ended meanwhile
         if mark.report(link.rank, report.bucket) and 0 in room.links:
             room.links[0].release(mark.transfer_id, mark.num_verified)
+
+    def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
+        room = self._rooms.get(link.group_id)
+        if room is not None:
+            transfer_id = said.transfer_id[:_MAX_ID]
+            room.words[link.rank] = Word(
+                transfer_id, said.activity, said.bucket, said.done, said.total
+            )
+
+    def take_progress(self) -> list[events.RanksHeard]:
+        """What ranks have said of their work since this was asked last, by group: one event
+        for all of them, however many buckets they have verified."""
+        told = [room.take_progress() for room in self._rooms.values()]
+        return [heard for heard in told if heard is not None]
 
     def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
         room = self._rooms.get(link.group_id)
@@ -310,6 +345,7 @@ class Hub:
         room = self._rooms.get(group_id)
         if room is not None:
             room.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
+            room.num_told = {}
             start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
             self._send(room, rendezvous_pb2.AttendResponse(start=start))
             if first_bucket and 0 in room.links:

@@ -32,7 +32,10 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
 
     It is told again in a new group; if it loads already it answers at once.
     """
-    change.put_transfer(replace(transfer, loading=transfer.loading | {replica.replica_id}))
+    ordered = {replica.replica_id}
+    change.put_transfer(
+        replace(transfer, loading=transfer.loading | ordered, holding=transfer.holding | ordered)
+    )
     change.emit(
         CallLoad(
             transfer.transfer_id,

@@ -13,7 +13,16 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
-from weft.coordinator import abort, base_binding, drains, events, in_place, leftovers, reform
+from weft.coordinator import (
+    abort,
+    base_binding,
+    drains,
+    events,
+    in_place,
+    leftovers,
+    reform,
+    stalls,
+)
 from weft.coordinator.change import Change
 from weft.coordinator.commit import note_commit_answer
 from weft.coordinator.discard import tell_at_registration
@@ -24,7 +33,13 @@ from weft.coordinator.effects import (
     RegisterAnswer,
 )
 from weft.coordinator.replica import Replica
-from weft.coordinator.standing import in_contact, place, shared_backends, standing
+from weft.coordinator.standing import (
+    in_contact,
+    is_routable,
+    place,
+    shared_backends,
+    standing,
+)
 from weft.coordinator.state import State
 from weft.coordinator.values import Failure, Phase, Standing
 
@@ -45,6 +60,7 @@ _EVENT_KINDS = {
     Standing.QUARANTINED: "replica_quarantined",
     Standing.DRAINING: "replica_draining",
     Standing.CORDONED: "replica_cordoned",
+    Standing.SUSPECT: "replica_suspect",
 }
 
 
@@ -56,6 +72,9 @@ def announce_standings(change: Change) -> None:
         if replica is None:
             continue
         now_is = place(change.state, replica)
+        routed = is_routable(change.state, replica)
+        if routed is not replica.routed:
+            replica = change.put_replica(replace(replica, routed=routed))
         if now_is is not replica.announced:
             why = standing(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
@@ -88,6 +107,8 @@ def register(change: Change, event: events.Register) -> None:
             last_heard=change.now,
             dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
             announced=old.announced if old else None,
+            routed=old.routed if old else False,
+            suspect=old.suspect if old else None,
             retained=event.retained,
             spilled=event.spilled,
             drain=drains.noted(old, event.drain, change.now),
@@ -197,7 +218,7 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
     drain, order = replica.drain, state.withdrawn.get(name)
     return HeartbeatAnswer(
-        ready=place(state, replica) is Standing.READY,
+        ready=is_routable(state, replica),
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
         in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
@@ -230,6 +251,7 @@ def forgive_own_sleep(change: Change) -> None:
     change.state = replace(change.state, tick_at=change.now)
     if not ASLEEP_SECONDS < gap < float("inf"):
         return
+    stalls.forgive(change, gap)
     for replica in list(change.state.replicas.values()):
         change.put_replica(replace(replica, last_heard=replica.last_heard + gap))
     for policy in list(change.state.policies.values()):

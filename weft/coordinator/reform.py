@@ -9,11 +9,13 @@ place (see in_place.py).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard, CallJoin, OpenGroup, SaveEpoch, SendReform
+from weft.coordinator.progress import Watch
 from weft.coordinator.replica import Replica
 from weft.coordinator.transfer import Group, Member, Transfer
 from weft.coordinator.values import Errand, Failure, Phase
@@ -25,27 +27,35 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
     Args:
         failure: What the trainer is told if the push cannot go on.
     """
+    lose_replicas(change, transfer, {replica_id: failure})
+
+
+def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
+    """The same for several at once, which cost one new group; the trainer is told of the
+    first."""
     if transfer.phase is Phase.WAITING:
         return
+    failure = next(iter(lost.values()))
     if transfer.errand is not Errand.PUSH:
         abort.abort(change, transfer, failure)  # a clone is planned anew
         return
     group = change.state.groups[transfer.group_id]
-    survivors = [m for m in group.members if m.replica_id != replica_id]
+    survivors = [m for m in group.members if m.replica_id not in lost]
     if len(survivors) == len(group.members):
-        return  # it was lost before
-    replica = change.state.replicas.get(replica_id)
-    if replica is not None:
-        # Most often its process is dead: no push waits for it until it is heard again.
-        change.put_replica(replace(replica, suspicion=failure.message))
-    in_place.abandon(change, transfer, [replica_id], failure)
-    is_required = transfer.require_all and replica_id in transfer.required
+        return  # they were lost before
+    for replica_id, why in lost.items():
+        replica = change.state.replicas.get(replica_id)
+        if replica is not None and replica.suspect is None:
+            # Most often its process is dead: no push waits for it until it is heard again.
+            change.put_replica(replace(replica, suspicion=why.message))
+        in_place.abandon(change, transfer, [replica_id], why)
+    is_required = transfer.require_all and not transfer.required.isdisjoint(lost)
     may_go_on = transfer.loading or not is_required
     enough = 1 if transfer.loading else transfer.min_replicas
     if not may_go_on or len(survivors) < enough:
         abort.abort(change, transfer, failure)
     else:
-        _reform(change, transfer, group, survivors, replica_id, failure)
+        _reform(change, transfer, group, survivors, lost)
 
 
 def members_of(replicas: list[tuple[str, str, int]]) -> tuple[Member, ...]:
@@ -67,12 +77,13 @@ def _reform(
     transfer: Transfer,
     group: Group,
     survivors: list[Member],
-    lost: str,
-    failure: Failure,
+    lost: Mapping[str, Failure],
 ) -> None:
+    why = next(iter(lost.values())).message
+    who = ", ".join(lost)
     epoch = change.state.epoch + 1
     change.state = replace(change.state, epoch=epoch)
-    num_reforms = len(transfer.lost) + 1
+    num_reforms = len(transfer.lost) + len(lost)
     renewed = replace(
         group,
         group_id=f"{transfer.ids.group_id}.{num_reforms}",
@@ -87,19 +98,21 @@ def _reform(
         group_id=renewed.group_id,
         epoch=epoch,
         targets=tuple(m.replica_id for m in survivors),
-        lost=(*transfer.lost, lost),
-        losses={**transfer.losses, lost: failure},
+        lost=(*transfer.lost, *lost),
+        losses={**transfer.losses, **lost},
         prepare_sent=False,
         prepared={},
         staged={},
+        watch=Watch(),
+        holding=frozenset(),
         accusations={},
         judge_at=0.0,
     )
     change.put_group(renewed)
     change.put_transfer(transfer)
     change.emit(SaveEpoch(epoch), OpenGroup(renewed))
-    change.emit(SendReform(group.group_id, transfer.transfer_id, renewed, failure.message))
-    abort.close_group(change, group.group_id, f"going on without {lost}: {failure.message}")
+    change.emit(SendReform(group.group_id, transfer.transfer_id, renewed, why))
+    abort.close_group(change, group.group_id, f"going on without {who}: {why}")
     for member in renewed.members:
         replica = change.state.replicas[member.replica_id]
         change.emit(
@@ -111,12 +124,13 @@ def _reform(
                 member.first_rank,
             )
         )
-    _discard_at(change, transfer, change.state.replicas.get(lost))
+    for replica_id in lost:
+        _discard_at(change, transfer, change.state.replicas.get(replica_id))
     change.announce(
         "transfer_reformed",
         transfer.transfer_id,
-        f"{transfer.policy_version} goes on with {len(survivors)} replicas without {lost}, "
-        f"epoch {epoch}: {failure.message}",
+        f"{transfer.policy_version} goes on with {len(survivors)} replicas without {who}, "
+        f"epoch {epoch}: {why}",
     )
 
 

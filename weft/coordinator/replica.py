@@ -23,6 +23,22 @@ class Setback:
 
 
 @dataclass(frozen=True)
+class Suspicion:
+    """A thread of a replica stalled a transfer; it has not answered a probe since."""
+
+    why: str
+    secret: str = field(repr=False)
+    """Tokens of its probes are derived from it; never sent."""
+    probe_at: float
+    """When it may next be told to attend a probe."""
+    num_probes: int = 0
+    group_id: str = ""
+    """Of the newest probe."""
+    is_told: bool = False
+    """Whether it has taken the order to attend that."""
+
+
+@dataclass(frozen=True)
 class Withdrawn:
     """An operator's order that keeps a replica out of service; durable."""
 
@@ -55,6 +71,8 @@ class Replica:
     lost: bool = False
     suspicion: str = ""
     """Why it may be dead: a transfer lost it, and it was not heard of since."""
+    suspect: Suspicion | None = None
+    """Set while it takes no part in transfers, though its process is heard."""
     dirty_reason: str = ""
     """Why its engine may hold mixed weights: it stays out of service."""
     commit_failure: str = ""
@@ -65,6 +83,8 @@ class Replica:
     """When it may next be asked to drop versions."""
     announced: Standing | None = None
     """The standing that was last told to watchers."""
+    routed: bool = False
+    """Whether watchers of the routes see it."""
     retained: tuple[int, ...] = ()
     """Versions of the base that it holds a copy of, last used first."""
     setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)

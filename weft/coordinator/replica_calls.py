@@ -151,6 +151,7 @@ class ReplicaCaller:
             coordinator_generation=self._generation,
             trainer_id=call.group.trainer_id,
             group=group_to_proto(call.group, call.first_rank),
+            is_probe=call.group.is_probe,
         )
         failure = None
         try:

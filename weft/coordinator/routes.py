@@ -7,7 +7,6 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import RoutesChanged
 from weft.coordinator.replica import Replica
 from weft.coordinator.state import State
-from weft.coordinator.values import Standing
 
 
 def routes(state: State) -> list[Replica]:
@@ -32,6 +31,6 @@ def note_changes(before: State, change: Change) -> None:
 
 def _seen(replica: Replica | None) -> tuple[str, str, VersionVector] | None:
     """What a reader sees of a replica; None where it is not listed."""
-    if replica is None or replica.announced is not Standing.READY or not replica.http_url:
+    if replica is None or not replica.routed or not replica.http_url:
         return None
     return replica.http_url, replica.model_name, replica.vector

@@ -16,7 +16,7 @@ from weft.coordinator.commit import commit
 from weft.coordinator.effects import SendPrepare, SendStart
 from weft.coordinator.state import State
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import Failure, Phase
+from weft.coordinator.values import Errand, Failure, Phase
 
 JUDGE_AFTER_SECONDS = 0.5
 
@@ -91,6 +91,9 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
 def load_answered(change: Change, event: events.LoadAnswered) -> None:
     """A replica that cannot load in place, or cannot be told to, is lost to the push."""
     transfer = change.state.transfers.get(event.transfer_id)
+    if transfer and event.replica_id in transfer.holding:
+        holding = transfer.holding - {event.replica_id}
+        transfer = change.put_transfer(replace(transfer, holding=holding))
     if event.failure and transfer and transfer.uncommitted:
         why = f"{event.replica_id} does not load in place: {event.failure.message}"
         failure = Failure(event.failure.reason, why, {"member": event.replica_id})
@@ -186,4 +189,8 @@ def _deadline(state: State, transfer: Transfer) -> Failure:
         what, missing = "did not finish", everyone - frozenset(transfer.staged)
     names = list(dict.fromkeys(group.member_name(rank) for rank in sorted(missing)))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return Failure("DEADLINE", f"the push's time was up: {shown} {what}", {"member": shown})
+    longest = state.settings.max_transfer_seconds
+    why = "the push's time was up"
+    if transfer.errand is Errand.PUSH and transfer.deadline >= transfer.admitted_at + longest:
+        why = f"the push took longer than the coordinator's --max-transfer-seconds ({longest:g})"
+    return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})

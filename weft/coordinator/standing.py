@@ -21,7 +21,20 @@ def place(state: State, replica: Replica) -> Standing:
         return Standing.DRAINING
     if replica.replica_id in state.withdrawn:
         return Standing.CORDONED
+    if replica.suspect is not None:
+        return Standing.SUSPECT
     return Standing.PENDING_WEIGHTS if lacks(state, replica) else Standing.READY
+
+
+def is_routable(state: State, replica: Replica) -> bool:
+    """Whether requests may be sent to a replica: it serves what the pool serves. The engine
+    of a suspect answers like any other."""
+    match place(state, replica):
+        case Standing.READY:
+            return True
+        case Standing.SUSPECT:
+            return not lacks(state, replica)
+    return False
 
 
 def standing(state: State, replica: Replica) -> tuple[Standing, str]:
@@ -29,17 +42,21 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     if replica.lost or replica.suspicion:
         return Standing.LOST, replica.suspicion or "no heartbeat"
     order = state.withdrawn.get(replica.replica_id)
+    suspicion = replica.suspect.why if replica.suspect else ""
     if order and order.standing is Standing.QUARANTINED:
-        return Standing.QUARANTINED, _joined(_by_operator(order), replica.dirty_reason)
+        why = _joined(_by_operator(order), replica.dirty_reason, suspicion)
+        return Standing.QUARANTINED, why
     if replica.dirty_reason:
         repair = [f"it needs {v}{text}" for v in wants(state, replica)
                   if (text := outlook(state, replica, v))]  # fmt: skip
-        return Standing.QUARANTINED, "; ".join([replica.dirty_reason, *repair])
+        return Standing.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
     if replica.drain is not None:
         return Standing.DRAINING, replica.drain.reason
     missing = _missing(state, replica)
     if order:
-        return Standing.CORDONED, _joined(_by_operator(order), missing)
+        return Standing.CORDONED, _joined(_by_operator(order), suspicion, missing)
+    if suspicion:
+        return Standing.SUSPECT, _joined(suspicion, missing)
     return (Standing.PENDING_WEIGHTS, missing) if missing else (Standing.READY, "")
 
 

@@ -33,6 +33,12 @@ class Settings:
     """Between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
     """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    stall_seconds: float = 10.0
+    """How long a member of a transfer may owe the next step without a word."""
+    sender_stall_seconds: float = 60.0
+    """The same of a trainer, where another transfer waits for a replica that it holds."""
+    max_transfer_seconds: float = 3600.0
+    """Longest that a push may take once it is its turn."""
     clone_interruptions: int = 3
     """A clone that pushes have ended so often goes before them."""
     clone_patience_seconds: float = 60.0

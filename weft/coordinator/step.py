@@ -33,6 +33,8 @@ from weft.coordinator import (
     rollback,
     routes,
     staging,
+    stalls,
+    suspects,
     withdrawals,
 )
 from weft.coordinator.change import Change
@@ -76,7 +78,9 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.forgive_own_sleep(change)
             membership.find_lost(change)
             leases.expire_leases(change)
+            stalls.watch(change)
             staging.watch_deadlines(change)
+            suspects.probe(change)
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retire.retire(change)
@@ -112,8 +116,11 @@ def _apply(change: Change, event: events.Event) -> None:
             preflight.fit_checked(change, event)
         case events.RankAttends():
             staging.rank_attends(change, event)
+            suspects.rank_attends(change, event)
         case events.RankGone():
             staging.rank_gone(change, event)
+        case events.RanksHeard():
+            stalls.heard(change, event)
         case events.RankPrepared():
             staging.rank_prepared(change, event)
         case events.RankLoadDue():
@@ -123,7 +130,8 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.RankFailed():
             staging.rank_failed(change, event)
         case events.JoinAnswered():
-            admission.join_answered(change, event)
+            if not suspects.join_answered(change, event):
+                admission.join_answered(change, event)
         case events.LoadAnswered():
             staging.load_answered(change, event)
         case events.CommitAnswered():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.contract.names import PolicyVersion
+from weft.coordinator.progress import Watch
 from weft.coordinator.values import (
     AdapterSpec,
     ContentDigest,
@@ -40,6 +41,9 @@ class Group:
     backend: str
     members: tuple[Member, ...]
     attending: frozenset[int] = frozenset()
+    is_probe: bool = False
+    """Whether its receivers are only asked whether they answer (see suspects.py); then
+    nobody is rank 0."""
 
     @cached_property
     def size(self) -> int:
@@ -117,6 +121,12 @@ class Transfer:
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
+    holding: frozenset[str] = frozenset()
+    """Replicas of these that have not answered yet whether they hold requests still."""
+    watch: Watch = field(default_factory=Watch)
+    """What the ranks of this epoch say of their work."""
+    admitted_at: float = 0.0
+    """When it was its turn."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0

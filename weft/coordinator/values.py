@@ -36,6 +36,7 @@ class Standing(enum.IntEnum):
     QUARANTINED = 4
     DRAINING = 5
     CORDONED = 6
+    SUSPECT = 20
 
 
 class Phase(enum.IntEnum):

@@ -143,6 +143,7 @@ def transfer_to_proto(
         begin_time=timestamp_to_proto(state.wall(transfer.begin_at)),
         forming=duration_to_proto((started or end) - transfer.begin_at),
         layout_digest=transfer.layout.digest,
+        layout_digest_hex=transfer.layout.digest.hex(),
         epoch=transfer.epoch,
         pause=duration_to_proto(transfer.pause_seconds),
         lost_replica_ids=transfer.lost,
@@ -160,6 +161,7 @@ def transfer_to_proto(
         message.committing.CopyFrom(duration_to_proto(end - committed))
     if transfer.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(transfer.content_digest))
+        message.content_digest_hex = transfer.content_digest.value.hex()
     if transfer.failure:
         message.failure_reason = transfer.failure.reason
         message.failure_message = transfer.failure.message
@@ -181,6 +183,7 @@ def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Tra
         ),
         begin_time=timestamp_to_proto(record.create_time),
         layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
         serving_replica_ids=sorted(
             replica.replica_id
             for replica in state.replicas.values()
@@ -189,6 +192,7 @@ def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Tra
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
         message.total_bytes = record.content_digest.size_bytes
     if record.failure:
         message.failure_reason = record.failure.reason
@@ -204,11 +208,13 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
         trainer_id=record.trainer_id,
         transfer_id=record.transfer_id,
         layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
         create_time=timestamp_to_proto(record.create_time),
         trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else 0,
     )
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
     if record.commit_time:
         message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
     return message

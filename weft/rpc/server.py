@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_channelz.v1 import channelz  # type: ignore[import-untyped]
 from grpc_channelz.v1 import channelz_pb2 as _channelz_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
 
 from weft.contract.errors import NotReadyError
 from weft.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
 from weft.rpc.interceptor import ErrorInterceptor
+from weft.rpc.reflection import add_reflection
 
-REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
@@ -75,53 +73,11 @@ async def make_server(servicers: Sequence[Servicer]) -> WeftServer:
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     channelz.add_channelz_servicer(server)
     names = [s.name for s in servicers] + ["grpc.health.v1.Health", _CHANNELZ]
-    _add_reflection(server, names)
+    add_reflection(server, names)
     made = WeftServer(server, health)
     for name in ("", *(s.name for s in servicers)):
         await made.set_health(name, serving=True)
     return made
-
-
-def _add_reflection(server: grpc.aio.Server, names: list[str]) -> None:
-    """Register reflection as v1alpha and as v1: the messages are the same."""
-    _describe_reflection_v1()
-    names = [*names, reflection.SERVICE_NAME, REFLECTION_V1]
-    reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(names)
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    generic = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler})
-    server.add_generic_rpc_handlers((generic,))
-
-
-def _describe_reflection_v1() -> None:
-    """Put v1's file, which is v1alpha's but for its package, where it is looked up."""
-    pool = descriptor_pool.Default()
-    name = "grpc/reflection/v1/reflection.proto"
-    try:
-        pool.FindFileByName(name)
-    except KeyError:
-        text = reflection_pb2.DESCRIPTOR.serialized_pb
-        proto = descriptor_pb2.FileDescriptorProto.FromString(text)
-        _rename(proto)
-        proto.name = name
-        pool.AddSerializedFile(proto.SerializeToString())
-
-
-def _rename(proto: descriptor_pb2.FileDescriptorProto) -> None:
-    old, new = ".grpc.reflection.v1alpha.", ".grpc.reflection.v1."
-    proto.package = new.strip(".")
-    for message in proto.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = field.type_name.replace(old, new)
-    for service in proto.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(old, new)
-            method.output_type = method.output_type.replace(old, new)
 
 
 def bind(server: grpc.aio.Server, listen: str) -> int:

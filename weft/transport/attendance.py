@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -44,6 +45,8 @@ class Attendance:
         self._closing = False
         self._welcome = threading.Event()
         self._error: WeftError | None = None
+        #: ``time.monotonic()`` when the rank said something last.
+        self.sent_at = time.monotonic()
         hello = pb.Hello(credential=credential, rank=rank)
         self._queue.put_nowait(pb.AttendRequest(hello=hello))
         self._call = stub.Attend(self._requests())
@@ -67,6 +70,7 @@ class Attendance:
     def send(self, request: pb.AttendRequest) -> None:
         """Report; returns at once. Reports after the stream's end are dropped: the
         coordinator has taken the rank for dead by then."""
+        self.sent_at = time.monotonic()
         try:
             self._queue.put_nowait(request)
         except queue.Full:

@@ -60,6 +60,11 @@ class Work(Protocol):
 class Backend(Protocol):
     """One rank's membership of a group, as its library knows it."""
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether ``broadcast`` returns at once; else it blocks till all members take part
+        in it, or ``abort`` is called."""
+
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
         """Begin to send or receive; see ``SideGroup.broadcast``."""
 
@@ -137,6 +142,9 @@ class _Gloo:
         self._store = store  # the group holds its C++ half only
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
 
+    #: Threads of its own connect.
+    is_formed = True
+
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
@@ -199,12 +207,15 @@ class _Nccl:
             self._group: Any = group_class(store, rank, size, options)
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
+        self.is_formed = False
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         with torch.cuda.device(self._device):
-            return _NcclWork(self._group.broadcast([buffer], options))
+            work = _NcclWork(self._group.broadcast([buffer], options))
+        self.is_formed = True
+        return work
 
     def abort(self) -> None:
         with self._lock:

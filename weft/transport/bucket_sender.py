@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
 from weft.transport.membership import GroupTicket, Membership
+from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 
@@ -149,43 +151,54 @@ class BucketSender:
         operations: deque[Operation] = deque()
         for index in range(num_buckets):
             if len(operations) == num_buffers:
-                self._await_released(index - num_buffers + 1, deadline)
-                operations.popleft().wait(deadline)
+                self._await_released(index - num_buffers + 1, index, deadline)
+                sending = partial(self._say, pb.ACTIVITY_SENDING, index)
+                operations.popleft().wait(deadline, sending)
             if progress is not None:
                 progress(self._direction.num_released, num_buckets)
+            self._say(pb.ACTIVITY_PACKING, index)
             wire, digest = wire_bytes(index)
             if index == 0:
                 self._await_start(deadline)
             digests.append(digest)
             if index >= self._direction.first_bucket:
                 seconds = max(1.0, deadline - time.monotonic())
-                operations.append(self._membership.group.broadcast(wire, seconds))
+                forming = partial(self._say, pb.ACTIVITY_FORMING, index)
+                operations.append(self._membership.group.broadcast(wire, seconds, forming))
             else:
                 self._check_goes_on()
+        sending = partial(self._say, pb.ACTIVITY_SENDING, num_buckets)
         for operation in operations:
-            operation.wait(deadline)
-        self._await_released(num_buckets, deadline)
+            operation.wait(deadline, sending)
+        self._await_released(num_buckets, num_buckets, deadline)
         if progress is not None:
             progress(num_buckets, num_buckets)
         return digests
 
     def _await_start(self, deadline: float) -> None:
-        self._await(lambda: self._direction.started, deadline, "all receivers to be ready")
+        what = "all receivers to be ready"
+        self._await(lambda: self._direction.started, 0, deadline, what)
 
-    def _await_released(self, num_buckets: int, deadline: float) -> None:
+    def _await_released(self, num_buckets: int, num_sent: int, deadline: float) -> None:
         self._await(
             lambda: self._direction.num_released >= num_buckets,
+            num_sent,
             deadline,
             f"every receiver to verify bucket {num_buckets - 1}",
         )
 
-    def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
+    def _say(self, activity: pb.Activity.ValueType, num_sent: int) -> None:
+        self._membership.progress.say(activity, self._direction.transfer_id, num_sent)
+
+    def _await(self, ready: Callable[[], bool], num_sent: int, deadline: float, what: str) -> None:
         def woken() -> bool:
             return ready() or self._direction.error is not None or self._broken is not None
 
         with self._condition:
-            if not self._condition.wait_for(woken, max(0.0, deadline - time.monotonic())):
-                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+            while not self._condition.wait_for(woken, speaking_time(deadline)):
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+                self._say(pb.ACTIVITY_WAITING, num_sent)
             self._check_goes_on()
 
     def _check_goes_on(self) -> None:

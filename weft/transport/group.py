@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,6 +17,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.transport.backends import SENDER_RANK, Backend, Work, open_backend
+from weft.transport.speaking import SPEAK_SECONDS, speaking
 from weft.transport.store import GroupStore
 
 __all__ = ["SENDER_RANK", "Operation", "SideGroup", "num_parked_groups", "on_device", "window"]
@@ -46,8 +48,20 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
+def same_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What lets another thread go on in this one's CUDA stream."""
+    if device.type != "cuda":
+        return contextlib.nullcontext
+    stream = torch.cuda.current_stream(device)
+    return lambda: torch.cuda.stream(stream)
+
+
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _silent() -> None:
+    pass
 
 
 class Operation:
@@ -58,18 +72,23 @@ class Operation:
         self._work = work
         self._buffer = buffer
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, deadline: float, speak: Callable[[], None] = _silent) -> None:
         """Block until the bytes are sent or received.
 
         Args:
             deadline: ``time.monotonic()`` at which to give up.
+            speak: Called at least every ``SPEAK_SECONDS`` while it blocks.
 
         Raises:
             TransferTimeoutError: Not done by then; abort the group.
             PeerUnavailableError: The connection broke.
             WeftError: What ``SideGroup.abort`` was called with.
         """
-        ended = self._work.wait_until(deadline)
+        while not (ended := self._work.wait_until(min(deadline, time.monotonic() + SPEAK_SECONDS))):
+            self._group.check()
+            if time.monotonic() >= deadline:
+                break
+            speak()
         self._group.check()
         if not ended:
             raise TransferTimeoutError("a bucket was neither sent nor received before the deadline")
@@ -125,12 +144,21 @@ class SideGroup:
             backend, store, rank, size, host=host, device=device
         )
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Operation:
-        """Send (rank 0) or receive (others) a uint8 buffer; returns at once.
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        forming: Callable[[], None] = _silent,
+    ) -> Operation:
+        """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
+        first one of a backend that connects its members in it.
 
         Every rank must call it with the same number of bytes in the same order.
         The buffer must not be touched until the operation has ended; if it is
         abandoned, the backend may still use it for up to ``timeout_seconds``.
+
+        Args:
+            forming: Called at least every ``SPEAK_SECONDS`` while it connects.
 
         Raises:
             PeerUnavailableError: The group could not be formed.
@@ -142,7 +170,10 @@ class SideGroup:
         assert backend is not None  # ``check`` raises once it is closed
         # Outside the lock: forming may take long, and ``abort`` must get in meanwhile.
         try:
-            work = backend.broadcast(buffer, timeout_seconds)
+            if backend.is_formed:
+                work = backend.broadcast(buffer, timeout_seconds)
+            else:
+                work = self._form(backend, buffer, timeout_seconds, forming)
         except RuntimeError as error:
             self.check()
             raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
@@ -153,6 +184,27 @@ class SideGroup:
                 raise self._error
             self._in_flight.append(operation)
         return operation
+
+    def _form(
+        self,
+        backend: Backend,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        forming: Callable[[], None],
+    ) -> Work:
+        """The first broadcast, which waits inside the library for all members; on another
+        thread, with this one's stream, so that this one can speak and be aborted."""
+        with_stream = same_stream(buffer.device)
+
+        def first() -> Work:
+            with with_stream():
+                return backend.broadcast(buffer, timeout_seconds)
+
+        def speak() -> None:
+            self.check()
+            forming()
+
+        return speaking(first, speak)
 
     def check(self) -> None:
         """Raise what ``abort`` was called with, if it was."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
@@ -10,6 +11,7 @@ from weft.contract.manifest import Manifest
 from weft.rpc.manifest_codec import manifest_from_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import rendezvous_pb2 as pb
+from weft.v1 import types_pb2
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
 #: Layouts kept: one for the base and one for each of some adapters.
@@ -28,8 +30,12 @@ class ManifestCache:
         stub: RendezvousServiceStub,
         credential: pb.GroupCredential,
         timeout_seconds: float,
+        speak: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """The manifest, from memory or (blocking) from the coordinator.
+
+        Args:
+            speak: Called with each part that comes.
 
         Raises:
             NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
@@ -40,10 +46,18 @@ class ManifestCache:
             request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
             try:
                 responses = stub.GetManifest(request, timeout=timeout_seconds)
-                manifest = manifest_from_chunks(response.chunk for response in responses)
+                manifest = manifest_from_chunks(_spoken(responses, speak))
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from error
         self._kept[layout_digest] = manifest
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return manifest
+
+
+def _spoken(
+    responses: Iterable[pb.GetManifestResponse], speak: Callable[[], None]
+) -> Iterator[types_pb2.ManifestChunk]:
+    for response in responses:
+        speak()
+        yield response.chunk

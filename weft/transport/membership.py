@@ -12,6 +12,7 @@ from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.rpc.channel import open_channel
 from weft.transport.attendance import Attendance
 from weft.transport.group import CPU, SideGroup
+from weft.transport.progress import Progress
 from weft.transport.store import GroupStore
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
@@ -85,6 +86,7 @@ class Membership:
             on_message=on_message,
             on_closed=self._closed,
         )
+        self.progress = Progress(self.attendance)
 
     def leave(self) -> bool:
         """Close the stream, the group and the channel; blocks at most 10 s.

@@ -317,6 +317,8 @@ class Version(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     COMMIT_TIME_FIELD_NUMBER: _builtins.int
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -327,6 +329,10 @@ class Version(_message.Message):
     """SHA-256 of the layout it was sent in."""
     trained_on_base_version: _builtins.int
     """Version of the base that an adapter was trained on."""
+    layout_digest_hex: _builtins.str
+    """layout_digest in hexadecimal, as errors and logs show it."""
+    content_digest_hex: _builtins.str
+    """content_digest.value, likewise."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which."""
@@ -355,10 +361,12 @@ class Version(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         commit_time: _timestamp_pb2.Timestamp | None = ...,
         trained_on_base_version: _builtins.int = ...,
+        layout_digest_hex: _builtins.str = ...,
+        content_digest_hex: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "layout_digest", b"layout_digest", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

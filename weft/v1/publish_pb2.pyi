@@ -671,6 +671,8 @@ class Transfer(_message.Message):
     LOST_REPLICA_IDS_FIELD_NUMBER: _builtins.int
     SERVING_REPLICA_IDS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -691,6 +693,10 @@ class Transfer(_message.Message):
     """Layout it was sent in (SHA-256)."""
     epoch: _builtins.int
     """Membership it was carried out with."""
+    layout_digest_hex: _builtins.str
+    """layout_digest in hexadecimal, as errors and logs show it."""
+    content_digest_hex: _builtins.str
+    """content_digest.value, likewise."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -768,10 +774,12 @@ class Transfer(_message.Message):
         lost_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
         serving_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
         refusals: _abc.Iterable[Global___TransferRefusal] | None = ...,
+        layout_digest_hex: _builtins.str = ...,
+        content_digest_hex: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -452,7 +452,11 @@ class AdapterSpec(_message.Message):
     BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
-    """PEFT's adapter_config.json, verbatim; at most 64 KiB."""
+    """PEFT's adapter_config.json; at most 1 MiB. Its target_modules and
+    exclude_modules are lists, and the keys of its rank_pattern and alpha_pattern
+    names: of modules, or their ends from a "." on. Regular expressions are refused
+    with INVALID_ADAPTER: who has the model puts the names in their place.
+    """
     base_fingerprint: _builtins.str
     """Fingerprint of the base it fits (see Reference.fingerprint); empty when the
     trainer does not hold the base, then shapes alone are checked.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from weft.contract.adapter import MAX_CONFIG_BYTES, check_adapter
+from weft.contract.adapter import MAX_CONFIG_BYTES, check_adapter, named_value
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
 from weft.contract.reference import Reference
@@ -75,7 +75,9 @@ def replace(**changes):
         {},
         {"use_rslora": True},
         {"init_lora_weights": "gaussian"},
-        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": [*NAMES]},
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "exclude_modules": ["up_proj"]},
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 4}},
         {"alpha_pattern": {"q_proj": 4}},
         {"modules_to_save": None, "trainable_token_indices": None, "layer_replication": None},
     ],
@@ -207,3 +209,40 @@ def test_engine_without_lora():
 def test_configs_that_cannot_be_read(text, words):
     with pytest.raises(InvalidAdapterError, match=words):
         check_adapter(text, METAS, REFERENCE, CAPABILITIES)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"target_modules": "(.*.*)*x"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": "all-linear"},
+        {"exclude_modules": "(.*.*)*x"},
+        {"rank_pattern": {"(.*.*)*x": 8}},
+        {"rank_pattern": {"q_proj": 8, ".*v_proj": 8}},
+        {"alpha_pattern": {"^q_proj": 4}},
+        {"alpha_pattern": ["q_proj"]},
+    ],
+)
+def test_patterns_are_refused_and_never_matched(setting):
+    (name,) = setting
+    with pytest.raises(InvalidAdapterError, match=f"{name} has") as caught:
+        check(**setting)
+    assert caught.value.metadata["setting"] == name
+
+
+def test_names_are_compared_literally():
+    with pytest.raises(InvalidAdapterError, match=r"config targets 'model\.layers\.1"):
+        check(METAS[:4], target_modules=["self_attn.q_proj", "v_proj"])
+    check(METAS[:4], target_modules=[name.replace(".", "_") for name in NAMES])
+    metas = [m for n in NAMES for m in pair(n, 4 if "1.self_attn.q" in n else RANK)]
+    check(metas, rank_pattern={"1.self_attn.q_proj": 4})
+    with pytest.raises(InvalidAdapterError, match="has rank 4, the config says 8"):
+        check(metas, rank_pattern={"1_self_attn.q_proj": 4, "proj": 4})
+
+
+def test_of_two_names_the_first_counts():
+    values = {"q_proj": 1, "1.q_proj": 2, "x": 3}
+    assert named_value(values, "layers.1.q_proj", 0) == 1
+    assert named_value({"1.q_proj": 2, **values}, "layers.1.q_proj", 0) == 2
+    assert [named_value(values, name, 0) for name in ("x", "y.x", "yx", "")] == [3, 3, 0, 0]

@@ -17,6 +17,7 @@ import pytest
 from tests.unit.coordinator.conftest import write_schema_3
 from weft.contract.names import PolicyVersion
 from weft.coordinator.catalog import Catalog, CatalogError
+from weft.coordinator.catalog_wal import Dropped, find_dropped
 from weft.coordinator.effects import SaveEpoch, SavePolicy, SaveWithdrawn
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import Policy
@@ -217,3 +218,59 @@ def test_no_room_at_the_start(tmp_path: Path, room: int) -> None:
     assert known.read_bytes() == before
     Catalog.open(fresh).close()
     assert PolicyVersion("math", 3) in [r.version for r in _known(known)[5][1]]
+
+
+def _states(path: Path) -> list[int]:
+    """A catalog and its log as a coordinator that is killed leaves them; the epoch after
+    each transaction."""
+    catalog = Catalog.open(path)
+    catalog.apply([SaveEpoch(20)])
+    catalog._write.execute("PRAGMA wal_checkpoint(RESTART)")
+    epochs = [21, 22, 23, 24]
+    for epoch in epochs:
+        catalog.apply([SaveEpoch(epoch), SaveWithdrawn("r", Withdrawn(Standing.CORDONED, "x"))])
+    left = {p.name: p.read_bytes() for p in path.parent.iterdir()}
+    catalog.close()
+    for name, data in left.items():
+        (path.parent / name).write_bytes(data)
+    return epochs
+
+
+def test_a_log_that_is_whole_is_read(whole: Path) -> None:
+    *_, newest = _states(whole)
+    assert find_dropped(whole) == Dropped(0)
+    assert _known(whole)[0] == newest
+
+
+def test_damage_in_the_log_loses_no_transaction_in_silence(
+    whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    *_, before, newest = _states(whole)
+    log = whole.with_name(f"{whole.name}-wal")
+    files = {p: p.read_bytes() for p in (whole, log)}
+    rng, outcomes = random.Random(3), set()
+    for i in range(60):
+        for path, data in files.items():
+            path.write_bytes(data)
+        data = bytearray(files[log])
+        data[rng.randrange(32) if i % 6 == 0 else rng.randrange(len(data))] ^= 1 << i % 8
+        log.write_bytes(data)
+        caplog.clear()
+        try:
+            epoch = _known(whole)[0]
+        except CatalogError as error:
+            outcomes.add(error.reason)
+            assert log.read_bytes() == bytes(data)
+        else:
+            said = "is not whole and is dropped" in caplog.text
+            assert (epoch, said) in {(newest, False), (before, True)}
+            outcomes.add(epoch)
+    assert outcomes == {"CATALOG_DAMAGED", before}
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 40])
+def test_a_log_without_a_whole_frame_holds_nothing(whole: Path, size: int) -> None:
+    _states(whole)
+    log = whole.with_name(f"{whole.name}-wal")
+    log.write_bytes(log.read_bytes()[:size])
+    assert find_dropped(whole) == Dropped(0)

@@ -21,9 +21,9 @@ from weft.coordinator.values import Errand, Phase, Standing
 LARGE = replace(LAYOUT, num_buckets=8)
 
 
-def _served() -> Machine:
+def _served(**settings: float) -> Machine:
     """A pool of one that serves base@1 and math@1."""
-    m = Machine().pool("r0")
+    m = Machine(**settings).pool("r0")
     for policy in ("base", "math"):
         m.acquire(policy)
         m.run_to(Phase.COMMITTED, policy)
@@ -115,7 +115,7 @@ def test_a_clone_that_was_ended_three_times_goes_next() -> None:
 
 
 def test_a_clone_that_never_had_its_turn_goes_next_after_a_minute() -> None:
-    m = _served()
+    m = _served(stall_seconds=1e9)
     m.acquire("code")
     m.register("r1")
     m.do(events.Tick())

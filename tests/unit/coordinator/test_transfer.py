@@ -13,9 +13,9 @@ from weft.coordinator.membership import standing
 from weft.coordinator.values import Phase, Standing, VersionState
 
 
-def _pushing(phase: Phase, *replica_ids: str) -> tuple[Machine, int, int]:
+def _pushing(phase: Phase, *replica_ids: str, **settings: float) -> tuple[Machine, int, int]:
     """A machine, a push that has come so far, and somebody who awaits it."""
-    m = Machine().pool(*(replica_ids or ("r0", "r1")))
+    m = Machine(**settings).pool(*(replica_ids or ("r0", "r1")))
     m.acquire("math")
     ticket = m.run_to(phase)
     return m, ticket, m.await_end(ticket)
@@ -161,7 +161,7 @@ def test_a_replica_that_cannot_be_told_to_join_is_gone() -> None:
     ],
 )
 def test_a_deadline_names_who_is_missing(phase: Phase, prepared: bool, what: str) -> None:
-    m, ticket, waiter = _pushing(phase)
+    m, ticket, waiter = _pushing(phase, stall_seconds=1e9)
     if prepared and phase is Phase.FORMING:
         m.attend_all(ticket)
     m.pass_time(61)

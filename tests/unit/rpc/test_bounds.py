@@ -103,7 +103,7 @@ def test_texts_for_people_are_cut() -> None:
 
 def test_a_field_may_have_a_reason_of_its_own() -> None:
     page = inspect_pb2.ListVersionsRequest(page_token="9" * 5000)
-    config = types_pb2.AdapterSpec(config_json="{" * 70_000)
+    config = types_pb2.AdapterSpec(config_json="{" * 2**21)
     for message, reason in ((page, "INVALID_PAGE"), (config, "INVALID_ADAPTER")):
         with pytest.raises(WeftError) as refused:
             check(message)

@@ -1,0 +1,102 @@
+"""What the ranks of a transfer's group say of their work, and since when they owe it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+class Activity(enum.IntEnum):
+    """Numbers are those of ``weft.v1.Activity``."""
+
+    FORMING = 1
+    ALLOCATING = 2
+    WAITING = 3
+    VERIFYING = 4
+    LOADING = 5
+    PACKING = 6
+    SENDING = 7
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank said last; see ``weft.v1.Progress``."""
+
+    transfer_id: str
+    activity: int
+    bucket: int = 0
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        match self.activity:
+            case Activity.FORMING:
+                return "forming the group"
+            case Activity.ALLOCATING:
+                return f"allocating {self.done} of {self.total} bytes"
+            case Activity.WAITING:
+                return f"waiting for bucket {self.bucket}"
+            case Activity.VERIFYING:
+                return f"verifying bucket {self.bucket}"
+            case Activity.LOADING:
+                return f"loading bucket {self.bucket}"
+            case Activity.PACKING:
+                return f"packing bucket {self.bucket}"
+            case Activity.SENDING:
+                return f"sending bucket {self.bucket}"
+        return "working"
+
+
+@dataclass(frozen=True)
+class Debt:
+    """The next step of a transfer, which waits for one rank."""
+
+    step: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One epoch of a transfer as its ranks tell it; times as in ``state``."""
+
+    heard_at: Mapping[int, float] = field(default_factory=dict)
+    """When each rank last said what it does, or verified a bucket."""
+    words: Mapping[int, Word] = field(default_factory=dict)
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Buckets, from the first, that a receiver has reported."""
+    debts: Mapping[int, Debt] = field(default_factory=dict)
+
+    def heard(
+        self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
+    ) -> Watch:
+        """The same, once these were heard."""
+        return replace(
+            self,
+            heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
+            words={**self.words, **words},
+            num_verified={**self.num_verified, **num_verified},
+        )
+
+    def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
+        """The same, with what each rank owes now; a debt keeps its beginning."""
+        debts = {
+            rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
+            for rank, step in steps.items()
+        }
+        return self if debts == self.debts else replace(self, debts=debts)
+
+    def silence(self, rank: int, now: float) -> float:
+        """How long a rank has owed its step without a word; 0 if it owes nothing."""
+        debt = self.debts.get(rank)
+        return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
+
+    def forgiven(self, seconds: float) -> Watch:
+        """The same, where so much time did not count."""
+        return replace(
+            self,
+            heard_at={rank: at + seconds for rank, at in self.heard_at.items()},
+            debts={
+                rank: replace(debt, since=debt.since + seconds) for rank, debt in self.debts.items()
+            },
+        )
