@@ -1,8 +1,9 @@
 """What a replica costs while nobody asks it anything, beside plain vLLM.
 
-``weft rollout`` (registered, an adapter pushed, the trainer's side group up) and plain vLLM's
-server of the same model and settings run side by side; both are left alone for the same
-seconds, and the processor's time of all their processes is read from /proc.
+``weft rollout`` (in a pool, an adapter was pushed to it) and plain vLLM's server of the same
+model and settings run side by side; both are left alone for the same seconds, and the
+processor's time of all their processes is read from /proc. A trainer that is there, idle too,
+has a side group kept up: gloo's thread looks a hundred times a second.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,23 @@ _WINDOW_SECONDS = 5.0
 _NUM_WINDOWS = 5
 
 
-def compare(work: Path, coordinator: str, num_ranks: int) -> tuple[float, float, float]:
-    """Measure both; medians of windows.
+@dataclass(frozen=True)
+class Shares:
+    """The processor's seconds a second of all processes; medians of windows."""
+
+    plain: float
+    replica: float
+    attached: float
+    """Of the replica while a trainer's side group is kept up."""
+
+
+def compare(work: Path, coordinator: str, num_ranks: int) -> Shares:
+    """Measure both.
 
     Args:
         work: For logs and the model; reused if it is there.
         coordinator: HOST:PORT of one that runs.
         num_ranks: Tensor parallel size.
-
-    Returns:
-        The processor's seconds a second of plain vLLM and of the replica, and what the
-        latter is of the former.
     """
     from weft_cli.demo.main import _ENGINE_ARGS, _ENGINE_ENV
     from weft_cli.demo.tiny_model import make_model
@@ -63,14 +71,18 @@ def compare(work: Path, coordinator: str, num_ranks: int) -> tuple[float, float,
         )  # fmt: skip
         stack.callback(replica.stop)
         replica.line(lambda text: text.startswith("serving on "), _START_SECONDS)
-        publisher = stack.enter_context(
-            Publisher(coordinator, trainer_id=f"idle-{num_ranks}", progress=None)
-        )
-        publisher.push_adapter(_adapter(model), f"idle{num_ranks}")
-        time.sleep(_SETTLE_SECONDS)
-        shares = [_shares(plain.pid, replica.pid) for _ in range(_NUM_WINDOWS)]
-    of_plain, of_replica = (statistics.median(column) for column in zip(*shares, strict=True))
-    return of_plain, of_replica, of_replica / of_plain
+        with Publisher(coordinator, trainer_id=f"idle-{num_ranks}", progress=None) as publisher:
+            publisher.push_adapter(_adapter(model), f"idle{num_ranks}")
+            _, attached = _measure(plain.pid, replica.pid)
+        of_plain, of_replica = _measure(plain.pid, replica.pid)
+    return Shares(of_plain, of_replica, attached)
+
+
+def _measure(*sessions: int) -> list[float]:
+    """Of the processes of each session, once they have settled."""
+    time.sleep(_SETTLE_SECONDS)
+    windows = [_shares(*sessions) for _ in range(_NUM_WINDOWS)]
+    return [statistics.median(column) for column in zip(*windows, strict=True)]
 
 
 def _adapter(model: Path) -> Any:

@@ -241,12 +241,14 @@ def idle(work: Path, rows: Rows) -> None:
     """A replica that nobody asks anything, beside plain vLLM."""
     with _coordinator(work, "idle") as target:
         for num_ranks in (1, 2):
-            plain, replica, ratio = compare(work, target, num_ranks)
+            shares = compare(work, target, num_ranks)
+            plain, replica = shares.plain * 100, shares.replica * 100
             rows.add(
                 f"idle replica, {num_ranks} worker{'s' * (num_ranks > 1)}, beside plain vLLM",
-                f"{replica * 100:.2f} of {plain * 100:.2f} % of a core, ratio {ratio:.2f}",
+                f"{replica:.2f} of {plain:.2f} % of a core, ratio {replica / plain:.2f}",
                 "<= 1.10",
             )
+            rows.add("the same, a trainer's side group kept up", f"{shares.attached:.2%}", "-")
 
 
 _PARTS = {"adapter": adapter, "control": control_plane, "staging": staging, "idle": idle}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from rollout_side.vllm_engine.holdings_page import HoldingsWriter
 
 _log = logging.getLogger(__name__)
 
-#: How soon a change by another thread than the engine's (a bucket that came, a version that
-#: was spilled) is written. Looking costs some 20 microseconds.
-_LOOK_SECONDS = 0.25
+# How soon a change by another thread than the engine's (a version that was staged, or spilled)
+# is written: soon where something was done of late, else as often as it was once asked for.
+_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
+_ACTIVE_SECONDS = 5.0
 _STOP_SECONDS = 2.0
 
 
@@ -35,32 +37,47 @@ class HoldingsReport:
     ) -> None:
         self._writer, self._look, self._describe = writer, look, describe
         self._told: object = None
+        self._active_at = time.monotonic()
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-holdings", daemon=True)
 
     def start(self) -> None:
         """Write what is held now, and go on by itself."""
-        self.tell()
+        self._write_change()
         self._thread.start()
 
     def tell(self) -> None:
-        """Write what is held unless it was written; never raises."""
+        """Write what is held unless it was written, and look often for a while: what calls
+        this may have begun something. Never raises."""
+        self._write_change()
+        self._active_at = time.monotonic()
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; what was written last stays."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _write_change(self) -> None:
         try:
             with self._lock:
                 seen = self._look()
                 if seen != self._told:
                     # Seen before it is described: what changes between is told again.
                     self._writer.write(self._describe())
-                    self._told = seen
+                    self._told, self._active_at = seen, time.monotonic()
         except Exception:  # noqa: BLE001 (the edge of a thread, and of each worker method)
             _log.exception("what this worker holds cannot be told; it is tried again")
 
-    def close(self) -> None:
-        """End the thread; what was written last stays."""
-        self._closed.set()
-        self._thread.join(_STOP_SECONDS)
-
     def _run(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            self.tell()
+        while not self._closed:
+            self._wake.wait(self._pause_seconds())
+            self._wake.clear()
+            self._write_change()
+
+    def _pause_seconds(self) -> float:
+        is_active = time.monotonic() - self._active_at < _ACTIVE_SECONDS
+        return _LOOK_SECONDS if is_active else _IDLE_LOOK_SECONDS

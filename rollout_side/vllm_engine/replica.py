@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.gate import RequestGate
 from rollout_side.vllm_engine.holdings_page import HoldingsPage
@@ -35,7 +36,6 @@ _log = logging.getLogger(__name__)
 #: Between a request's last output and the engine's forgetting it there may be one
 #: more step; an adapter is dropped only after this long without a request.
 GRACE_SECONDS = 0.1
-_WATCH_SECONDS = 1.0
 _STOP_SECONDS = 15.0
 _NOTHING_DONE = (NotReadyError, DigestMismatchError)
 
@@ -131,7 +131,7 @@ class VllmReplica:
             PeerUnavailableError: The server did not start, or the engine has died.
         """
         await self.start_http()
-        while not await self._http.stopped(_WATCH_SECONDS):
+        while not await self._http.stopped(seconds_to_tick()):
             if not self.is_alive:
                 raise PeerUnavailableError(
                     "vLLM's engine has died; its log says why", metadata={"member": "engine"}
