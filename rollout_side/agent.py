@@ -60,6 +60,18 @@ class Agent:
         if generation < newest:
             raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
 
+    def check_incarnation(self, incarnation: str) -> None:
+        """Refuse an order that is meant for another process at this address.
+
+        Raises:
+            StaleEpochError: It names another one.
+        """
+        if incarnation not in ("", self.config.incarnation):
+            raise StaleEpochError(
+                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
+                f"{self.config.incarnation!r} by now"
+            )
+
     async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
         """Have the receivers join a side group."""
         if spec.is_probe:

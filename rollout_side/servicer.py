@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
 from rollout_side.serving import SpilledCopy
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import InvalidRequestError
+from weft.contract.errors import InvalidRequestError, WeftError
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -36,6 +37,15 @@ class ReplicaServicer(ReplicaServiceServicer):
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
+    @contextlib.contextmanager
+    def _signed(self) -> Iterator[None]:
+        """A refusal says which process refuses: it is certain only of this one."""
+        try:
+            yield
+        except WeftError as error:
+            error.metadata["incarnation"] = self._agent.config.incarnation
+            raise
+
     async def JoinGroup(  # noqa: N802
         self, request: pb.JoinGroupRequest, context: _Context
     ) -> pb.JoinGroupResponse:
@@ -51,13 +61,15 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.CommitTransferResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        times = await agent.serving.commit(
-            request.transfer_id,
-            version_from_proto(request.version),
-            request.adapter.config_json,
-            request.content_digest.value,
-            request.alias,
-        )
+        agent.check_incarnation(request.incarnation)
+        with self._signed():
+            times = await agent.serving.commit(
+                request.transfer_id,
+                version_from_proto(request.version),
+                request.adapter.config_json,
+                request.content_digest.value,
+                request.alias,
+            )
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -82,6 +94,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
         spilled = None
         if request.HasField("spilled"):
             spilled = SpilledCopy(
@@ -91,7 +104,8 @@ class ReplicaServicer(ReplicaServiceServicer):
                 layout_digest=request.spilled.layout_digest,
                 alias=request.spilled.alias,
             )
-        times = await agent.serving.switch(version_from_proto(request.version), spilled)
+        with self._signed():
+            times = await agent.serving.switch(version_from_proto(request.version), spilled)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -153,8 +167,12 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
         self._agent.check_generation(request.coordinator_generation)
-        await self._agent.serving.discard(request.transfer_id)
-        return pb.DiscardTransferResponse()
+        agent = self._agent
+        await agent.serving.discard(request.transfer_id)
+        return pb.DiscardTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            incarnation=agent.config.incarnation,
+        )
 
     async def RetireVersions(  # noqa: N802
         self, request: pb.RetireVersionsRequest, context: _Context

@@ -112,14 +112,15 @@ class Serving:
             return SwitchTimes()
         if transfer_id in self._failed:
             raise NotReadyError(f"{version} failed to load here before; push it again")
-        if version.policy == BASE_POLICY:
-            load = self._engine.apply_base(transfer_id, version, content_digest)
-            times = await self._load_base(version, load, transfer_id)
-            await self._look_at_memory()
-        else:
-            times = await self._load_adapter(
-                version, transfer_id, config_json, content_digest, alias
-            )
+        with self._noting_refusal(transfer_id):
+            if version.policy == BASE_POLICY:
+                load = self._engine.apply_base(transfer_id, version, content_digest)
+                times = await self._load_base(version, load, transfer_id)
+                await self._look_at_memory()
+            else:
+                times = await self._load_adapter(
+                    version, transfer_id, config_json, content_digest, alias
+                )
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -152,10 +153,9 @@ class Serving:
         _log.info("loading %s in place; requests wait", version)
 
     async def discard(self, transfer_id: str) -> None:
-        """Drop what was staged for a transfer, and end its loading in place."""
-        if not self._engine.capabilities.loads_in_place:
-            await self._engine.discard(transfer_id)
-            return
+        """Drop what was staged for a transfer, and end its loading in place. In turn with
+        the orders to switch: once it returns, ``vector`` says whether one was of this
+        transfer, and no later one finds anything."""
         await self._in_turn(self._discard(transfer_id))
 
     async def _discard(self, transfer_id: str) -> None:
@@ -262,6 +262,16 @@ class Serving:
             yield
         except LoadFailedError:
             if transfer_id:
+                self._failed.append(transfer_id)
+            raise
+
+    @contextmanager
+    def _noting_refusal(self, transfer_id: str) -> Iterator[None]:
+        """What was refused once is refused again: the coordinator counts on it."""
+        try:
+            yield
+        except WeftError as error:
+            if error.reason != "TRANSFER_UNDER_WAY" and transfer_id not in self._failed:
                 self._failed.append(transfer_id)
             raise
 

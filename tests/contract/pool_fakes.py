@@ -12,7 +12,7 @@ import grpc
 
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import LoadFailedError, WeftError
+from weft.contract.errors import LoadFailedError, WeftError, error_from_reason
 from weft.contract.manifest import Manifest
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
@@ -223,7 +223,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("commit")
         await self.commit_gate.wait()
         if self.commit_error:
-            raise self.commit_error
+            raise self._signed(self.commit_error)
         version = version_from_proto(request.version)
         if version.policy == "base":
             self.vector = self.vector.with_base(version.version)
@@ -247,7 +247,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("switch")
         self.switches.append(request)
         if self.commit_error:
-            raise self.commit_error
+            raise self._signed(self.commit_error)
         version = version_from_proto(request.version)
         if version.policy == "base":
             self.vector = self.vector.with_base(version.version)
@@ -259,9 +259,16 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             retained_base_versions=self.retained,
         )
 
+    def _signed(self, error: WeftError) -> WeftError:
+        """Refused by this process, as replicas say."""
+        metadata = {**error.metadata, "incarnation": self.incarnation}
+        return error_from_reason(error.reason, error.message, metadata)
+
     async def DiscardTransfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("discard")
-        return replica_pb2.DiscardTransferResponse()
+        return replica_pb2.DiscardTransferResponse(
+            version_vector=vector_to_proto(self.vector), incarnation=self.incarnation
+        )
 
     async def RetireVersions(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("retire")

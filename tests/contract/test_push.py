@@ -10,7 +10,13 @@ import pytest
 from tests.contract.conftest import Pool
 from tests.contract.pool_fakes import BASE_MANIFEST, LEFT_DIRTY, LOAD_FAILED
 from trainer_side.outcome import missing_replicas
-from weft.contract.errors import CapacityError, WeftError
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    InvalidNameError,
+    NotReadyError,
+    WeftError,
+)
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2, publish_pb2
@@ -296,7 +302,7 @@ async def test_when_none_can_load_the_trainer_is_told_and_the_pool_goes_on(pool:
     assert await replica.heartbeat()
     listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
     assert [v.state for v in listed.versions] == [
-        inspect_pb2.VERSION_STATE_ABORTED,
+        inspect_pb2.VERSION_STATE_FAILED,
         inspect_pb2.VERSION_STATE_COMMITTED,
     ]
     replica.commit_error = None
@@ -314,6 +320,84 @@ async def test_a_switch_that_takes_too_long_is_not_waited_for(pool: Pool) -> Non
 
 
 # -- restarts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["math", "base"])
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        NotReadyError("nothing is staged"),
+        InvalidNameError("'math' is the name of the base model here"),
+        DigestMismatchError("other bytes are staged"),
+        CapacityError("no memory"),
+    ],
+    ids=lambda error: error.reason,
+)
+async def test_what_every_replica_refuses_has_failed(
+    pool: Pool, policy: str, refusal: WeftError
+) -> None:
+    replicas = [await pool.replica(f"r{i}") for i in range(2)]
+    trainer = await pool.trainer(policy=policy)
+    await trainer.push()
+    for replica in replicas:
+        replica.commit_error = refusal
+    begun = await trainer.begin()
+    await trainer.send(begun)
+    for _ in range(2):  # idempotent
+        error = await _fails(trainer.wait(begun.transfer_id))
+        assert error.reason == "LOAD_FAILED"
+        assert error.metadata["cause"] == refusal.reason
+        assert error.metadata["withdrawn"] == "true"
+        assert f"{refusal.message} [{refusal.reason}]" in error.message
+    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy=policy))
+    failed, before = listed.versions
+    assert failed.state == inspect_pb2.VERSION_STATE_FAILED
+    assert (failed.failure_reason, failed.failure_message) == (error.reason, error.message)
+    assert before.state == inspect_pb2.VERSION_STATE_COMMITTED
+    assert not before.failure_reason
+    pooled = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    (served,) = [p.served_version for p in pooled.policies if p.policy == policy]
+    assert served == 1
+    assert {r.state for r in pooled.replicas} == {inspect_pb2.REPLICA_STATE_READY}
+    abort = publish_pb2.AbortTransferRequest(
+        transfer_id=begun.transfer_id, fencing_token=trainer.token
+    )
+    await trainer.stub.AbortTransfer(abort)
+    for replica in replicas:
+        replica.commit_error = None
+    assert (await trainer.push()).version.version == 3
+
+
+async def test_what_may_be_served_is_withdrawn_when_every_target_has_reported(pool: Pool) -> None:
+    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.4)
+    replicas = [await pool.replica(f"r{i}") for i in range(2)]
+    trainer = await pool.trainer()
+    await trainer.push()
+    replicas[0].commit_error = LOAD_FAILED
+    replicas[1].commit_gate.clear()
+    pushing = asyncio.create_task(trainer.push())
+    while not pushing.done():
+        await replicas[0].heartbeat()
+        await asyncio.sleep(0.05)
+    error = await _fails(pushing)
+    assert error.metadata["withdrawn"] == "false"
+
+    async def states() -> list[int]:
+        listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
+        return [version.state for version in listed.versions]
+
+    assert await states() == [inspect_pb2.VERSION_STATE_COMMITTED] * 2
+    await replicas[1].register()  # the same process: its order may still be carried out
+    async with asyncio.timeout(10):
+        while await states() != [
+            inspect_pb2.VERSION_STATE_FAILED,
+            inspect_pb2.VERSION_STATE_COMMITTED,
+        ]:
+            await asyncio.gather(*(replica.heartbeat() for replica in replicas))
+            await asyncio.sleep(0.05)
+    assert "discard" in replicas[1].calls
+    assert await replicas[1].heartbeat()
+    replicas[1].commit_gate.set()
 
 
 async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:

@@ -279,3 +279,60 @@ async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert "asked again each second" in caplog.text
+
+
+async def test_a_refusal_is_signed_and_what_was_refused_once_is_refused_again(
+    served: Served,
+) -> None:
+    commit = replica_pb2.CommitTransferRequest(
+        transfer_id=served.stage("math@1"),
+        version=types_pb2.PolicyVersion(policy="math", version=1),
+        content_digest=types_pb2.ContentDigest(value=b"other"),
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.CommitTransfer(commit)
+    error = error_from_rpc(refused.value)
+    assert error.reason == "DIGEST_MISMATCH"
+    assert error.metadata["incarnation"] == served.agent.config.incarnation
+    commit.content_digest.value = b"math@1"
+    assert await _refused(served.stub.CommitTransfer(commit)) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert not served.agent.serving.vector.adapters
+
+
+async def test_orders_for_another_process_are_fenced(served: Served) -> None:
+    commit = replica_pb2.CommitTransferRequest(
+        transfer_id=served.stage("base@1"), version=BASE_1, incarnation="the former one"
+    )
+    assert await _refused(served.stub.CommitTransfer(commit)) == "ABORTED/EPOCH_FENCED"
+    switch = _switch("base", 1)
+    switch.incarnation = "the former one"
+    assert await _refused(served.stub.SwitchVersion(switch)) == "ABORTED/EPOCH_FENCED"
+    mine = await served.commit("base@2", incarnation=served.agent.config.incarnation)
+    assert vector_from_proto(mine.version_vector).base == 2
+
+
+async def test_a_discard_waits_for_its_turn_and_says_what_is_served(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a commit that is under way could be served after its transfer was discarded."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    load_adapter = served.engine.load_adapter
+
+    async def slow(*args: Any) -> Any:
+        begun.set()
+        await go_on.wait()
+        return await load_adapter(*args)
+
+    monkeypatch.setattr(served.engine, "load_adapter", slow)
+    committing = asyncio.create_task(served.commit("math@1"))
+    await begun.wait()
+    request = replica_pb2.DiscardTransferRequest(transfer_id="t-math@1")
+    assert await _refused(served.stub.DiscardTransfer(request, timeout=0.2)) == (
+        "DEADLINE_EXCEEDED/DEADLINE"
+    )
+    discarding = asyncio.ensure_future(served.stub.DiscardTransfer(request))
+    go_on.set()
+    answer = await discarding
+    assert vector_from_proto(answer.version_vector).adapters == {"math": AdapterVersions((1,), 1)}
+    assert answer.incarnation == served.agent.config.incarnation
+    await committing

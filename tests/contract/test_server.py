@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,13 +30,21 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft.coordinator.catalog import CatalogError
+from weft.coordinator.catalog import Catalog, CatalogError
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
 from weft.rpc.channel import open_aio_channel, open_channel
 from weft.rpc.server import Servicer, bind, make_server
 from weft.rpc.status import error_from_rpc, status_from_error
-from weft.v1 import inspect_pb2, inspect_pb2_grpc, registry_pb2, registry_pb2_grpc
+from weft.v1 import (
+    inspect_pb2,
+    inspect_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    types_pb2,
+)
 
 _SERVICES = [
     "weft.v1.AdminService",
@@ -295,3 +304,43 @@ def test_serve_stops_in_order_when_told(catalog_path: Path, number: signal.Signa
         assert child.wait(5) == 0
         with pytest.raises(grpc.RpcError):
             next(watch)
+
+
+def test_a_disk_that_fills_up_ends_it_in_one_line_and_keeps_what_was_answered(
+    catalog_path: Path,
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
+         "--catalog", str(catalog_path), "--log-level", "warning"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    target = child.stdout.readline().split()[-1]
+    room = 20_000 + catalog_path.with_name(f"{catalog_path.name}-wal").stat().st_size
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (room, room))
+    answered = []
+    with open_channel(target) as channel:
+        stub = publish_pb2_grpc.PublishServiceStub(channel)
+
+        def acquire_until_refused() -> None:
+            while True:
+                name = f"p{len(answered)}"
+                kind = types_pb2.POLICY_KIND_ADAPTER
+                request = publish_pb2.AcquirePolicyRequest(
+                    trainer_id="t", session_id="s", policy=name, kind=kind
+                )
+                stub.AcquirePolicy(request, timeout=10)
+                answered.append(name)
+
+        with pytest.raises(grpc.RpcError) as refused:
+            acquire_until_refused()
+    assert error_from_rpc(refused.value).reason == "COORDINATOR_AWAY"
+    _, said = child.communicate(timeout=10)
+    assert child.returncode == 1
+    line = "".join(said.split())  # folded to the terminal's width
+    assert line.startswith(f"error:thecatalog{catalog_path}cannotbewritten:thediskisfull")
+    assert line.endswith("(CATALOG_UNWRITABLE)")
+    catalog = Catalog.open(catalog_path)
+    known = {policy.name for policy in catalog.snapshot().policies}
+    catalog.close()
+    assert known == {*answered} != set()

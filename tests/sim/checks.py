@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
+from tests.sim.stall_checks import StallChecks
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.coordinator import effects, events
 from weft.coordinator.in_place import is_loading
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 _NEXT_STATES = {
     VersionState.STAGING: {VersionState.COMMITTED, VersionState.ABORTED},
-    VersionState.COMMITTED: {VersionState.ABORTED},
+    VersionState.COMMITTED: {VersionState.FAILED},
     VersionState.ABORTED: set[VersionState](),
     VersionState.RETIRED: set[VersionState](),
+    VersionState.FAILED: set[VersionState](),
 }
 _HELD = (VersionState.COMMITTED, VersionState.RETIRED)
 #: How late the coordinator may be: a tick, and a slow disk twice.
@@ -41,6 +43,7 @@ class Checks:
         self._world = world
         self.leases = LeaseChecks(world)
         self.orders = OperatorChecks(world)
+        self.stalls = StallChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
@@ -97,6 +100,7 @@ class Checks:
                 fail(f"groups pile up: {names}")
         if isinstance(event, events.Tick):
             self._check_deadlines(state)
+            self.stalls.ticked(state)
         self.orders.stepped(before, event, state)
 
     def _decided(self, state: State, save: effects.SaveVersion) -> None:
@@ -257,6 +261,10 @@ class Checks:
                     fail(f"last_version of {policy.name} shrank to {policy.last_version}")
                 self._newest[policy.name] = policy.last_version
                 served = self._served.setdefault(policy.name, [0])
+                if policy.served_version not in served and policy.served_version != (
+                    policy.last_version
+                ):
+                    fail(f"{policy.name} goes back to {policy.served_version}, never served")
                 if served[-1] != policy.served_version:
                     served.append(policy.served_version)
             elif isinstance(save, effects.SaveCommitted):
@@ -308,11 +316,19 @@ class Checks:
             fail(f"{version} is not the newest of its policy")
         if record.state is VersionState.ABORTED and version in self._ever_served:
             fail(f"{version} is aborted and was served")
+        if record.state is VersionState.FAILED:
+            self._failed(version)
         if record.state is VersionState.COMMITTED:
             if record.content_digest is None:
                 fail(f"{version} was committed without a digest")
             else:
                 self._committed(version, record.transfer_id, record.content_digest)
+
+    def _failed(self, version: PolicyVersion) -> None:
+        """It is withdrawn: nobody serves it, and nobody will (see ``loaded``)."""
+        for replica in self._world.replicas.values():
+            if replica.alive and replica.vector.holds(version):
+                fail(f"{version} has failed and {replica.name} serves it")
 
     def _committed(self, version: PolicyVersion, transfer_id: str, digest: ContentDigest) -> None:
         if self._digests.setdefault(version, digest) != digest:
@@ -401,8 +417,10 @@ class Checks:
         shown = push.version or push.policy
         world.trace(trainer.name, f"pushed {shown}: {push.error or 'committed'}")
         late = world.clock.now - push.deadline
-        if late > _SLACK_SECONDS and trainer.frozen_until + _SLACK_SECONDS < world.clock.now:
+        awake_at = max(trainer.frozen_until, trainer.worker.frozen_until)
+        if late > _SLACK_SECONDS and awake_at + _SLACK_SECONDS < world.clock.now:
             fail(f"the push of {shown} ended {late:.1f} s after its deadline")
+        self.stalls.push_ended(push)
         if push.error is None:
             record = world.catalog.versions.get(push.version) if push.version else None
             if record is None or record.state not in _HELD:

@@ -79,7 +79,7 @@ class Process:
         self.clock = clock
         self.name = name
         self.alive = True
-        self.frozen_until = 0.0
+        self.frozen_until = self.frozen_since = 0.0
         self.tasks: set[_Task] = set()
         #: What others see of its end; called once, at the crash.
         self.at_crash: dict[object, Callable[[], object]] = {}
@@ -90,6 +90,17 @@ class Process:
         self.tasks.add(task)
         task.step(None, None)
         return task.done
+
+    def freeze(self, seconds: float) -> None:
+        """Let no task of it go on for so long."""
+        if self.frozen_until <= self.clock.now:
+            self.frozen_since = self.clock.now
+        self.frozen_until = max(self.frozen_until, self.clock.now + seconds)
+
+    def frozen_for(self) -> float:
+        """How long it has been frozen by now."""
+        is_frozen = self.alive and self.frozen_until > self.clock.now
+        return self.clock.now - self.frozen_since if is_frozen else 0.0
 
     def crash(self) -> None:
         """End it at once."""

@@ -59,6 +59,8 @@ class SimCoordinator(Process):
 
     def _tick(self) -> Any:
         while True:
+            for heard in self.rooms.take_progress():
+                self.post(heard)
             self.post(events.Tick())
             yield TICK_SECONDS
 
@@ -144,7 +146,9 @@ class SimCoordinator(Process):
                     "discard",
                     effect,
                     lambda v, f: (
-                        None if f else events.DiscardAnswered(effect.replica_id, effect.transfer_id)
+                        None
+                        if f
+                        else events.DiscardAnswered(effect.replica_id, effect.transfer_id, *v)
                     ),
                 )
             case effects.CallRetire():
@@ -346,7 +350,7 @@ class SimCoordinator(Process):
         record = self._forgotten(args["transfer_id"])
         if record is None:
             return events.AbortTransfer(**args, message="gave up")
-        if record.state is not VersionState.ABORTED:
+        if record.state not in (VersionState.ABORTED, VersionState.FAILED):
             raise already_committed(str(record.version))
         return None
 

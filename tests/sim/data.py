@@ -32,6 +32,9 @@ LAYOUTS = {layout.digest: layout for layout in (ADAPTER_LAYOUT, BASE_LAYOUT)}
 #: Buckets that a sender keeps.
 NUM_BUFFERS = 2
 
+#: A thread that works or waits speaks so often.
+SPEAK_SECONDS = 1.0
+
 
 def layout_of(policy: str) -> Layout:
     """What a policy's versions look like."""

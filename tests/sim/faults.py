@@ -27,7 +27,7 @@ class Faults:
         network.slow = maybe(0.1)
         world.corruption = maybe(0.3)
         world.clean_failure, world.dirty_failure = maybe(0.3), maybe(0.2)
-        world.slow_disk = maybe(0.2)
+        world.slow_disk, world.refusals = maybe(0.2), maybe(0.4)
         kinds: list[Callable[[], None]] = [
             self._crash_replica,
             self._crash_trainer,
@@ -36,6 +36,8 @@ class Faults:
             self._break_stream,
             self._freeze_trainer,
             self._freeze_replica,
+            self._hang_worker,
+            self._hang_trainer,
             self._leave,
         ]
         self._kinds = [kind for kind in kinds if random.random() < 0.4]
@@ -58,7 +60,8 @@ class Faults:
         world = self.world
         world.network.heal()
         world.network.loss = world.network.repeat = world.network.slow = 0.0
-        world.corruption = world.clean_failure = world.dirty_failure = world.slow_disk = 0.0
+        world.corruption = world.clean_failure = world.dirty_failure = 0.0
+        world.slow_disk = world.refusals = 0.0
         self._restart_coordinator()
         self.repair_replicas()
         for name in list(world.trainers):
@@ -135,8 +138,19 @@ class Faults:
         self._freeze(replica, self.world.random.choice([0.5, 2.0, 4.0]))
 
     def _freeze(self, process: Process, seconds: float) -> None:
-        process.frozen_until = max(process.frozen_until, self.world.clock.now + seconds)
+        process.freeze(seconds)
         self.world.trace(process.name, f"freezes for {seconds} s")
+
+    def _hang_worker(self) -> None:
+        """Its process goes on beating."""
+        replica = self.world.random.choice(list(self.world.replicas.values()))
+        replica.takes_no_orders = self.world.random.random() < 0.3
+        self._freeze(replica.worker, self.world.random.choice([1.0, 5.0, 20.0, 40.0]))
+
+    def _hang_trainer(self) -> None:
+        """It goes on renewing its leases."""
+        trainer = self.world.random.choice(list(self.world.trainers.values()))
+        self._freeze(trainer.worker, self.world.random.choice([5.0, 15.0, 40.0]))
 
     def _leave(self) -> None:
         replica = self.world.random.choice(list(self.world.replicas.values()))

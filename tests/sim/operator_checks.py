@@ -23,8 +23,10 @@ _CHANGES = (Errand.PUSH, Errand.ROLLBACK)
 
 
 def out_of_transfers(state: State, replica: Replica) -> bool:
-    """Whether nothing new is brought to a replica: it drains, or is quarantined by order."""
-    return replica.drain is not None or state.is_quarantined(replica.replica_id)
+    """Whether nothing new is brought to a replica: it drains, is suspect, or is quarantined by
+    order."""
+    is_free = replica.drain is None and replica.suspect is None
+    return not is_free or state.is_quarantined(replica.replica_id)
 
 
 class OperatorChecks:

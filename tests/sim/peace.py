@@ -42,6 +42,7 @@ def left_over(world: World) -> Iterator[str]:
             (name, ids) for name, r in world.replicas.items() if (ids := r.store.transfer_ids())
         ],
         "orders to discard": dict(state.discards),
+        "commits that nobody serves": list(state.unserved),
     }
     for what, things in left.items():
         if things:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, any_of
-from tests.sim.data import digest_over
+from tests.sim.data import SPEAK_SECONDS, digest_over
 from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Transfers whose bytes a receiver has room for.
 _STAGING_ROOM = 8
-_HAND_OVER_SECONDS = 10.0
+_FOREVER = 1e6
 
 
 class Receiver:
@@ -49,7 +49,7 @@ class Receiver:
         self._prepared: tuple[Transfer, Partial] | None = None
         self._deadline = 0.0
         self.ended = Future()
-        replica.spawn(self._run()).then(lambda _: self.ended.set())
+        replica.worker.spawn(self._run()).then(lambda _: self.ended.set())
 
     def leave(self) -> None:
         """End soon."""
@@ -71,12 +71,12 @@ class Receiver:
 
     def _run(self) -> Generator[Any, Any, None]:
         yield self.world.network.delay()
-        if self._former is not None:
+        while self._former is not None and self.open:
             # It hands over what it has verified of a transfer that goes on here.
-            with contextlib.suppress(TransferTimeoutError):
-                late = TransferTimeoutError("it hangs")
-                yield any_of(self.world.clock, _HAND_OVER_SECONDS, self._former.ended, late=late)
-            self._former = None
+            with contextlib.suppress(TransferAbortedError):
+                late, ended = TransferTimeoutError("it hangs"), self._former.ended
+                yield any_of(self.world.clock, _FOREVER, ended, self._aborted, late=late)
+                self._former = self._former._former
         if not self.open:
             return
         self.stream = self.world.attend(
@@ -163,11 +163,32 @@ class Receiver:
         yield any_of(self.world.clock, left, opened, self._aborted, late=late)
 
     def _await_loaded(self, transfer: Transfer) -> Generator[Any, Any, None]:
+        assert self.stream is not None
         yield from self._await_loading(transfer)
         outcome = self.world.load_outcome()
-        yield self.world.random.uniform(0.001, outcome.seconds)
+        seconds = self.world.random.uniform(0.001, outcome.seconds)
+        while seconds > 0:
+            yield min(seconds, SPEAK_SECONDS)
+            seconds -= SPEAK_SECONDS
+            self.stream.up(("progress", transfer.transfer_id))
         if outcome.failure:
             raise LoadFailedError("the engine broke", metadata={"dirty": "true"})
+
+    def _wait_speaking(
+        self, transfer: Transfer, seconds: float, *futures: Future, late: WeftError
+    ) -> Generator[Any, Any, Any]:
+        """As ``any_of``; says what it waits for."""
+        assert self.stream is not None
+        first = any_of(self.world.clock, seconds, *futures, late=late)
+        pause = TransferTimeoutError("it speaks")
+        while not first.done:
+            try:
+                yield any_of(self.world.clock, SPEAK_SECONDS, first, late=pause)
+            except TransferTimeoutError as error:
+                if error is not pause:
+                    raise
+                self.stream.up(("progress", transfer.transfer_id))
+        return (yield first)
 
     def _receive_buckets(
         self, transfer: Transfer, contents: list[bytes]
@@ -184,15 +205,17 @@ class Receiver:
             if self._in_place(transfer) and len(contents) >= AHEAD:
                 yield from self._await_loading(transfer)
             arrives, left = data.operation(number), self._deadline - world.clock.now
-            bucket, content = yield any_of(
-                world.clock, left, arrives, data.broken, self._aborted, late=late
+            bucket, content = yield from self._wait_speaking(
+                transfer, left, arrives, data.broken, self._aborted, late=late
             )
             yield world.random.uniform(0.001, 0.05)
             if not world.network.connected(self.replica.name, sender):
                 if world.random.random() < 0.5:
                     raise PeerUnavailableError("the connection broke")
                 left = self._deadline - world.clock.now
-                yield any_of(world.clock, left, data.broken, self._aborted, late=late)
+                yield from self._wait_speaking(
+                    transfer, left, data.broken, self._aborted, late=late
+                )
             if world.random.random() < world.corruption / 3:
                 if world.random.random() < 0.5:
                     raise DigestMismatchError("a bucket's digest is not that of its trailer")

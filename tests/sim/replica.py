@@ -64,6 +64,10 @@ class SimReplica(Process):
         self.served: dict[PolicyVersion, ContentDigest] = {}
         self.store = Store(kind.num_receivers, kind.retain_base)
         self.in_place = InPlace(self)
+        #: The threads that receive and send, which may hang while the process beats.
+        self.worker = Process(world.clock, f"{name}'s worker")
+        self.takes_no_orders = False
+        self._probe: Group | None = None
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
@@ -78,6 +82,11 @@ class SimReplica(Process):
         self._clones: set[str] = set()
         self.spawn(self._stay_registered())
         self.spawn(self._look_after_memory())
+
+    def crash(self) -> None:
+        """End it at once."""
+        self.worker.crash()
+        super().crash()
 
     def _look_at_memory(self) -> None:
         bases = tuple(base.version.version for base in self.store.bases)
@@ -159,18 +168,19 @@ class SimReplica(Process):
             future.set(error=StaleEpochError("an older coordinator"))
             return future, None
         order = args["order"]
+        to_switch = isinstance(order, effects.CallCommit | effects.CallSwitch)
+        if to_switch and order.incarnation != self.incarnation:
+            future.set(error=StaleEpochError("another process of it is meant"))
+            return future, None
         match order:
             case effects.CallJoin():
-                self._join(order.group, order.first_rank)
-                future.set(True)
+                self.spawn(self._take_order_to_join(order, future))
             case effects.CallSend():
                 self._send(order, future)
             case effects.CallLoad():
                 self._load_in_place(order, future)
             case effects.CallDiscard():
-                self.store.discard(order.transfer_id)
-                self.in_place.discard(order.transfer_id)
-                future.set(True)
+                future = self.spawn(self._discard(order.transfer_id))
             case effects.CallRetire():
                 self._retire(order.versions)
                 future.set(self.vector)
@@ -179,6 +189,34 @@ class SimReplica(Process):
             case effects.CallSwitch():
                 future = self.spawn(self._in_turn(self._switch(order)))
         return future, None
+
+    def _take_order_to_join(
+        self, order: effects.CallJoin, answer: Future
+    ) -> Generator[Any, Any, None]:
+        while self.takes_no_orders and (left := self.worker.frozen_until - self.clock.now) > 0:
+            yield left
+        if order.group.is_probe:
+            self._answer_probe(order.group)
+        else:
+            self._join(order.group, order.first_rank)
+        answer.set(True)
+
+    def _answer_probe(self, group: Group) -> None:
+        if self._probe is None or group.epoch > self._probe.epoch:
+            self._probe = group
+            for rank in range(1, group.size):
+                self.worker.spawn(self._attend_probe(group, rank))
+
+    def _attend_probe(self, group: Group, rank: int) -> Generator[Any, Any, None]:
+        """As often as it takes; the worker's threads answer only when they do not hang."""
+        yield self.world.network.delay()
+        while self._probe is group:
+            closed = Future()
+            self.world.attend(self, group, rank, lambda message: None, closed.set)
+            error = yield closed
+            if isinstance(error, StaleEpochError):
+                return
+            yield 1.0
 
     def _join(self, group: Group, first_rank: int) -> None:
         for index in range(self.kind.num_receivers):
@@ -215,11 +253,23 @@ class SimReplica(Process):
             yield mine
         try:
             yield from work
+        except WeftError as error:
+            error.metadata["incarnation"] = self.incarnation
+            raise
         finally:
             self._switching.popleft()
             if self._switching and self.alive:
                 self._switching[0].set()
         return self.vector, self._memory[0]
+
+    def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
+        def drop() -> Generator[Any, Any, None]:
+            yield 0.0
+            self.store.discard(transfer_id)
+            self.in_place.discard(transfer_id)
+
+        yield from self._in_turn(drop())
+        return self.incarnation, self.vector
 
     def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
@@ -232,6 +282,10 @@ class SimReplica(Process):
             raise NotReadyError(f"nothing is staged for {call.transfer_id}")
         if any(copy.digest != call.content_digest for copy in copies):
             raise DigestMismatchError("other bytes are staged")
+        refusal = self.world.refusal(version)
+        if refusal is not None:
+            self.failed.append(call.transfer_id)
+            raise refusal
         yield from self._load(call.transfer_id)
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version
@@ -318,7 +372,7 @@ class SimReplica(Process):
         answer.set(True)
         if order.group.group_id not in self._clones:
             self._clones.add(order.group.group_id)
-            self.spawn(self._clone(order, copy))
+            self.worker.spawn(self._clone(order, copy))
 
     def _clone(self, order: effects.CallSend, copy: Copy) -> Generator[Any, Any, None]:
         world, deadline = self.world, self.clock.now + order.timeout_seconds

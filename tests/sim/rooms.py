@@ -9,6 +9,7 @@ from tests.sim.network import Stream
 from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
 from weft.coordinator import effects, events
 from weft.coordinator.hub import Watermark
+from weft.coordinator.progress import Activity, Word
 from weft.coordinator.transfer import Group
 
 
@@ -17,6 +18,8 @@ class _Room:
         self.group = group
         self.links: dict[int, Stream] = {}
         self.watermark: Watermark | None = None
+        self.words: dict[int, Word] = {}
+        self.num_told: dict[int, int] = {}
 
 
 class Rooms:
@@ -56,6 +59,8 @@ class Rooms:
             self._post(events.RankPrepared(group_id, transfer_id, rank, *rest))
         elif kind == "load_due":
             self._post(events.RankLoadDue(group_id, transfer_id, rank))
+        elif kind == "progress" and room is not None:
+            room.words[rank] = Word(transfer_id, Activity.WAITING, *rest)
         elif kind == "failed":
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
         elif room is not None and mark is not None and mark.transfer_id == transfer_id:
@@ -65,6 +70,20 @@ class Rooms:
             elif kind == "staged":
                 assert rank == 0 or mark.is_through(rank)
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
+
+    def take_progress(self) -> list[events.RanksHeard]:
+        """As ``Hub.take_progress``."""
+        told = []
+        for name, room in self.rooms.items():
+            words, room.words = room.words, {}
+            mark, transfer_id, new = room.watermark, "", dict[int, int]()
+            if mark is not None:
+                transfer_id = mark.transfer_id
+                new = {r: n for r, n in mark.num_reported.items() if room.num_told.get(r) != n}
+                room.num_told.update(new)
+            if words or new:
+                told.append(events.RanksHeard(name, words, transfer_id, new))
+        return told
 
     def carry_out(self, effect: effects.Effect) -> None:
         """What the driver has decided."""
@@ -83,6 +102,7 @@ class Rooms:
                     self.rooms[group_id].watermark = Watermark(
                         transfer_id, effect.num_receivers, effect.num_buckets, first
                     )
+                    self.rooms[group_id].num_told = {}
                 self._send(group_id, ("start", transfer_id, first))
                 room = self.rooms.get(group_id)
                 if first and room is not None and 0 in room.links:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
-from tests.sim.data import NUM_BUFFERS
+from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft.coordinator.transfer import Group
 from weft.coordinator.values import ContentDigest, Layout
@@ -41,6 +41,7 @@ class Epoch:
         self.released: dict[str, int] = {}
         self.broken: WeftError | None = None
         self.successor: Group | None = None
+        self.num_sent = 0
         self._is_cut_off = False
         self._wake = Future()
         self._name = process.name
@@ -94,6 +95,7 @@ class Epoch:
             WeftError: The transfer or the group has ended.
         """
         transfer_id, num_buckets = sending.transfer_id, sending.layout.num_buckets
+        self.num_sent = 0  # of this transfer
         yield from self._wait(lambda: transfer_id in self.started, sending)
         first = self.started[transfer_id]
         if first < sending.num_released:
@@ -106,6 +108,7 @@ class Epoch:
                 sending.num_packed = bucket + 1
             yield self.world.random.uniform(0.001, 0.1)
             data.send(bucket, sending.digest.value)
+            self.num_sent = bucket + 1
         yield from self._await_released(sending, num_buckets)
         self.stream.up(("staged", transfer_id, sending.digest))
 
@@ -130,7 +133,12 @@ class Epoch:
             if ready() and not has_told:
                 return
             left = sending.deadline - self.world.clock.now
-            yield any_of(self.world.clock, left, self.changed(), late=late)
+            try:
+                yield any_of(self.world.clock, min(left, SPEAK_SECONDS), self.changed(), late=late)
+            except TransferTimeoutError:
+                if left <= SPEAK_SECONDS:
+                    raise
+                self.stream.up(("progress", sending.transfer_id, self.num_sent))
 
     def give_up(self, transfer_id: str, error: WeftError) -> None:
         """Tell the others; the group is over."""

@@ -55,8 +55,15 @@ class SimTrainer(Process):
         self.pushes: list[Push] = []
         self._put: set[bytes] = set()
         self.pushing = False
+        #: The threads that train and push; leases are renewed by another one.
+        self.worker = Process(world.clock, f"{name}'s push")
         self.spawn(self._renew())
-        self.spawn(self._train())
+        self.worker.spawn(self._train())
+
+    def crash(self) -> None:
+        """End it at once."""
+        self.worker.crash()
+        super().crash()
 
     def _train(self) -> Generator[Any, Any, None]:
         random = self.world.random
@@ -66,7 +73,7 @@ class SimTrainer(Process):
                 return
             policy = random.choice(self.policies)
             quorum = min(random.choice([0, 0, 1, 1, 2]), len(self.world.replicas))
-            yield from self.push(policy, random.choice([3.0, 6.0, 10.0]), quorum)
+            yield from self.push(policy, random.choice([3.0, 6.0, 10.0, 40.0]), quorum)
 
     def _renew(self) -> Generator[Any, Any, None]:
         while True:

@@ -20,7 +20,16 @@ from tests.sim.network import Network, Stream
 from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
-from weft.contract.errors import PeerUnavailableError, PolicyOwnedError, WeftError
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    InvalidNameError,
+    NotReadyError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
 from weft.coordinator.state import Settings
 from weft.coordinator.transfer import Group
 
@@ -59,7 +68,9 @@ class World:
             lost_after_seconds=3.0,
             retain=self.random.choice([1, 2, 3]),
             retire_retry_seconds=1.0,
-            clone_seconds=6.0,
+            clone_seconds=self.random.choice([6.0, 40.0]),
+            stall_seconds=3.0,
+            sender_stall_seconds=6.0,
             clone_patience_seconds=self.random.choice([1.0, 5.0, 20.0]),
         )
         self.commit_seconds = 6.0
@@ -69,6 +80,8 @@ class World:
         self.checks = Checks(self)
         self.data: dict[tuple[str, str], Data] = {}
         self.corruption = self.clean_failure = self.dirty_failure = self.slow_disk = 0.0
+        self.refusals = 0.0
+        self._refused_by_all: dict[PolicyVersion, bool] = {}
         self.quiet = False
         self.coordinator: SimCoordinator
         self.replicas: dict[str, SimReplica] = {}
@@ -171,6 +184,19 @@ class World:
             return Outcome("dirty", slow)
         return Outcome("clean" if roll < self.dirty_failure + self.clean_failure else "", slow)
 
+    def refusal(self, version: PolicyVersion) -> WeftError | None:
+        """Why a replica refuses to switch to what it has staged, with nothing changed; some
+        versions are refused by all."""
+        random, rate = self.random, self.refusals
+        if not rate:
+            return None
+        if version not in self._refused_by_all:
+            self._refused_by_all[version] = random.random() < rate
+        if not self._refused_by_all[version] and random.random() >= rate / 3:
+            return None
+        kind = random.choice([NotReadyError, InvalidNameError, DigestMismatchError, CapacityError])
+        return kind(f"{version} is not taken here")
+
     # -- a run ---------------------------------------------------------------------
 
     def run(self) -> None:
@@ -193,7 +219,9 @@ class World:
         self.faults.stop()
         self.operator.spawn(self.operator.put_back())
         # The longest push, a commit's answer, a lost replica, an expired lease.
-        self.clock.run_until(self.clock.now + 10.0)
+        workers = [p.worker for p in (*self.replicas.values(), *self.trainers.values())]
+        awake_at = max(worker.frozen_until for worker in workers)
+        self.clock.run_until(max(self.clock.now, awake_at) + 10.0)
         # The longest pause between two attempts at a clone comes on top.
         self._must_end(80.0, peace.left_over, peace.behind, peace.kept)
         self.trace("world", "all is well")

@@ -109,8 +109,11 @@ def _create(real: Path, create: Callable[[Path], None]) -> None:
     with _directory_locked(real.parent):
         if real.exists():
             return
+        if Path(f"{real}-wal").exists():
+            raise damaged(real, ["the file is gone, and the log beside it is there (-wal)"])
         unfinished = real.with_name(f"{real.name}.new")
-        unfinished.unlink(missing_ok=True)  # of one that was killed
+        for left in (unfinished, Path(f"{unfinished}-journal")):
+            left.unlink(missing_ok=True)  # by one that was killed
         try:
             create(unfinished)
             unfinished.rename(real)

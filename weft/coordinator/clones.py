@@ -103,6 +103,7 @@ def _why_unwanted(state: State, transfer: Transfer) -> str:
         return ""  # its loss is told in other ways
     if not takes_clones(state, replica):
         return f"{transfer.replica_id} was taken out of service"
-    if transfer.policy_version not in wants(state, replica):
+    # One that is being loaded in place goes on: only that makes its target's weights whole.
+    if not transfer.loading and transfer.policy_version not in wants(state, replica):
         return f"the pool does not serve {transfer.policy_version} any more"
     return ""

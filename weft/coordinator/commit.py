@@ -5,31 +5,27 @@ that does not switch is no longer ready (or is quarantined, if its engine may
 hold mixed weights), and the transfer counts as committed if at least one
 replica serves the version.
 
-If none does, the trainer is told LOAD_FAILED, and it depends on what is certain:
-
-- every replica answered LOAD_FAILED with nothing changed: nobody serves the
-  version and nobody ever will, so the commit is withdrawn. The version becomes
-  ABORTED and the pool goes on with the version before;
-- otherwise (a replica is dirty, or its answer is not known) the version stays
-  COMMITTED: some replica may hold it, and going back could serve two truths.
+If none does, the trainer is told LOAD_FAILED with the first reason, and the version fails
+as soon as it is certain that nobody serves it (unserved.py): at once where every replica
+has refused definitely. Until then it stays COMMITTED: some replica may hold it, and
+going back could serve two truths.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.contract.names import BASE_POLICY
-from weft.coordinator import abort, catchup, events, leftovers, rollback
+from weft.coordinator import abort, catchup, events, leftovers, rollback, unserved
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard
 from weft.coordinator.effects import (
     CallCommit,
     SavePolicy,
-    SaveRetired,
     SaveVersion,
 )
 from weft.coordinator.leases import live_lease
 from weft.coordinator.records import record_of
+from weft.coordinator.refusals import all_definite, is_dirty
 from weft.coordinator.state import Policy
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import ContentDigest, Errand, Failure, Phase, PolicyKind, VersionState
@@ -59,6 +55,7 @@ def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         content_digest=digest,
         replaced_version=replaced,
         switching=frozenset(transfer.targets),
+        incarnations={name: change.state.replicas[name].incarnation for name in transfer.targets},
     )
     change.put_policy(policy)
     change.put_transfer(transfer)
@@ -104,7 +101,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
                 retained=event.retained if loaded_base else replica.retained,
                 dirty_reason="" if loaded_base else replica.dirty_reason,
             )
-        elif event.failure and event.failure.metadata.get("dirty") == "true":
+        elif event.failure and is_dirty(event.failure):
             replica = replace(replica, dirty_reason=event.failure.message, vector_set_at=change.now)
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
@@ -113,6 +110,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
         note_commit_answer(change, transfer, event.replica_id, event.failure)
+    unserved.commit_answered(change, event)
 
 
 def note_commit_answer(
@@ -142,14 +140,17 @@ def _end(change: Change, transfer: Transfer) -> None:
         transfer, phase=Phase.COMMITTED, end_at=change.now, begin_tickets=(), await_tickets=()
     )
     if not transfer.served_by:
-        ended = replace(ended, failure=_nobody_serves(transfer))
-        if all(map(_nothing_changed, transfer.refusals.values())):
+        is_withdrawn = all_definite(transfer) and unserved.may_go_back(transfer)
+        ended = replace(ended, failure=_nobody_serves(transfer, is_withdrawn))
+        if is_withdrawn:
             ended = replace(ended, phase=Phase.ABORTED)
-            _withdraw(change, ended)
+            unserved.go_back(change, ended)
+        elif unserved.may_go_back(transfer):
+            unserved.wait_for_reports(change, ended)
     change.end_transfer(ended)
     discard(change, ended.transfer_id, ended.refusals)
-    if ended.phase is Phase.COMMITTED and ended.kind is PolicyKind.BASE:
-        _supersede_base(change, ended)
+    if ended.served_by or not unserved.may_go_back(ended):
+        unserved.retire_replaced(change, ended)
     if ended.failure:
         change.refuse(transfer.await_tickets, ended.failure.error())
     else:
@@ -166,34 +167,23 @@ def _end(change: Change, transfer: Transfer) -> None:
     )
 
 
-def _nothing_changed(failure: Failure) -> bool:
-    return failure.reason == "LOAD_FAILED" and failure.metadata.get("dirty") != "true"
-
-
-def _nobody_serves(transfer: Transfer) -> Failure:
+def _nobody_serves(transfer: Transfer, is_withdrawn: bool) -> Failure:
     replica_id, first = min(transfer.refusals.items())
-    dirty = any(f.metadata.get("dirty") == "true" for f in transfer.refusals.values())
+    what = f"{first.message} [{first.reason}]"
+    if is_withdrawn:
+        stays = f"{transfer.policy}@{transfer.replaced_version} stays"
+        outcome = f"it is withdrawn, {stays}" if transfer.replaced_version else "it is withdrawn"
+    else:
+        outcome = "it is withdrawn once it is certain that none of them serves it"
+        if not unserved.may_go_back(transfer):
+            outcome = "what it replaced is gone: push again"
     return Failure(
         "LOAD_FAILED",
-        f"no replica could switch to {transfer.policy_version}; {replica_id}: {first.message}",
-        {"member": replica_id, "cause": first.reason, "dirty": "true" if dirty else "false"},
+        f"no replica could switch to {transfer.policy_version}; {replica_id}: {what}; {outcome}",
+        {
+            "member": replica_id,
+            "cause": first.reason,
+            "dirty": "true" if any(map(is_dirty, transfer.refusals.values())) else "false",
+            "withdrawn": "true" if is_withdrawn else "false",
+        },
     )
-
-
-def _withdraw(change: Change, ended: Transfer) -> None:
-    policy = change.state.policies[ended.policy]
-    before: tuple[int, ...] = (ended.replaced_version,) if ended.replaced_version else ()
-    if policy.kind is PolicyKind.ADAPTER:
-        before = tuple(v for v in policy.versions if v != ended.version)
-    policy = replace(policy, served_version=ended.replaced_version, versions=before)
-    change.put_policy(policy)
-    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED)), SavePolicy(policy))
-
-
-def _supersede_base(change: Change, ended: Transfer) -> None:
-    """A base has one version: the one before it is no longer held."""
-    if ended.replaced_version:
-        before = replace(ended, version=ended.replaced_version).policy_version
-        change.emit(SaveRetired(before))
-        change.announce("version_retired", str(before), f"superseded by {ended.policy_version}")
-        assert before.policy == BASE_POLICY

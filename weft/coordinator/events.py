@@ -300,10 +300,13 @@ class RetireAnswered:
 
 @dataclass(frozen=True)
 class DiscardAnswered:
-    """A replica holds no staged bytes of a transfer."""
+    """A replica holds no staged bytes of a transfer, carries out no order of it any more,
+    and serves what ``vector`` says."""
 
     replica_id: str
     transfer_id: str
+    incarnation: str
+    vector: VersionVector
 
 
 @dataclass(frozen=True, kw_only=True)

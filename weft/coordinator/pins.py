@@ -16,7 +16,7 @@ from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, RetentionAnswer, SavePin, SavePolicy, SaveRetired
 from weft.coordinator.retire import may_be_kept, may_be_withdrawn, num_retained, retire
-from weft.coordinator.rollback import known_policy, requestable, unknown_policy
+from weft.coordinator.rollback import known_policy, others, requestable, unknown_policy
 from weft.coordinator.state import Policy, State
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import Errand, PolicyKind
@@ -41,12 +41,14 @@ def pin(change: Change, event: events.Pin) -> None:
             )
         elif event.pinned and version.version not in requestable(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
+        elif event.pinned and version not in change.state.copies:
+            raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
     except WeftError as error:
         change.refuse([event.ticket], error)
         return
     if event.pinned != (version.version in policy.pinned):
-        others = {v for v in policy.pinned if v != version.version}
-        pinned = tuple(sorted(others | ({version.version} if event.pinned else set())))
+        rest = {v for v in policy.pinned if v != version.version}
+        pinned = tuple(sorted(rest | ({version.version} if event.pinned else set())))
         change.put_policy(replace(policy, pinned=pinned))
         change.emit(SavePin(version, event.pinned))
         kind = "version_pinned" if event.pinned else "version_unpinned"
@@ -82,14 +84,19 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
                 "versions of the base are not retired: a push replaces the one that is served"
             )
         if version.version == policy.served_version:
+            back = others(change.state, policy)
+            advice = (
+                f"push a newer version or roll back to {back[-1]}"
+                if back
+                else ("push a newer version")
+            )
             raise NotReadyError(
-                f"requests for {policy.name!r} get {version}: push a newer version or roll back "
-                "first",
+                f"requests for {policy.name!r} get {version}: {advice} first",
                 reason="VERSION_IN_USE",
             )
         if version.version in policy.pinned:
             raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
-        if any(_may_return(transfer, version) for transfer in change.state.transfers.values()):
+        if _may_return(change.state, version):
             raise NotReadyError(
                 f"{version} is served again if no replica can switch to what replaces it: ask "
                 "again when they have",
@@ -104,9 +111,11 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
     change.reply(event.ticket, Done())
 
 
-def _may_return(transfer: Transfer, version: PolicyVersion) -> bool:
-    replaced = PolicyVersion(transfer.policy, transfer.replaced_version)
-    return may_be_withdrawn(transfer) and replaced == version
+def _may_return(state: State, version: PolicyVersion) -> bool:
+    """Whether a policy may go back to a version, since what replaced it is not served yet."""
+    pending = [t for t in state.transfers.values() if may_be_withdrawn(t)]
+    pending += [case.transfer for case in state.unserved.values()]
+    return any(PolicyVersion(t.policy, t.replaced_version) == version for t in pending)
 
 
 def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:

@@ -217,7 +217,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Source: protos/weft/v1/publish.proto."""
         record = self._forgotten(request.transfer_id)
         if record is not None:
-            if record.state is not VersionState.ABORTED:
+            if record.state not in (VersionState.ABORTED, VersionState.FAILED):
                 raise already_committed(str(record.version))
             return publish_pb2.AbortTransferResponse()
         await self._driver.call(

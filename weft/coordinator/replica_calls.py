@@ -182,6 +182,7 @@ class ReplicaCaller:
             adapter=adapter_to_proto(call.adapter) if call.adapter else None,
             content_digest=digest_to_proto(call.content_digest),
             alias=call.alias,
+            incarnation=call.incarnation,
         )
         await self._have_switched(
             call, self._stub(call.address).CommitTransfer, request, self._commit_seconds
@@ -189,7 +190,9 @@ class ReplicaCaller:
 
     async def _switch(self, call: effects.CallSwitch) -> None:
         request = replica_pb2.SwitchVersionRequest(
-            coordinator_generation=self._generation, version=version_to_proto(call.version)
+            coordinator_generation=self._generation,
+            version=version_to_proto(call.version),
+            incarnation=call.incarnation,
         )
         await self._have_switched(
             call, self._stub(call.address).SwitchVersion, request, self._commit_seconds
@@ -206,6 +209,7 @@ class ReplicaCaller:
                 layout_digest=call.layout_digest,
                 alias=call.alias,
             ),
+            incarnation=call.incarnation,
         )
         await self._have_switched(
             call,
@@ -280,12 +284,21 @@ class ReplicaCaller:
             coordinator_generation=self._generation, transfer_id=call.transfer_id
         )
         try:
-            await self._stub(call.address).DiscardTransfer(request, timeout=_DISCARD_SECONDS)
+            response = await self._stub(call.address).DiscardTransfer(
+                request, timeout=_DISCARD_SECONDS
+            )
         except grpc.RpcError as error:
             _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
                        call.transfer_id, error_from_rpc(error))  # fmt: skip
             return
-        self._post(events.DiscardAnswered(call.replica_id, call.transfer_id))
+        self._post(
+            events.DiscardAnswered(
+                call.replica_id,
+                call.transfer_id,
+                response.incarnation,
+                vector_from_proto(response.version_vector),
+            )
+        )
 
     async def _retire(self, call: effects.CallRetire) -> None:
         request = replica_pb2.RetireVersionsRequest(

@@ -36,6 +36,12 @@ def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
             versions = tuple(v for v in policy.versions if v not in brought)
             before = replace(policy, versions=versions, served_version=transfer.replaced_version)
             kept |= kept_versions(before, state.settings)
+    for version, case in state.unserved.items():
+        if version.policy == policy.name:
+            others = tuple(v for v in policy.versions if v != version.version)
+            replaced = case.transfer.replaced_version
+            before = replace(policy, versions=others, served_version=replaced)
+            kept |= kept_versions(before, state.settings)
     return kept
 
 
@@ -52,6 +58,7 @@ def retire(change: Change) -> None:
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is withdrawn: until then nothing leaves for it.
     undecided = {t.policy for t in state.transfers.values() if may_be_withdrawn(t)}
+    undecided |= {version.policy for version in state.unserved}
     kept = {
         policy.name: frozenset(policy.versions)
         if policy.name in undecided

@@ -25,6 +25,7 @@ from weft.coordinator.effects import (
     SaveRetired,
 )
 from weft.coordinator.holders import is_changing, is_ready, obeys_pins
+from weft.coordinator.refusals import all_definite
 from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.standing import in_contact, reachable
@@ -93,7 +94,10 @@ def known_policy(state: State, version: PolicyVersion, record: VersionRecord | N
         raise unknown_policy(version.policy)
     started_with = version == PolicyVersion(BASE_POLICY, 0)
     if not started_with and (record is None or record.state not in _SERVED_ONCE):
-        raise NotFoundError(f"{version} was never served")
+        why = ""
+        if record is not None and record.state is VersionState.FAILED:
+            why = f", every replica refused it: {record.failure.message if record.failure else ''}"
+        raise NotFoundError(f"{version} was never served{why}")
     return policy
 
 
@@ -118,13 +122,10 @@ def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Repli
         NotReadyError: ``NOT_RETAINED``.
     """
     if policy.kind is PolicyKind.ADAPTER:
-        left = requestable(state, policy)
-        if version.version not in left:
-            raise NotReadyError(
-                f"{version} was retired, or is being; {policy.name!r} can go back to "
-                f"{', '.join(map(str, left)) or 'nothing'}",
-                reason="NOT_RETAINED",
-            )
+        if version.version not in requestable(state, policy):
+            raise _not_retained(state, policy, f"{version} was retired, or is being")
+        if version not in state.copies:
+            raise _not_retained(state, policy, f"no replica in contact holds {version}")
         return [replica for replica in in_contact(state) if holds(replica, version)]
     replicas = reachable(state)
     without = [r for r in replicas if not holds(r, version) and is_ready(state, r)]
@@ -133,12 +134,35 @@ def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Repli
         who = without[0].replica_id if without else "no replica in contact"
         retains = "retains no copy of it" if without else "retains a copy of it"
         raise NotReadyError(
-            f"the pool cannot go back to {version}: {who} {retains} (start replicas with "
-            "--retain-base 2 or more, or push the weights again)",
+            f"the pool cannot go back to {version}: {who} {retains} ({_way_out(replicas)})",
             reason="NOT_RETAINED",
             metadata={"member": who} if without else {},
         )
     return holding
+
+
+def others(state: State, policy: Policy) -> list[int]:
+    """Versions of an adapter that it can go back to now."""
+    return [
+        number
+        for number in requestable(state, policy)
+        if number != policy.served_version and PolicyVersion(policy.name, number) in state.copies
+    ]
+
+
+def _not_retained(state: State, policy: Policy, why: str) -> NotReadyError:
+    left = ", ".join(map(str, others(state, policy))) or "nothing"
+    return NotReadyError(
+        f"{why}; {policy.name!r} can go back to {left}",
+        reason="NOT_RETAINED",
+    )
+
+
+def _way_out(replicas: list[Replica]) -> str:
+    """What helps where a base is not retained; those that load in place retain none."""
+    if replicas and all(r.capabilities.loads_in_place for r in replicas):
+        return "push the weights again: replicas that load in place retain none but the served one"
+    return "start replicas with --retain-base 2 or more, or push the weights again"
 
 
 def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
@@ -180,6 +204,7 @@ def _commit(change: Change, transfer: Transfer, policy: Policy, targets: list[Re
         replaced_version=policy.served_version,
         targets=ids,
         switching=frozenset(ids),
+        incarnations={replica.replica_id: replica.incarnation for replica in targets},
         begin_tickets=(),
         await_tickets=transfer.begin_tickets,
     )
@@ -199,7 +224,7 @@ def _commit(change: Change, transfer: Transfer, policy: Policy, targets: list[Re
                 version,
             )
         )
-    if not targets:  # an adapter, and nobody is there: whoever comes gets it
+    if not targets:  # an adapter that is spilled only: it is read from there
         end(change, transfer)
 
 
@@ -226,7 +251,7 @@ def end(change: Change, transfer: Transfer) -> None:
             f"no replica could go back to {transfer.policy_version}; {replica_id}: {first.message}"
         )
         failure = Failure("LOAD_FAILED", why, {"member": replica_id, "cause": first.reason})
-        if all(map(_nothing_changed, transfer.refusals.values())):
+        if all_definite(transfer):
             policy = change.state.policies[transfer.policy]
             _serve(change, policy, transfer.replaced_version)
     ended = replace(
@@ -249,8 +274,3 @@ def end(change: Change, transfer: Transfer) -> None:
     )
     for ticket in transfer.await_tickets:
         change.reply(ticket, answer)
-
-
-def _nothing_changed(failure: Failure) -> bool:
-    known = failure.reason in ("LOAD_FAILED", "NOT_RETAINED")
-    return known and failure.metadata.get("dirty") != "true"

@@ -120,6 +120,16 @@ class Demand:
 
 
 @dataclass(frozen=True)
+class Unserved:
+    """A committed version that no replica is known to serve (see unserved.py)."""
+
+    transfer: Transfer
+    """That brought it, as it ended."""
+    silent: frozenset[str]
+    """Replicas that have not reported without it."""
+
+
+@dataclass(frozen=True)
 class State:
     """Everything; replaced, never changed."""
 
@@ -160,6 +170,8 @@ class State:
     """Replicas for which a version is being looked up."""
     demands: Mapping[str, Demand] = field(default_factory=dict)
     """By policy."""
+    unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
+    """Committed versions that nobody is known to serve. Bounded; not durable."""
     withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
     """By replica, of the pool or not; durable."""
 

@@ -35,6 +35,7 @@ from weft.coordinator import (
     staging,
     stalls,
     suspects,
+    unserved,
     withdrawals,
 )
 from weft.coordinator.change import Change
@@ -59,6 +60,8 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     """
     change = Change(state, now)
     _apply(change, event)
+    if change.state.unserved:
+        unserved.settle(change)
     if state.history is not change.state.history:
         _plan_after(change, state)
     clones.end_unwanted(change)
@@ -142,6 +145,7 @@ def _apply(change: Change, event: events.Event) -> None:
             retire.retire_answered(change, event)
         case events.DiscardAnswered():
             discard.discard_answered(change, event)
+            unserved.discard_answered(change, event)
         case events.LookedUp():
             catchup.looked_up(change, event)
         case events.Rollback():

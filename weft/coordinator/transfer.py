@@ -137,6 +137,8 @@ class Transfer:
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()
     """Replicas that switched."""
+    incarnations: Mapping[str, str] = field(default_factory=dict)
+    """The processes that were told to switch, by replica."""
     refusals: Mapping[str, Failure] = field(default_factory=dict)
     """Why the others did not."""
     pause_seconds: float = 0.0

@@ -25,6 +25,7 @@ class VersionState(enum.IntEnum):
     COMMITTED = 2
     ABORTED = 3
     RETIRED = 4
+    FAILED = 5
 
 
 class Standing(enum.IntEnum):

@@ -215,6 +215,9 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
         message.content_digest_hex = record.content_digest.value.hex()
+    if record.failure:
+        message.failure_reason = record.failure.reason
+        message.failure_message = record.failure.message
     if record.commit_time:
         message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
     return message

@@ -102,6 +102,10 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     """Was committed; can no longer be requested. Replicas may still hold a copy of
     a base (Replica.retained_base_versions).
     """
+    VERSION_STATE_FAILED: _VersionState.ValueType  # 5
+    """Was committed, and no replica could switch to it: withdrawn, never served
+    again, its number never used again. Its policy went back to what it served.
+    """
 
 class VersionState(_VersionState, metaclass=_VersionStateEnumTypeWrapper):
     """Where a version stands."""
@@ -117,6 +121,10 @@ VERSION_STATE_ABORTED: VersionState.ValueType  # 3
 VERSION_STATE_RETIRED: VersionState.ValueType  # 4
 """Was committed; can no longer be requested. Replicas may still hold a copy of
 a base (Replica.retained_base_versions).
+"""
+VERSION_STATE_FAILED: VersionState.ValueType  # 5
+"""Was committed, and no replica could switch to it: withdrawn, never served
+again, its number never used again. Its policy went back to what it served.
 """
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
@@ -319,6 +327,8 @@ class Version(_message.Message):
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
+    FAILURE_REASON_FIELD_NUMBER: _builtins.int
+    FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -333,6 +343,10 @@ class Version(_message.Message):
     """layout_digest in hexadecimal, as errors and logs show it."""
     content_digest_hex: _builtins.str
     """content_digest.value, likewise."""
+    failure_reason: _builtins.str
+    """Why it was aborted or has failed: the ErrorInfo reason; empty otherwise."""
+    failure_message: _builtins.str
+    """The same for people."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which."""
@@ -363,10 +377,12 @@ class Version(_message.Message):
         trained_on_base_version: _builtins.int = ...,
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
+        failure_reason: _builtins.str = ...,
+        failure_message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,8 +733,8 @@ class WatchEventsResponse(_message.Message):
     "clone_interrupted" (a push goes first; it goes on afterwards),
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned", "publish_again_wanted", "retention_set", "base_bound",
-    "base_unbound".
+    "version_unpinned", "version_failed", "publish_again_wanted", "retention_set",
+    "base_bound", "base_unbound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

@@ -39,7 +39,9 @@ class _TransferStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transfe
     TRANSFER_STATE_COMMITTED: _TransferState.ValueType  # 4
     """Served by every replica that took part."""
     TRANSFER_STATE_ABORTED: _TransferState.ValueType  # 5
-    """Given up before the commit; served nowhere."""
+    """Given up before the commit, or withdrawn because every replica refused it;
+    served nowhere.
+    """
 
 class TransferState(_TransferState, metaclass=_TransferStateEnumTypeWrapper):
     """Where a transfer stands."""
@@ -55,7 +57,9 @@ TRANSFER_STATE_COMMITTING: TransferState.ValueType  # 3
 TRANSFER_STATE_COMMITTED: TransferState.ValueType  # 4
 """Served by every replica that took part."""
 TRANSFER_STATE_ABORTED: TransferState.ValueType  # 5
-"""Given up before the commit; served nowhere."""
+"""Given up before the commit, or withdrawn because every replica refused it;
+served nowhere.
+"""
 Global___TransferState: _TypeAlias = TransferState  # noqa: Y015
 
 @_typing.final

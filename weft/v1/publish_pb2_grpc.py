@@ -167,8 +167,11 @@ class PublishServiceServicer(object):
         UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
         thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-        or infinity in what it packed), or the reason that a rank gave.
+        replica could switch to it; metadata `cause` is the first one's reason, and
+        `withdrawn` is "true" where it is certain that none serves it: its version is
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

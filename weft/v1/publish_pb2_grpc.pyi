@@ -95,8 +95,11 @@ class PublishServiceStub:
     UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-    or infinity in what it packed), or the reason that a rank gave.
+    replica could switch to it; metadata `cause` is the first one's reason, and
+    `withdrawn` is "true" where it is certain that none serves it: its version is
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -171,8 +174,11 @@ class PublishServiceAsyncStub(PublishServiceStub):
     UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
     thread has said nothing for too long: it is suspect until it answers),
     DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-    replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-    or infinity in what it packed), or the reason that a rank gave.
+    replica could switch to it; metadata `cause` is the first one's reason, and
+    `withdrawn` is "true" where it is certain that none serves it: its version is
+    VERSION_STATE_FAILED, and the policy went back to what it served),
+    INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+    or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
@@ -286,8 +292,11 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
         thread has said nothing for too long: it is suspect until it answers),
         DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
-        replica could switch to it), INVALID_ARGUMENT/NOT_FINITE (the sender found NaN
-        or infinity in what it packed), or the reason that a rank gave.
+        replica could switch to it; metadata `cause` is the first one's reason, and
+        `withdrawn` is "true" where it is certain that none serves it: its version is
+        VERSION_STATE_FAILED, and the policy went back to what it served),
+        INVALID_ARGUMENT/NOT_FINITE (the sender found NaN or infinity in what it packed),
+        or the reason that a rank gave.
         """
 
     @_abc_1.abstractmethod

@@ -28,7 +28,7 @@ from weft.v1 import registry_pb2 as weft_dot_v1_dot_registry__pb2
 from weft.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"{\n\x10JoinGroupRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x10\n\x08is_probe\x18\x14 \x01(\x08\"\x13\n\x11JoinGroupResponse\"\xdb\x01\n\x15\x43ommitTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x05 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x61lias\x18\x06 \x01(\x03\"\xbb\x01\n\x16\x43ommitTransferResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x9f\x01\n\x13LoadTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14LoadTransferResponse\"M\n\x16\x44iscardTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"\x19\n\x17\x44iscardTransferResponse\"a\n\x15RetireVersionsRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12(\n\x08versions\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"r\n\x16RetireVersionsResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x08\x64raining\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"A\n\x16\x44\x65scribeVersionRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\"@\n\x17\x44\x65scribeVersionResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\"\xd0\x01\n\x12SendVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x04 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13SendVersionResponse\"\x86\x01\n\x14SwitchVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07spilled\x18\x03 \x01(\x0b\x32\x14.weft.v1.SpilledCopy\"\x9f\x01\n\x0bSpilledCopy\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x03 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x61lias\x18\x05 \x01(\x03\"\xba\x01\n\x15SwitchVersionResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x12\n\x10GetStatusRequest\"\xb9\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x14\n\x0c\x64irty_reason\x18\x05 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12staging_used_bytes\x18\x07 \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x08 \x03(\x03\x12\x30\n\x10spilled_versions\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion2\xd3\x05\n\x0eReplicaService\x12\x42\n\tJoinGroup\x12\x19.weft.v1.JoinGroupRequest\x1a\x1a.weft.v1.JoinGroupResponse\x12Q\n\x0e\x43ommitTransfer\x12\x1e.weft.v1.CommitTransferRequest\x1a\x1f.weft.v1.CommitTransferResponse\x12K\n\x0cLoadTransfer\x12\x1c.weft.v1.LoadTransferRequest\x1a\x1d.weft.v1.LoadTransferResponse\x12T\n\x0f\x44iscardTransfer\x12\x1f.weft.v1.DiscardTransferRequest\x1a .weft.v1.DiscardTransferResponse\x12Q\n\x0eRetireVersions\x12\x1e.weft.v1.RetireVersionsRequest\x1a\x1f.weft.v1.RetireVersionsResponse\x12V\n\x0f\x44\x65scribeVersion\x12\x1f.weft.v1.DescribeVersionRequest\x1a .weft.v1.DescribeVersionResponse0\x01\x12H\n\x0bSendVersion\x12\x1b.weft.v1.SendVersionRequest\x1a\x1c.weft.v1.SendVersionResponse\x12N\n\rSwitchVersion\x12\x1d.weft.v1.SwitchVersionRequest\x1a\x1e.weft.v1.SwitchVersionResponse\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"{\n\x10JoinGroupRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12!\n\x05group\x18\x03 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\x10\n\x08is_probe\x18\x14 \x01(\x08\"\x13\n\x11JoinGroupResponse\"\xf0\x01\n\x15\x43ommitTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x05 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\r\n\x05\x61lias\x18\x06 \x01(\x03\x12\x13\n\x0bincarnation\x18\x46 \x01(\t\"\xbb\x01\n\x16\x43ommitTransferResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x9f\x01\n\x13LoadTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14LoadTransferResponse\"M\n\x16\x44iscardTransferRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"^\n\x17\x44iscardTransferResponse\x12.\n\x0eversion_vector\x18\x46 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x13\n\x0bincarnation\x18G \x01(\t\"a\n\x15RetireVersionsRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12(\n\x08versions\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"r\n\x16RetireVersionsResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x08\x64raining\x18\x02 \x03(\x0b\x32\x16.weft.v1.PolicyVersion\"A\n\x16\x44\x65scribeVersionRequest\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\"@\n\x17\x44\x65scribeVersionResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.weft.v1.ManifestChunk\"\xd0\x01\n\x12SendVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\'\n\x07version\x18\x03 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12!\n\x05group\x18\x04 \x01(\x0b\x32\x12.weft.v1.GroupPlan\x12\r\n\x05nonce\x18\x05 \x01(\x06\x12*\n\x07timeout\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13SendVersionResponse\"\x9b\x01\n\x14SwitchVersionRequest\x12\x1e\n\x16\x63oordinator_generation\x18\x01 \x01(\x03\x12\'\n\x07version\x18\x02 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\x07spilled\x18\x03 \x01(\x0b\x32\x14.weft.v1.SpilledCopy\x12\x13\n\x0bincarnation\x18\x46 \x01(\t\"\x9f\x01\n\x0bSpilledCopy\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x14.weft.v1.AdapterSpec\x12.\n\x0e\x63ontent_digest\x18\x03 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12\x15\n\rlayout_digest\x18\x04 \x01(\x0c\x12\r\n\x05\x61lias\x18\x05 \x01(\x03\"\xba\x01\n\x15SwitchVersionResponse\x12.\n\x0eversion_vector\x18\x01 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16retained_base_versions\x18\x04 \x03(\x03\"\x12\n\x10GetStatusRequest\"\xb9\x02\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x14\n\x0c\x64irty_reason\x18\x05 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12staging_used_bytes\x18\x07 \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x08 \x03(\x03\x12\x30\n\x10spilled_versions\x18\t \x03(\x0b\x32\x16.weft.v1.PolicyVersion2\xd3\x05\n\x0eReplicaService\x12\x42\n\tJoinGroup\x12\x19.weft.v1.JoinGroupRequest\x1a\x1a.weft.v1.JoinGroupResponse\x12Q\n\x0e\x43ommitTransfer\x12\x1e.weft.v1.CommitTransferRequest\x1a\x1f.weft.v1.CommitTransferResponse\x12K\n\x0cLoadTransfer\x12\x1c.weft.v1.LoadTransferRequest\x1a\x1d.weft.v1.LoadTransferResponse\x12T\n\x0f\x44iscardTransfer\x12\x1f.weft.v1.DiscardTransferRequest\x1a .weft.v1.DiscardTransferResponse\x12Q\n\x0eRetireVersions\x12\x1e.weft.v1.RetireVersionsRequest\x1a\x1f.weft.v1.RetireVersionsResponse\x12V\n\x0f\x44\x65scribeVersion\x12\x1f.weft.v1.DescribeVersionRequest\x1a .weft.v1.DescribeVersionResponse0\x01\x12H\n\x0bSendVersion\x12\x1b.weft.v1.SendVersionRequest\x1a\x1c.weft.v1.SendVersionResponse\x12N\n\rSwitchVersion\x12\x1d.weft.v1.SwitchVersionRequest\x1a\x1e.weft.v1.SwitchVersionResponse\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,39 +40,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINGROUPRESPONSE']._serialized_start=259
   _globals['_JOINGROUPRESPONSE']._serialized_end=278
   _globals['_COMMITTRANSFERREQUEST']._serialized_start=281
-  _globals['_COMMITTRANSFERREQUEST']._serialized_end=500
-  _globals['_COMMITTRANSFERRESPONSE']._serialized_start=503
-  _globals['_COMMITTRANSFERRESPONSE']._serialized_end=690
-  _globals['_LOADTRANSFERREQUEST']._serialized_start=693
-  _globals['_LOADTRANSFERREQUEST']._serialized_end=852
-  _globals['_LOADTRANSFERRESPONSE']._serialized_start=854
-  _globals['_LOADTRANSFERRESPONSE']._serialized_end=876
-  _globals['_DISCARDTRANSFERREQUEST']._serialized_start=878
-  _globals['_DISCARDTRANSFERREQUEST']._serialized_end=955
-  _globals['_DISCARDTRANSFERRESPONSE']._serialized_start=957
-  _globals['_DISCARDTRANSFERRESPONSE']._serialized_end=982
-  _globals['_RETIREVERSIONSREQUEST']._serialized_start=984
-  _globals['_RETIREVERSIONSREQUEST']._serialized_end=1081
-  _globals['_RETIREVERSIONSRESPONSE']._serialized_start=1083
-  _globals['_RETIREVERSIONSRESPONSE']._serialized_end=1197
-  _globals['_DESCRIBEVERSIONREQUEST']._serialized_start=1199
-  _globals['_DESCRIBEVERSIONREQUEST']._serialized_end=1264
-  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_start=1266
-  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_end=1330
-  _globals['_SENDVERSIONREQUEST']._serialized_start=1333
-  _globals['_SENDVERSIONREQUEST']._serialized_end=1541
-  _globals['_SENDVERSIONRESPONSE']._serialized_start=1543
-  _globals['_SENDVERSIONRESPONSE']._serialized_end=1564
-  _globals['_SWITCHVERSIONREQUEST']._serialized_start=1567
-  _globals['_SWITCHVERSIONREQUEST']._serialized_end=1701
-  _globals['_SPILLEDCOPY']._serialized_start=1704
-  _globals['_SPILLEDCOPY']._serialized_end=1863
-  _globals['_SWITCHVERSIONRESPONSE']._serialized_start=1866
-  _globals['_SWITCHVERSIONRESPONSE']._serialized_end=2052
-  _globals['_GETSTATUSREQUEST']._serialized_start=2054
-  _globals['_GETSTATUSREQUEST']._serialized_end=2072
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2075
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2388
-  _globals['_REPLICASERVICE']._serialized_start=2391
-  _globals['_REPLICASERVICE']._serialized_end=3114
+  _globals['_COMMITTRANSFERREQUEST']._serialized_end=521
+  _globals['_COMMITTRANSFERRESPONSE']._serialized_start=524
+  _globals['_COMMITTRANSFERRESPONSE']._serialized_end=711
+  _globals['_LOADTRANSFERREQUEST']._serialized_start=714
+  _globals['_LOADTRANSFERREQUEST']._serialized_end=873
+  _globals['_LOADTRANSFERRESPONSE']._serialized_start=875
+  _globals['_LOADTRANSFERRESPONSE']._serialized_end=897
+  _globals['_DISCARDTRANSFERREQUEST']._serialized_start=899
+  _globals['_DISCARDTRANSFERREQUEST']._serialized_end=976
+  _globals['_DISCARDTRANSFERRESPONSE']._serialized_start=978
+  _globals['_DISCARDTRANSFERRESPONSE']._serialized_end=1072
+  _globals['_RETIREVERSIONSREQUEST']._serialized_start=1074
+  _globals['_RETIREVERSIONSREQUEST']._serialized_end=1171
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_start=1173
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_end=1287
+  _globals['_DESCRIBEVERSIONREQUEST']._serialized_start=1289
+  _globals['_DESCRIBEVERSIONREQUEST']._serialized_end=1354
+  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_start=1356
+  _globals['_DESCRIBEVERSIONRESPONSE']._serialized_end=1420
+  _globals['_SENDVERSIONREQUEST']._serialized_start=1423
+  _globals['_SENDVERSIONREQUEST']._serialized_end=1631
+  _globals['_SENDVERSIONRESPONSE']._serialized_start=1633
+  _globals['_SENDVERSIONRESPONSE']._serialized_end=1654
+  _globals['_SWITCHVERSIONREQUEST']._serialized_start=1657
+  _globals['_SWITCHVERSIONREQUEST']._serialized_end=1812
+  _globals['_SPILLEDCOPY']._serialized_start=1815
+  _globals['_SPILLEDCOPY']._serialized_end=1974
+  _globals['_SWITCHVERSIONRESPONSE']._serialized_start=1977
+  _globals['_SWITCHVERSIONRESPONSE']._serialized_end=2163
+  _globals['_GETSTATUSREQUEST']._serialized_start=2165
+  _globals['_GETSTATUSREQUEST']._serialized_end=2183
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2186
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2499
+  _globals['_REPLICASERVICE']._serialized_start=2502
+  _globals['_REPLICASERVICE']._serialized_end=3225
 # @@protoc_insertion_point(module_scope)

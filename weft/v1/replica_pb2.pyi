@@ -91,6 +91,7 @@ class CommitTransferRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     ALIAS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
@@ -99,6 +100,8 @@ class CommitTransferRequest(_message.Message):
     """Version that an adapter's bare name stands for afterwards, held by the
     replica; 0 means this one.
     """
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it is served as."""
@@ -120,10 +123,11 @@ class CommitTransferRequest(_message.Message):
         adapter: _types_pb2.AdapterSpec | None = ...,
         content_digest: _types_pb2.ContentDigest | None = ...,
         alias: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,12 +262,23 @@ class DiscardTransferResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """The process that answers."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What is served now."""
+
     def __init__(
         self,
+        *,
+        version_vector: _types_pb2.VersionVector | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,8 +466,11 @@ class SwitchVersionRequest(_message.Message):
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SPILLED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """To which version."""
@@ -467,10 +485,11 @@ class SwitchVersionRequest(_message.Message):
         coordinator_generation: _builtins.int = ...,
         version: _types_pb2.PolicyVersion | None = ...,
         spilled: Global___SpilledCopy | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

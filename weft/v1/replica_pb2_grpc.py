@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class ReplicaServiceStub(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     def __init__(self, channel):
@@ -85,7 +86,8 @@ class ReplicaServiceStub(object):
 
 class ReplicaServiceServicer(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     def JoinGroup(self, request, context):
@@ -104,9 +106,15 @@ class ReplicaServiceServicer(object):
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
         Idempotent by version: committing what is held already succeeds and leaves
-        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
-        INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
-        `dirty` is "true").
+        the alias alone. A transfer that was refused once is refused again.
+        Statuses: FAILED_PRECONDITION/NOT_STAGED or TRANSFER_UNDER_WAY (an adapter,
+        while a base is loaded in place); INVALID_ARGUMENT/INVALID_NAME (the server has
+        the adapter's name for something else) or INVALID_MANIFEST;
+        DATA_LOSS/DIGEST_MISMATCH (other bytes are staged or served);
+        RESOURCE_EXHAUSTED/STAGING_FULL; UNIMPLEMENTED/UNSUPPORTED (adapter ids are used
+        up); ABORTED/EPOCH_FENCED; INTERNAL/LOAD_FAILED (nothing changed, or the replica
+        is dirty: metadata `dirty` is "true"). Metadata `incarnation` is the process that
+        refuses, here and in SwitchVersion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +137,9 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DiscardTransfer(self, request, context):
-        """Drops what was staged for a transfer, and ends its loading in place.
+        """Drops what was staged for a transfer, and ends its loading in place. Waits for
+        its turn among the orders to switch: afterwards none of that transfer is carried
+        out any more, and the answer says what is served.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -249,7 +259,8 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ReplicaService(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     @staticmethod

@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class ReplicaServiceStub:
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     @_typing.overload
@@ -47,9 +48,15 @@ class ReplicaServiceStub:
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
     Idempotent by version: committing what is held already succeeds and leaves
-    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
-    INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
-    `dirty` is "true").
+    the alias alone. A transfer that was refused once is refused again.
+    Statuses: FAILED_PRECONDITION/NOT_STAGED or TRANSFER_UNDER_WAY (an adapter,
+    while a base is loaded in place); INVALID_ARGUMENT/INVALID_NAME (the server has
+    the adapter's name for something else) or INVALID_MANIFEST;
+    DATA_LOSS/DIGEST_MISMATCH (other bytes are staged or served);
+    RESOURCE_EXHAUSTED/STAGING_FULL; UNIMPLEMENTED/UNSUPPORTED (adapter ids are used
+    up); ABORTED/EPOCH_FENCED; INTERNAL/LOAD_FAILED (nothing changed, or the replica
+    is dirty: metadata `dirty` is "true"). Metadata `incarnation` is the process that
+    refuses, here and in SwitchVersion.
     """
     LoadTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]
     """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
@@ -64,7 +71,9 @@ class ReplicaServiceStub:
     INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     DiscardTransfer: _grpc.UnaryUnaryMultiCallable[_replica_pb2.DiscardTransferRequest, _replica_pb2.DiscardTransferResponse]
-    """Drops what was staged for a transfer, and ends its loading in place.
+    """Drops what was staged for a transfer, and ends its loading in place. Waits for
+    its turn among the orders to switch: afterwards none of that transfer is carried
+    out any more, and the answer says what is served.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _grpc.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]
@@ -106,7 +115,8 @@ class ReplicaServiceStub:
 @_typing.type_check_only
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -122,9 +132,15 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     a base is loaded under a pause that keeps running requests, and the KV
     cache is reset. Answers when the version is served.
     Idempotent by version: committing what is held already succeeds and leaves
-    the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
-    INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
-    `dirty` is "true").
+    the alias alone. A transfer that was refused once is refused again.
+    Statuses: FAILED_PRECONDITION/NOT_STAGED or TRANSFER_UNDER_WAY (an adapter,
+    while a base is loaded in place); INVALID_ARGUMENT/INVALID_NAME (the server has
+    the adapter's name for something else) or INVALID_MANIFEST;
+    DATA_LOSS/DIGEST_MISMATCH (other bytes are staged or served);
+    RESOURCE_EXHAUSTED/STAGING_FULL; UNIMPLEMENTED/UNSUPPORTED (adapter ids are used
+    up); ABORTED/EPOCH_FENCED; INTERNAL/LOAD_FAILED (nothing changed, or the replica
+    is dirty: metadata `dirty` is "true"). Metadata `incarnation` is the process that
+    refuses, here and in SwitchVersion.
     """
     LoadTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.LoadTransferRequest, _replica_pb2.LoadTransferResponse]  # type: ignore[assignment]
     """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
@@ -139,7 +155,9 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
     DiscardTransfer: _aio.UnaryUnaryMultiCallable[_replica_pb2.DiscardTransferRequest, _replica_pb2.DiscardTransferResponse]  # type: ignore[assignment]
-    """Drops what was staged for a transfer, and ends its loading in place.
+    """Drops what was staged for a transfer, and ends its loading in place. Waits for
+    its turn among the orders to switch: afterwards none of that transfer is carried
+    out any more, and the answer says what is served.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     RetireVersions: _aio.UnaryUnaryMultiCallable[_replica_pb2.RetireVersionsRequest, _replica_pb2.RetireVersionsResponse]  # type: ignore[assignment]
@@ -180,7 +198,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
+    to switch that are meant for another process of the replica.
     """
 
     @_abc_1.abstractmethod
@@ -206,9 +225,15 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         a base is loaded under a pause that keeps running requests, and the KV
         cache is reset. Answers when the version is served.
         Idempotent by version: committing what is held already succeeds and leaves
-        the alias alone. Statuses: FAILED_PRECONDITION/NOT_STAGED; ABORTED/EPOCH_FENCED;
-        INTERNAL/LOAD_FAILED (nothing changed, or the replica is dirty: metadata
-        `dirty` is "true").
+        the alias alone. A transfer that was refused once is refused again.
+        Statuses: FAILED_PRECONDITION/NOT_STAGED or TRANSFER_UNDER_WAY (an adapter,
+        while a base is loaded in place); INVALID_ARGUMENT/INVALID_NAME (the server has
+        the adapter's name for something else) or INVALID_MANIFEST;
+        DATA_LOSS/DIGEST_MISMATCH (other bytes are staged or served);
+        RESOURCE_EXHAUSTED/STAGING_FULL; UNIMPLEMENTED/UNSUPPORTED (adapter ids are used
+        up); ABORTED/EPOCH_FENCED; INTERNAL/LOAD_FAILED (nothing changed, or the replica
+        is dirty: metadata `dirty` is "true"). Metadata `incarnation` is the process that
+        refuses, here and in SwitchVersion.
         """
 
     @_abc_1.abstractmethod
@@ -235,7 +260,9 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_pb2.DiscardTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.DiscardTransferResponse, _abc.Awaitable[_replica_pb2.DiscardTransferResponse]]:
-        """Drops what was staged for a transfer, and ends its loading in place.
+        """Drops what was staged for a transfer, and ends its loading in place. Waits for
+        its turn among the orders to switch: afterwards none of that transfer is carried
+        out any more, and the answer says what is served.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
 

@@ -281,6 +281,11 @@ class Machine:
             wanted = self.state.policies[transfer.policy].served_version
             held = vector.adapters.get(transfer.policy, AdapterVersions()).versions
             vector = vector.with_adapter(transfer.policy_version, wanted if wanted in held else 0)
+        incarnation = replica.incarnation if replica else "i1"
+        if failure is not None and failure.reason != "PEER_GONE":  # signed, as replicas do
+            failure = dataclasses.replace(
+                failure, metadata={**failure.metadata, "incarnation": incarnation}
+            )
         self.do(
             events.CommitAnswered(
                 transfer.transfer_id,
@@ -291,6 +296,13 @@ class Machine:
                 failure,
                 retained,
             )
+        )
+
+    def answer_discard(self, ticket: int, replica_id: str) -> None:
+        """It holds nothing of the transfer, and serves what it was last heard to."""
+        replica = self.state.replicas[replica_id]
+        self.do(
+            events.DiscardAnswered(replica_id, f"t{ticket}", replica.incarnation, replica.vector)
         )
 
     def run_to(self, phase: Phase, policy: str = "math", **changes: Any) -> int:

@@ -268,6 +268,16 @@ def test_damage_in_the_log_loses_no_transaction_in_silence(
     assert outcomes == {"CATALOG_DAMAGED", before}
 
 
+def test_a_log_without_its_catalog_is_no_new_catalog(whole: Path) -> None:
+    _states(whole)
+    whole.unlink()
+    before = sorted(whole.parent.iterdir())
+    with pytest.raises(CatalogError, match="the file is gone") as refused:
+        Catalog.open(whole)
+    assert refused.value.reason == "CATALOG_DAMAGED"
+    assert sorted(whole.parent.iterdir()) == before
+
+
 @pytest.mark.parametrize("size", [0, 31, 32, 40])
 def test_a_log_without_a_whole_frame_holds_nothing(whole: Path, size: int) -> None:
     _states(whole)

@@ -118,6 +118,13 @@ def test_of_two_that_create_it_one_gets_it(catalog_path: Path) -> None:
     assert sorted(p.name for p in catalog_path.parent.iterdir()) == [catalog_path.name]
 
 
+def test_what_a_killed_one_left_unfinished_is_made_anew(catalog_path: Path) -> None:
+    for name in (f"{catalog_path}.new", f"{catalog_path}.new-journal"):
+        Path(name).write_bytes(b"half a catalog" * 1000)
+    assert _reason(catalog_path) == "open"
+    assert [p.name for p in catalog_path.parent.iterdir()] == [catalog_path.name]
+
+
 def test_a_symbolic_link_to_nothing_leads_to_a_new_catalog(tmp_path: Path) -> None:
     link, real = tmp_path / "link.db", tmp_path / "made" / "real.db"
     link.symlink_to(real)

@@ -40,14 +40,14 @@ def test_so_do_all_of_a_commit_that_is_withdrawn() -> None:
 def test_an_order_is_repeated_until_it_is_answered() -> None:
     m, ticket = _begun(Phase.STAGING)
     _abort(m, ticket)
-    m.do(events.DiscardAnswered("r0", f"t{ticket}"))
+    m.answer_discard(ticket, "r0")
     m.all.clear()
     m.pass_time(20)
     calls = m.ever(effects.CallDiscard)
     assert _discards(calls) == {("r1", f"t{ticket}")}
     assert 3 <= len(calls) <= 4
-    m.do(events.DiscardAnswered("r1", f"t{ticket}"))
-    m.do(events.DiscardAnswered("r1", f"t{ticket}"))
+    m.answer_discard(ticket, "r1")
+    m.answer_discard(ticket, "r1")
     m.all.clear()
     m.pass_time(20)
     assert not m.ever(effects.CallDiscard)

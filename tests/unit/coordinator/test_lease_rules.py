@@ -173,7 +173,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
                 return
             self.m.answer_commits(ticket, **({"r0": LOAD_FAILED} if end == "withdrawn" else {}))
             if end == "withdrawn":
-                known.versions[known.last_version] = VersionState.ABORTED
+                known.versions[known.last_version] = VersionState.FAILED
             else:
                 self._commit(policy, known)
         self.write()

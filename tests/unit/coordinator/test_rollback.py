@@ -195,11 +195,38 @@ def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
         assert _standing(m, replica_id) == (Standing.READY, "")
 
 
-def test_an_adapter_goes_back_without_replicas_too() -> None:
-    m = _pushed("math", 2, "r0")
+def test_an_adapter_does_not_go_back_to_what_nobody_holds() -> None:
+    m = _pushed("math", 3, "r0")
     m.do(events.Leave(0, "r0", "i1"))
-    assert _answer(m, m.roll_back("math", 1)).replica_ids == ()
-    assert m.state.vector.adapters["math"].alias == 1
+    error = m.error(m.roll_back("math", 1))
+    assert error.reason == "NOT_RETAINED"
+    assert "no replica in contact holds math@1; 'math' can go back to nothing" in error.message
+    m.register("r0", "i2", spilled=["math@2"])
+    assert "can go back to 2" in m.error(m.roll_back("math", 1)).message
+    assert _answer(m, m.roll_back("math", 2)).replica_ids == ()  # it is brought from there
+    assert m.state.vector.adapters["math"].alias == 2
+
+
+def test_nobody_is_told_to_roll_back_to_nothing() -> None:
+    m = _pushed("math", 1)
+    m.do(events.RetireVersion(77, "math", 1, m.record(PolicyVersion("math", 1))))
+    assert "push a newer version first" in m.error(77).message
+    m.run_to(Phase.COMMITTED)
+    m.do(events.RetireVersion(78, "math", 2, m.record(PolicyVersion("math", 2))))
+    assert "push a newer version or roll back to 1 first" in m.error(78).message
+
+
+def test_replicas_that_load_in_place_are_not_said_to_retain() -> None:
+    m = Machine()
+    m.register("r0", loads_in_place=True)
+    m.do(events.ReferenceKnown("f" * 64))
+    m.retain_base = 0
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    m.run_to(Phase.COMMITTED, "base")
+    message = m.error(m.roll_back("base", 1)).message
+    assert "push the weights again" in message
+    assert "--retain-base" not in message
 
 
 def test_a_replica_that_leaves_meanwhile_is_not_waited_for() -> None:
@@ -250,6 +277,13 @@ def test_what_cannot_be_pinned() -> None:
     assert m.error(_pin(m, "math", 7)).reason == "VERSION_UNKNOWN"
     m = _pushed("math", 2, retain=1)  # and both hold the first until they answer
     assert m.error(_pin(m, "math", 1)).reason == "NOT_RETAINED"
+    m.do(events.Leave(0, "r0", "i1"))
+    m.do(events.Leave(0, "r1", "i1"))
+    error = m.error(_pin(m, "math", 2))
+    assert (error.reason, "no replica in contact holds math@2" in error.message) == (
+        "NOT_RETAINED",
+        True,
+    )
     assert m.error(m.roll_back("math", 1)).reason == "NOT_RETAINED"
 
 

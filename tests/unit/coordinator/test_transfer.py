@@ -234,7 +234,7 @@ def test_when_nobody_can_load_it_the_commit_is_withdrawn() -> None:
     error = m.error(waiter)
     assert (error.reason, error.metadata["dirty"]) == ("LOAD_FAILED", "false")
     assert m.transfer(ticket).phase is Phase.ABORTED
-    assert saved_versions(m)[-1].state is VersionState.ABORTED
+    assert saved_versions(m)[-1].state is VersionState.FAILED
     assert m.found(effects.SaveVersion)[-1].durable
     assert m.state.vector.adapters["math"].alias == 1
     assert m.state.policies["math"].last_version == 2
