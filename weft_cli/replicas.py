@@ -91,8 +91,9 @@ def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: fl
 
 
 def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:
-    response = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=_CALL_SECONDS)
-    return next((r for r in response.replicas if r.replica_id == replica_id), None)
+    request = inspect_pb2.ListReplicasRequest(replica_ids=[replica_id])
+    response = stub.ListReplicas(request, timeout=_CALL_SECONDS)
+    return next(iter(response.replicas), None)
 
 
 def _wait_gone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 from google.protobuf.json_format import MessageToJson
@@ -16,10 +16,13 @@ from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.status import vector_text
+from weft_cli.whole import RouteList
 
 #: For one list; a coordinator that was just restarted takes its time.
 _LIST_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
+#: Adapters that the table names of a replica; ``--json`` has all.
+_MAX_ADAPTERS = 4
 
 
 def show_routes(coordinator: str, *, watch: bool, json_output: bool) -> None:
@@ -42,7 +45,7 @@ def show_routes(coordinator: str, *, watch: bool, json_output: bool) -> None:
 def _once(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
     call = stub.WatchRoutes(pb.WatchRoutesRequest(), timeout=_LIST_SECONDS)
     try:
-        yield next(iter(call))
+        yield next(_lists(call))
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
     finally:
@@ -53,7 +56,7 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
     """Lists as they come; the last one stands while the coordinator is away."""
     while True:
         try:
-            yield from stub.WatchRoutes(pb.WatchRoutesRequest())
+            yield from _lists(stub.WatchRoutes(pb.WatchRoutesRequest()))
         except grpc.RpcError as rpc_error:
             error = error_from_rpc(rpc_error)
             if not isinstance(error, PeerUnavailableError):
@@ -62,12 +65,20 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
         time.sleep(_RETRY_SECONDS)
 
 
+def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesResponse]:
+    """The whole list, with every change."""
+    known = RouteList()
+    for message in call:
+        if (routes := known.follow(message)) is not None:
+            yield routes
+
+
 def render(routes: pb.WatchRoutesResponse) -> Table:
     """The routes for people."""
     table = Table(title=f"routes, revision {routes.revision}", title_justify="left")
     for column in ("replica", "OpenAI API", "model", "serves"):
         table.add_column(column, overflow="fold")
     for route in routes.routes:
-        vector = vector_text(route.version_vector)
-        table.add_row(route.replica_id, route.http_url, route.model_name, vector)
+        serves = vector_text(route.version_vector, most=_MAX_ADAPTERS)
+        table.add_row(route.replica_id, route.http_url, route.model_name, serves)
     return table

@@ -17,8 +17,11 @@ from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1 import publish_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.whole import get_pool
 
 _CALL_SECONDS = 5.0
+#: Replicas that the table lists.
+_MAX_REPLICAS = 200
 #: Policies that the table lists, and adapters that are named in one place.
 _MAX_POLICIES, _MAX_NAMED = 20, 3
 _STATES = {
@@ -63,7 +66,7 @@ def show_status(
 
 def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
     try:
-        return stub.GetPool(pb.GetPoolRequest(), timeout=_CALL_SECONDS)
+        return get_pool(stub, _CALL_SECONDS)
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
 
@@ -105,6 +108,8 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
 
 def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
     """What sets a replica apart from the pool; most replicas serve what it does."""
+    if replica == pool:
+        return "as the pool"
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
     wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
     differing = [f"base@{replica.base}"] if replica.base != pool.base else []
@@ -118,14 +123,23 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 
 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
-    table = Table(title="replicas", title_justify="left")
+    """All; of many, those first that somebody should look at."""
+    replicas = list(pool.replicas)
+    if more := max(0, len(replicas) - _MAX_REPLICAS):
+        replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
+    table = Table(
+        title="replicas",
+        title_justify="left",
+        caption=f"and {more} more: --json lists all" if more else None,
+        caption_justify="left",
+    )
     columns = ["replica", "state", "serves", "OpenAI API", "seen"]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
     if are_mixed:
         columns.append("model")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for replica in pool.replicas:
+    for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
         if replica.HasField("drain"):

@@ -15,6 +15,7 @@ from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import vector_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
+from weft_cli.whole import RouteList
 
 
 @asynccontextmanager
@@ -27,11 +28,19 @@ async def _following(pool: Pool) -> AsyncIterator[Any]:
         call.cancel()
 
 
-async def _until(call: Any, *replica_ids: str) -> inspect_pb2.WatchRoutesResponse:
+async def _next(call: Any, known: RouteList) -> inspect_pb2.WatchRoutesResponse:
+    """The whole list after the next change."""
+    while True:
+        message = await call.read()
+        assert message is not grpc.aio.EOF
+        if (routes := known.follow(message)) is not None:
+            return routes
+
+
+async def _until(call: Any, known: RouteList, *replica_ids: str) -> inspect_pb2.WatchRoutesResponse:
     """The first list of exactly these replicas."""
     while True:
-        routes = await call.read()
-        assert routes is not grpc.aio.EOF
+        routes = await _next(call, known)
         if [route.replica_id for route in routes.routes] == list(replica_ids):
             return routes
 
@@ -45,13 +54,14 @@ async def _cordon(pool: Pool, replica_id: str, *, off: bool = False) -> None:
             await stub.Cordon(admin_pb2.CordonRequest(replica_id=replica_id))
 
 
-async def test_the_whole_list_at_first_and_with_each_change(pool: Pool) -> None:
+async def test_the_whole_list_at_first_and_then_what_changes(pool: Pool) -> None:
     async with _following(pool) as call:
-        first = await call.read()
-        assert not first.routes
+        known, first = RouteList(), await call.read()
+        assert (first.whole, first.more, list(first.routes)) == (True, False, [])
+        assert first.previous_revision == -1
         await pool.replica("r1")
         await pool.replica("r0")
-        both = await _until(call, "r0", "r1")
+        both = await _until(call, known, "r0", "r1")
         assert both.revision > first.revision
         assert both.coordinator_generation == first.coordinator_generation == 1
         assert (both.routes[0].http_url, both.routes[0].model_name) == (
@@ -59,15 +69,28 @@ async def test_the_whole_list_at_first_and_with_each_change(pool: Pool) -> None:
             "tiny",
         )
         await _cordon(pool, "r0")
-        await _until(call, "r1")
+        await _until(call, known, "r1")
         await _cordon(pool, "r0", off=True)
-        await _until(call, "r0", "r1")
+        await _until(call, known, "r0", "r1")
         await (await pool.trainer()).push()
         while True:
-            routes = (await call.read()).routes
+            routes = (await _next(call, known)).routes
             vectors = [vector_from_proto(route.version_vector) for route in routes]
             if [v.adapters["math"].alias if v.adapters else 0 for v in vectors] == [1, 1]:
                 break
+
+
+async def test_a_change_names_what_it_leads_from_and_who_is_gone(pool: Pool) -> None:
+    await pool.replica("r0")
+    await pool.replica("r1")
+    async with _following(pool) as call:
+        known = RouteList()
+        before = await _until(call, known, "r0", "r1")
+        await _cordon(pool, "r1")
+        change = await call.read()
+        assert (change.whole, list(change.routes)) == (False, [])
+        assert list(change.removed_replica_ids) == ["r1"]
+        assert change.previous_revision == before.revision < change.revision
 
 
 async def test_readers_are_told_when_the_coordinator_stops(pool: Pool) -> None:

@@ -489,6 +489,51 @@ async def test_get_manifest_of_no_transfer(pool: Pool) -> None:
 # -- InspectService ------------------------------------------------------------
 
 
+async def test_lists_in_pages(pool: Pool) -> None:
+    for name in ("r2", "r0", "r1"):
+        await pool.replica(name)
+    trainer = await pool.trainer()
+    await trainer.push()
+    inspect = trainer.inspect
+    replicas = inspect_pb2.ListReplicasRequest
+    first = await inspect.ListReplicas(replicas(page_size=2))
+    second = await inspect.ListReplicas(replicas(page_token=first.next_page_token))
+    listed = [*first.replicas, *second.replicas]
+    assert [r.replica_id for r in listed] == ["r0", "r1", "r2"]
+    assert not second.next_page_token
+    assert all(r.version_vector.adapters for r in listed)
+    one = await inspect.ListReplicas(replicas(replica_ids=["r1", "r9"], share_version_vectors=True))
+    (replica,), (vector,) = one.replicas, one.version_vectors
+    assert (replica.replica_id, replica.version_vector_index) == ("r1", 0)
+    assert not replica.HasField("version_vector")
+    assert vector == listed[0].version_vector
+    policies = inspect_pb2.ListPoliciesRequest
+    names = []
+    page = await inspect.ListPolicies(policies(page_size=1))
+    while page.next_page_token:
+        names += [policy.policy for policy in page.policies]
+        page = await inspect.ListPolicies(policies(page_size=1, page_token=page.next_page_token))
+    assert [*names, *(policy.policy for policy in page.policies)][-1] == "math"
+    transfers = inspect_pb2.ListTransfersRequest
+    (ended,) = (await inspect.ListTransfers(transfers(page_size=1))).transfers
+    after = await inspect.ListTransfers(transfers(page_token=ended.transfer_id))
+    assert not after.transfers
+
+
+@pytest.mark.parametrize("method", ["ListReplicas", "ListPolicies", "ListTransfers"])
+async def test_pages_that_nobody_told(pool: Pool, method: str) -> None:
+    inspect = (await pool.trainer()).inspect
+    request = getattr(inspect_pb2, f"{method}Request")
+    for wrong in (request(page_size=-1), request(page_token="x" * 5000)):
+        await _fails(getattr(inspect, method)(wrong), "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
+async def test_a_page_after_a_transfer_that_is_forgotten(pool: Pool) -> None:
+    inspect = (await pool.trainer()).inspect
+    request = inspect_pb2.ListTransfersRequest(page_token="t-gone")
+    await _fails(inspect.ListTransfers(request), "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
 async def test_list_versions(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()

@@ -13,7 +13,7 @@ from weft.coordinator import effects, events
 from weft.coordinator.in_place import is_loading
 from weft.coordinator.state import State
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import ContentDigest, Errand, Phase, VersionState
+from weft.coordinator.values import ContentDigest, Errand, Phase, Standing, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.receiver import Receiver
@@ -392,8 +392,15 @@ class Checks:
         else:
             entry = replica.vector.adapters.get(policy)
             goes_back = entry is not None and version.version != entry.alias == decided[-1]
-        known = self._world.coordinator.state.replicas.get(replica.name)
+        state = self._world.coordinator.state
+        known = state.replicas.get(replica.name)
         in_service = known is not None and known.in_contact
+        # Until a clone's order that was overtaken by a rollback is answered, it is not ready.
+        if in_service and known.announced is not Standing.READY:
+            in_service = not any(
+                t.replica_id == replica.name and t.policy == policy and replica.name in t.switching
+                for t in state.transfers.values()
+            )
         # An order that nobody waits for any more may still be carried out, and what was
         # lost may have come back meanwhile; its next heartbeat tells.
         if goes_back and in_service and not is_late:

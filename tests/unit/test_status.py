@@ -94,3 +94,16 @@ def test_a_vector_is_whole_where_no_bound_is_given() -> None:
     assert vector_text(vector(3, a=1, b=2)) == "base@3  a@1 (1)  b@2 (2)"
     assert vector_text(vector(3, a=1, b=2), most=1) == "base@3  a@1 (1)  and 1 more"
     assert vector_text(vector(3)) == "base@3"
+
+
+def test_of_very_many_replicas_those_that_are_not_ready_come_first() -> None:
+    served = vector(1)
+    pool = pb.GetPoolResponse(
+        version_vector=served, replicas=[replica(i, served) for i in range(300)]
+    )
+    pool.replicas[299].state = pb.REPLICA_STATE_PENDING_WEIGHTS
+    text = shown(pool)
+    assert "299 of 300 replicas ready" in text
+    assert "replica-299" in text
+    assert "replica-298" not in text
+    assert "and 100 more: --json lists all" in text

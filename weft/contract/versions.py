@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
@@ -25,6 +26,12 @@ class VersionVector:
 
     base: int = 0
     adapters: Mapping[str, AdapterVersions] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal vectors, as ``adapters`` cannot be hashed."""
+        entries = sorted((name, e.versions, e.alias) for name, e in self.adapters.items())
+        return self.base, tuple(entries)
 
     def holds(self, version: PolicyVersion) -> bool:
         """Whether ``version`` can be requested here."""
@@ -66,9 +73,9 @@ class VersionVector:
         base and the version behind each alias.
         """
         lacking = [] if have.base == self.base else [str(PolicyVersion(BASE_POLICY, self.base))]
-        for policy in sorted(self.adapters):
-            alias = self.adapters[policy].alias
-            theirs = have.adapters.get(policy, AdapterVersions())
-            if alias and theirs.alias != alias:
-                lacking.append(str(PolicyVersion(policy, alias)))
+        theirs = have.adapters
+        for policy, entry in sorted(self.adapters.items()):
+            held = theirs.get(policy)
+            if entry.alias and (held is None or held.alias != entry.alias):
+                lacking.append(str(PolicyVersion(policy, entry.alias)))
         return lacking

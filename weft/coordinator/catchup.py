@@ -284,6 +284,7 @@ def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
             phase=Phase.COMMITTING,
             create_time=change.state.wall(change.now),
             commit_at=change.now,
+            ordered_under=change.state.policies[transfer.policy].served_version,
             targets=(replica.replica_id,),
             switching=frozenset({replica.replica_id}),
         )
@@ -353,6 +354,7 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
             transfer,
             phase=Phase.COMMITTING,
             commit_at=change.now,
+            ordered_under=change.state.policies[transfer.policy].served_version,
             switching=frozenset({replica.replica_id}),
         )
     )

@@ -238,7 +238,7 @@ class Driver:
             case effects.LookUp():
                 self._spawn(self._look_up(effect))
             case effects.RoutesChanged():
-                self.routes.change()
+                self.routes.change(effect.replica_ids)
             case effects.Announce():
                 level = logging.DEBUG if effect.kind in _DETAILS else logging.INFO
                 _log.log(level, "%s %s: %s", effect.kind, effect.subject, effect.message)

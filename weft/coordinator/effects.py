@@ -402,7 +402,9 @@ class Announce:
 
 @dataclass(frozen=True)
 class RoutesChanged:
-    """Those who follow the routes are to look again."""
+    """Those who follow the routes are told of these replicas."""
+
+    replica_ids: tuple[str, ...]
 
 
 Effect = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import Final
 
 from weft.contract.errors import CapacityError, PeerUnavailableError
@@ -13,6 +15,9 @@ from weft.v1 import inspect_pb2
 
 #: A watcher that falls this far behind is cut off.
 MAX_BEHIND: Final = 1000
+#: Replicas whose last change of routes is known; who is behind the oldest of these is told
+#: the whole list.
+MAX_REMEMBERED: Final = 10_000
 
 
 class Watcher:
@@ -89,22 +94,37 @@ class Feed:
 
 
 class RouteFeed:
-    """The number of the newest list of routes. Readers make the list when they take it,
-    so none is queued and a slow one gets the newest."""
+    """The revision of the routes, and which replicas changed with which. Readers ask for
+    what has changed when they can take it, so nothing is queued for a slow one."""
 
     def __init__(self) -> None:
         self._revision = 0
+        self._forgotten = 0
+        # Replicas, listed or not, by the revision of their last change; oldest first.
+        self._changed_in: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
 
-    def change(self) -> None:
-        """There is a newer list."""
+    def change(self, replica_ids: Iterable[str]) -> None:
+        """These replicas came, went, or are other than they were."""
         self._revision += 1
+        for replica_id in replica_ids:
+            self._changed_in.pop(replica_id, None)
+            self._changed_in[replica_id] = self._revision
+        while len(self._changed_in) > MAX_REMEMBERED:
+            self._forgotten = self._changed_in.pop(next(iter(self._changed_in)))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def changed_since(self, revision: int) -> list[str] | None:
+        """Replicas that have changed since; None if that is not known any more. O(changes)."""
+        if revision < self._forgotten:
+            return None
+        newest_first = reversed(self._changed_in.items())
+        return [name for name, _ in takewhile(lambda item: item[1] > revision, newest_first)]
+
     async def newer(self, revision: int) -> int:
-        """The number of the newest list, once it is above ``revision``.
+        """The newest revision, once it is above ``revision``.
 
         Raises:
             PeerUnavailableError: The coordinator stops.

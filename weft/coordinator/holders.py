@@ -13,16 +13,22 @@ from weft.coordinator.values import Errand, Phase, Standing
 def lacks(state: State, replica: Replica) -> list[str]:
     """What a replica must still serve to be ready, as ``policy@version``.
 
-    Between the commit point and its own switch it serves what it should.
+    Between the commit point and its own switch it serves what it should. An order to
+    switch that was given before the pool was rolled back may still take it elsewhere,
+    and a clone that it loads in place mixes its weights, whatever it said that it serves.
     """
     lacking = state.vector.missing_from(replica.vector)
-    if lacking:
-        switching = {
-            str(transfer.policy_version)
-            for transfer in state.transfers.values()
-            if replica.replica_id in transfer.switching and transfer.errand in _FORWARD
-        }
-        lacking = [name for name in lacking if name not in switching]
+    for transfer in state.transfers.values():
+        if transfer.errand is Errand.CLONE and replica.replica_id in transfer.loading:
+            lacking = sorted({*lacking, str(transfer.policy_version)})
+        elif replica.replica_id in transfer.switching:
+            if transfer.errand in _FORWARD:
+                lacking = [name for name in lacking if name != str(transfer.policy_version)]
+            else:
+                served = state.policies[transfer.policy].served_version
+                name = str(PolicyVersion(transfer.policy, served))
+                if served != transfer.ordered_under and name not in lacking:
+                    lacking = [*lacking, name]
     return lacking
 
 

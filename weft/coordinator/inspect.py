@@ -3,7 +3,8 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
@@ -14,15 +15,16 @@ from weft.contract.names import BASE_POLICY
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.feed import Feed
-from weft.coordinator.listing import each
-from weft.coordinator.routes import routes
-from weft.coordinator.state import Policy
+from weft.coordinator.listing import each, entry_of
+from weft.coordinator.pages import PAGE_BYTES, Page, Vectors, check_request, cut, invalid_token
+from weft.coordinator.route_list import route_messages
+from weft.coordinator.standing import place
+from weft.coordinator.state import State
 from weft.coordinator.step import unknown_transfer
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.wire import (
     policy_to_proto,
     replica_to_proto,
-    route_to_proto,
     transfer_from_record,
     transfer_to_proto,
     version_record_to_proto,
@@ -38,6 +40,10 @@ _DEFAULT_PAGE: Final = 100
 _MAX_PAGE: Final = 1000
 _BETWEEN_LISTS_SECONDS: Final = 0.05
 _NO_VERSION_ABOVE: Final = 2**62
+# Of GetPool, beside the replicas: the policies, and the transfers.
+_PART_BYTES: Final = 128 * 1024
+# What readers are told that know different revisions.
+_KEPT_LISTS: Final = 8
 
 
 class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
@@ -48,7 +54,8 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self._catalog = catalog
         self._feed = feed
         self._settled_at = driver.state.settled_at
-        self._routes = inspect_pb2.WatchRoutesResponse(revision=-1)
+        self._routes: dict[tuple[int, int], list[inspect_pb2.WatchRoutesResponse]] = {}
+        self._routes_of = -1
 
     async def GetPool(
         self, request: inspect_pb2.GetPoolRequest, context: Context
@@ -56,29 +63,66 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """Source: protos/weft/v1/inspect.proto."""
         state = self._driver.state
         last = next(reversed([*state.history.values()]), None)
+        vectors = Vectors() if request.share_version_vectors else None
+        replicas = self._replicas(sorted(state.replicas), vectors=vectors)
+        policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
+        under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
+        counts = Counter(r.announced or place(state, r) for r in state.replicas.values())
         return inspect_pb2.GetPoolResponse(
             base_fingerprint=state.fingerprint,
             version_vector=vector_to_proto(state.vector),
-            replicas=self._replicas(),
-            policies=self._policies(),
-            active_transfers=self._transfers(state.transfers.values()),
-            last_transfer=next(iter(self._transfers([last] if last else [])), None),
+            replicas=replicas.entries,
+            policies=policies.entries,
+            active_transfers=under_way.entries,
+            last_transfer=self._shown(last) if last else None,
             weft_version=__version__,
             coordinator_generation=state.generation,
             withdrawals=withdrawals_to_proto(state),
+            version_vectors=vectors.messages if vectors else (),
+            replica_counts=[
+                inspect_pb2.ReplicaCount(
+                    state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count
+                )
+                for where, count in sorted(counts.items())
+            ],
+            next_replica_page_token=replicas.last or "",
+            next_policy_page_token=policies.last or "",
+            next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
         )
 
     async def ListReplicas(
         self, request: inspect_pb2.ListReplicasRequest, context: Context
     ) -> inspect_pb2.ListReplicasResponse:
         """Source: protos/weft/v1/inspect.proto."""
-        return inspect_pb2.ListReplicasResponse(replicas=self._replicas())
+        check_request(request)
+        names = sorted(self._driver.state.replicas)
+        if request.replica_ids:
+            wanted = set(request.replica_ids)
+            names = [name for name in names if name in wanted]
+        vectors = Vectors() if request.share_version_vectors else None
+        page = self._replicas(
+            [name for name in names if name > request.page_token],
+            page_size=request.page_size,
+            vectors=vectors,
+        )
+        return inspect_pb2.ListReplicasResponse(
+            replicas=page.entries,
+            next_page_token=page.last or "",
+            version_vectors=vectors.messages if vectors else (),
+        )
 
     async def ListPolicies(
         self, request: inspect_pb2.ListPoliciesRequest, context: Context
     ) -> inspect_pb2.ListPoliciesResponse:
         """Source: protos/weft/v1/inspect.proto."""
-        return inspect_pb2.ListPoliciesResponse(policies=self._policies())
+        check_request(request)
+        names = _policy_names(self._driver.state)
+        if request.page_token:
+            names = [name for name in names if _place(name) > _place(request.page_token)]
+        page = self._policies(names, page_size=request.page_size)
+        return inspect_pb2.ListPoliciesResponse(
+            policies=page.entries, next_page_token=page.last or ""
+        )
 
     async def ListVersions(
         self, request: inspect_pb2.ListVersionsRequest, context: Context
@@ -115,9 +159,19 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self, request: inspect_pb2.ListTransfersRequest, context: Context
     ) -> inspect_pb2.ListTransfersResponse:
         """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
         state = self._driver.state
         transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
-        return inspect_pb2.ListTransfersResponse(transfers=self._transfers(transfers))
+        if request.page_token:
+            names = [transfer.transfer_id for transfer in transfers]
+            if request.page_token not in names:
+                raise invalid_token()
+            transfers = transfers[names.index(request.page_token) + 1 :]
+        page = self._transfers(transfers, page_size=request.page_size)
+        return inspect_pb2.ListTransfersResponse(
+            transfers=page.entries,
+            next_page_token=page.last.transfer_id if page.last else "",
+        )
 
     async def GetTransfer(
         self, request: inspect_pb2.GetTransferRequest, context: Context
@@ -152,46 +206,57 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         feed, revision = self._driver.routes, -1
         await feed.hold(self._settled_at - self._driver.now())
         while True:
-            revision = await feed.newer(revision)
-            yield self._route_list(revision)
+            before, revision = revision, await feed.newer(revision)
+            for message in self._route_messages(before, revision):
+                yield message
             await feed.hold(_BETWEEN_LISTS_SECONDS)
 
-    def _route_list(self, revision: int) -> inspect_pb2.WatchRoutesResponse:
-        """The list of now, made once for all readers of a revision."""
-        if self._routes.revision != revision:
-            state = self._driver.state
-            self._routes = inspect_pb2.WatchRoutesResponse(
-                routes=each(routes(state), route_to_proto),
-                coordinator_generation=state.generation,
-                revision=revision,
+    def _route_messages(self, before: int, revision: int) -> list[inspect_pb2.WatchRoutesResponse]:
+        """What those who know ``before`` are told now; made once for all of them."""
+        key = before, revision
+        if key not in self._routes:
+            if len(self._routes) >= _KEPT_LISTS or revision != self._routes_of:
+                self._routes, self._routes_of = {}, revision
+            changed = self._driver.routes.changed_since(before)
+            self._routes[key] = route_messages(self._driver.state, changed, before, revision)
+        return self._routes[key]
+
+    def _replicas(
+        self, names: Sequence[str], *, page_size: int = 0, vectors: Vectors | None = None
+    ) -> Page[str, inspect_pb2.Replica]:
+        state, now = self._driver.state, self._driver.now()
+
+        def make(name: str) -> inspect_pb2.Replica:
+            return entry_of(
+                state.replicas[name],
+                lambda replica: replica_to_proto(state, replica, now, vectors),
+                lambda _, why: inspect_pb2.Replica(replica_id=name, state_reason=why),
             )
-        return self._routes
 
-    def _replicas(self) -> list[inspect_pb2.Replica]:
+        return cut(names, make, page_size=page_size, vectors=vectors)
+
+    def _policies(
+        self, names: Sequence[str], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
+    ) -> Page[str, inspect_pb2.Policy]:
         state, now = self._driver.state, self._driver.now()
-        replicas = [replica for _, replica in sorted(state.replicas.items())]
-        return each(
-            replicas,
-            lambda replica: replica_to_proto(state, replica, now),
-            lambda replica, why: inspect_pb2.Replica(
-                replica_id=replica.replica_id, state_reason=why
-            ),
-        )
 
-    def _policies(self) -> list[inspect_pb2.Policy]:
-        def order(policy: Policy) -> tuple[bool, str]:
-            return policy.name != BASE_POLICY, policy.name
+        def make(name: str) -> inspect_pb2.Policy:
+            return entry_of(
+                state.policies[name],
+                lambda policy: policy_to_proto(state, policy, now),
+                lambda _, why: inspect_pb2.Policy(policy=name),
+            )
 
-        state, now = self._driver.state, self._driver.now()
-        return each(
-            sorted(state.policies.values(), key=order),
-            lambda policy: policy_to_proto(state, policy, now),
-            lambda policy, _: inspect_pb2.Policy(policy=policy.name),
-        )
+        return cut(names, make, page_size=page_size, max_bytes=max_bytes)
 
-    def _transfers(self, transfers: Iterable[Transfer]) -> list[publish_pb2.Transfer]:
-        return each(
-            transfers,
+    def _transfers(
+        self, transfers: Sequence[Transfer], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
+    ) -> Page[Transfer, publish_pb2.Transfer]:
+        return cut(transfers, self._shown, page_size=page_size, max_bytes=max_bytes)
+
+    def _shown(self, transfer: Transfer) -> publish_pb2.Transfer:
+        return entry_of(
+            transfer,
             self._transfer,
             lambda transfer, why: publish_pb2.Transfer(
                 transfer_id=transfer.transfer_id, failure_message=why
@@ -202,3 +267,12 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         driver = self._driver
         verified = driver.hub.num_verified(transfer.group_id, transfer.transfer_id)
         return transfer_to_proto(transfer, driver.state, driver.now(), verified)
+
+
+def _policy_names(state: State) -> list[str]:
+    return sorted(state.policies, key=_place)
+
+
+def _place(policy: str) -> tuple[bool, str]:
+    """The base first, then by name."""
+    return policy != BASE_POLICY, policy

@@ -25,7 +25,7 @@ def each(
         instead: Makes the entry then, from what names the value and from why it is not
             whole; without it there is none.
     """
-    entries: list[_Entry] = []
+    entries = []
     for value in values:
         try:
             entries.append(make(value))
@@ -34,3 +34,10 @@ def each(
             if instead is not None:
                 entries.append(instead(value, _WHY))
     return entries
+
+
+def entry_of(
+    value: _Value, make: Callable[[_Value], _Entry], instead: Callable[[_Value, str], _Entry]
+) -> _Entry:
+    """The entry of one value, as ``each`` makes it."""
+    return each([value], make, instead)[0]

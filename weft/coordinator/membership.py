@@ -202,7 +202,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     if change.now - replica.vector_set_at > change.state.settings.heartbeat_seconds / 2:
         replica = replace(
             replica,
-            vector=event.vector,
+            # Kept where it is the same: it is compared and listed more often than it changes.
+            vector=replica.vector if event.vector == replica.vector else event.vector,
             retained=event.retained,
             dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
         )

@@ -12,21 +12,28 @@ from weft.coordinator.state import State
 def routes(state: State) -> list[Replica]:
     """The replicas to route to, by id; O(replicas)."""
     return sorted(
-        (replica for replica in state.replicas.values() if _seen(replica)),
+        (replica for replica in state.replicas.values() if is_listed(replica)),
         key=lambda replica: replica.replica_id,
     )
 
 
 def note_changes(before: State, change: Change) -> None:
-    """Tell readers if a step changed the list; standings must have been announced."""
+    """Tell readers what a step changed; standings must have been announced."""
     touched = before.replicas.keys() | change.state.replicas.keys()
     if not change.touched_all:
         touched = touched & change.touched
+    changed = []
     for replica_id in touched:
         was, now_is = before.replicas.get(replica_id), change.state.replicas.get(replica_id)
         if was is not now_is and _seen(was) != _seen(now_is):
-            change.emit(RoutesChanged())
-            return
+            changed.append(replica_id)
+    if changed:
+        change.emit(RoutesChanged(tuple(changed)))
+
+
+def is_listed(replica: Replica) -> bool:
+    """Whether requests may be sent to a replica."""
+    return _seen(replica) is not None
 
 
 def _seen(replica: Replica | None) -> tuple[str, str, VersionVector] | None:

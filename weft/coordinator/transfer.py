@@ -155,6 +155,8 @@ class Transfer:
     """The replica that a clone or a restore is for."""
     leftover: str = ""
     """The transfer of a former coordinator whose staged bytes a restore switches to."""
+    ordered_under: int = 0
+    """What its policy served when the replica of a clone or a restore was told to switch."""
     num_interruptions: int = 0
     """How often a clone was ended for the sake of a push."""
 

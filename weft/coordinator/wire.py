@@ -8,6 +8,7 @@ from weft.contract.adapter import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.effects import BeginAnswer
+from weft.coordinator.pages import Vectors
 from weft.coordinator.replica import Replica
 from weft.coordinator.retire import num_retained
 from weft.coordinator.standing import standing
@@ -223,8 +224,14 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
     return message
 
 
-def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.Replica:
-    """A replica and where it stands."""
+def replica_to_proto(
+    state: State, replica: Replica, now: float, vectors: Vectors | None = None
+) -> inspect_pb2.Replica:
+    """A replica and where it stands.
+
+    Args:
+        vectors: Where what it serves is put, if it is not said in the message itself.
+    """
     where, why = standing(state, replica)
     message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
@@ -233,7 +240,8 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
         address=replica.address,
         http_url=replica.http_url,
         capabilities=capabilities_to_proto(replica.capabilities),
-        version_vector=vector_to_proto(replica.vector),
+        version_vector=None if vectors else vector_to_proto(replica.vector),
+        version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
         adapter_used_bytes=replica.adapter_used_bytes,
@@ -247,13 +255,13 @@ def replica_to_proto(state: State, replica: Replica, now: float) -> inspect_pb2.
     return message
 
 
-def route_to_proto(replica: Replica) -> inspect_pb2.Route:
+def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     """A replica that may be sent requests."""
     return inspect_pb2.Route(
         replica_id=replica.replica_id,
         http_url=replica.http_url,
         model_name=replica.model_name,
-        version_vector=vector_to_proto(replica.vector),
+        version_vector_index=vector_index,
     )
 
 

@@ -141,6 +141,7 @@ class Replica(_message.Message):
     HTTP_URL_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
@@ -157,6 +158,10 @@ class Replica(_message.Message):
     """Where its ReplicaService answers."""
     http_url: _builtins.str
     """Its OpenAI-compatible server."""
+    version_vector_index: _builtins.int
+    """What it serves, in the response's `version_vectors`; set where the request
+    shares them.
+    """
     model_name: _builtins.str
     """Name of the model in the OpenAI API."""
     adapter_used_bytes: _builtins.int
@@ -167,7 +172,7 @@ class Replica(_message.Message):
 
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves."""
+        """What it serves; absent where `version_vector_index` is set."""
 
     @_builtins.property
     def since_heartbeat(self) -> _duration_pb2.Duration:
@@ -195,6 +200,7 @@ class Replica(_message.Message):
         http_url: _builtins.str = ...,
         capabilities: _registry_pb2.Capabilities | None = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
+        version_vector_index: _builtins.int | None = ...,
         since_heartbeat: _duration_pb2.Duration | None = ...,
         model_name: _builtins.str = ...,
         adapter_used_bytes: _builtins.int = ...,
@@ -202,11 +208,13 @@ class Replica(_message.Message):
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: _registry_pb2.Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
+    _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version_vector_index) -> _WhichOneofReturnType__version_vector_index | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
@@ -394,16 +402,49 @@ class GetPoolRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SHARE_VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    share_version_vectors: _builtins.bool
+    """State each version vector once, and let replicas refer to it: most serve the
+    same.
+    """
     def __init__(
         self,
+        *,
+        share_version_vectors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share_version_vectors", b"share_version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaCount(_message.Message):
+    """How many replicas are in a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    state: Global___ReplicaState.ValueType
+    """The state."""
+    num_replicas: _builtins.int
+    """At least 1."""
+    def __init__(
+        self,
+        *,
+        state: Global___ReplicaState.ValueType = ...,
+        num_replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_replicas", b"num_replicas", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaCount: _TypeAlias = ReplicaCount  # noqa: Y015
 
 @_typing.final
 class GetPoolResponse(_message.Message):
@@ -420,27 +461,38 @@ class GetPoolResponse(_message.Message):
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     WITHDRAWALS_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
+    NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_POLICY_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_TRANSFER_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
     """Weft's version of the coordinator."""
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator."""
+    next_replica_page_token: _builtins.str
+    """Page token of ListReplicas for the others; empty where all are here."""
+    next_policy_page_token: _builtins.str
+    """The same of ListPolicies."""
+    next_transfer_page_token: _builtins.str
+    """The same of ListTransfers."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
-        """Sorted by id."""
+        """Sorted by id; the first of them."""
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]:
-        """"base" first, then by name."""
+        """"base" first, then by name; the first of them."""
 
     @_builtins.property
     def active_transfers(self) -> _containers.RepeatedCompositeFieldContainer[_publish_pb2.Transfer]:
-        """Transfers under way."""
+        """Transfers under way; the first of them."""
 
     @_builtins.property
     def last_transfer(self) -> _publish_pb2.Transfer:
@@ -449,6 +501,14 @@ class GetPoolResponse(_message.Message):
     @_builtins.property
     def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
         """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `replicas` refer to."""
+
+    @_builtins.property
+    def replica_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaCount]:
+        """Of the whole pool, by state."""
 
     def __init__(
         self,
@@ -462,10 +522,15 @@ class GetPoolResponse(_message.Message):
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
         withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
+        replica_counts: _abc.Iterable[Global___ReplicaCount] | None = ...,
+        next_replica_page_token: _builtins.str = ...,
+        next_policy_page_token: _builtins.str = ...,
+        next_transfer_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "policies", b"policies", "replicas", b"replicas", "version_vector", b"version_vector", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,12 +542,31 @@ class ListReplicasRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SHARE_VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
+    share_version_vectors: _builtins.bool
+    """As in GetPoolRequest."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these, where any is given."""
+
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        share_version_vectors: _builtins.bool = ...,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "replica_ids", b"replica_ids", "share_version_vectors", b"share_version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,18 +579,28 @@ class ListReplicasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last. What joins or leaves meanwhile may be missed."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """Sorted by id."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `replicas` refer to."""
 
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
+        next_page_token: _builtins.str = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "replicas", b"replicas", "version_vectors", b"version_vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -518,12 +612,21 @@ class ListPoliciesRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -536,6 +639,9 @@ class ListPoliciesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]:
         """"base" first, then by name."""
@@ -544,10 +650,11 @@ class ListPoliciesResponse(_message.Message):
         self,
         *,
         policies: _abc.Iterable[Global___Policy] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "policies", b"policies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,12 +724,21 @@ class ListTransfersRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0 means as many as a page may hold."""
+    page_token: _builtins.str
+    """From a former response, to go on after it."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +751,9 @@ class ListTransfersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty on the last."""
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[_publish_pb2.Transfer]:
         """Under way first, then newest first."""
@@ -643,10 +762,11 @@ class ListTransfersResponse(_message.Message):
         self,
         *,
         transfers: _abc.Iterable[_publish_pb2.Transfer] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,16 +907,22 @@ class Route(_message.Message):
     HTTP_URL_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     http_url: _builtins.str
     """Base URL of its OpenAI-compatible server."""
     model_name: _builtins.str
     """Name of the base model there."""
+    version_vector_index: _builtins.int
+    """What it serves, in the message's `version_vectors`. While the pool switches to a
+    version, replicas differ for a moment; a request for an exact version (`math@17`)
+    goes to one that lists it.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves. While the pool switches to a version, replicas differ for a
-        moment; a request for an exact version (`math@17`) goes to one that lists it.
+        """Never set by WatchRoutes; there for readers that put in what
+        `version_vector_index` refers to.
         """
 
     def __init__(
@@ -806,10 +932,11 @@ class Route(_message.Message):
         http_url: _builtins.str = ...,
         model_name: _builtins.str = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
+        version_vector_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,20 +944,45 @@ Global___Route: _TypeAlias = Route  # noqa: Y015
 
 @_typing.final
 class WatchRoutesResponse(_message.Message):
-    """Where requests may be sent from now on."""
+    """Where requests may be sent from now on, as changes to what was told before. To
+    follow: forget everything where `whole` is set; put each of `routes` in place of the
+    one of its replica; drop `removed_replica_ids`; go on reading while `more` is set, then
+    use the result.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTES_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    REMOVED_REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_REVISION_FIELD_NUMBER: _builtins.int
+    VERSION_VECTORS_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator."""
     revision: _builtins.int
     """Grows with every change, within a generation."""
+    whole: _builtins.bool
+    """Set in the first message of a whole list: what was told before does not count."""
+    more: _builtins.bool
+    """Whether further messages of the same revision follow."""
+    previous_revision: _builtins.int
+    """The revision that was told before this one; the changes lead from there to
+    `revision`. -1 with a whole list.
+    """
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
-        """All of them, sorted by replica."""
+        """Those that are new or have changed, sorted by replica."""
+
+    @_builtins.property
+    def removed_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replicas that must not be sent requests any more, sorted."""
+
+    @_builtins.property
+    def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
+        """What `routes` refer to."""
 
     def __init__(
         self,
@@ -838,10 +990,15 @@ class WatchRoutesResponse(_message.Message):
         routes: _abc.Iterable[Global___Route] | None = ...,
         coordinator_generation: _builtins.int = ...,
         revision: _builtins.int = ...,
+        removed_replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        whole: _builtins.bool = ...,
+        more: _builtins.bool = ...,
+        previous_revision: _builtins.int = ...,
+        version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "revision", b"revision", "routes", b"routes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "more", b"more", "previous_revision", b"previous_revision", "removed_replica_ids", b"removed_replica_ids", "revision", b"revision", "routes", b"routes", "version_vectors", b"version_vectors", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

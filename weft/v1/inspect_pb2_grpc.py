@@ -84,7 +84,9 @@ class InspectServiceServicer(object):
     """
 
     def GetPool(self, request, context):
-        """The pool at a glance: replicas, policies, transfers under way.
+        """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
+        first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+        the lists.
         Idempotent: reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -92,16 +94,16 @@ class InspectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Every replica, sorted by id.
-        Idempotent: reads only.
+        """Every replica, sorted by id; in pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPolicies(self, request, context):
-        """Every policy, "base" first, then by name.
-        Idempotent: reads only.
+        """Every policy, "base" first, then by name; in pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,8 +119,10 @@ class InspectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTransfers(self, request, context):
-        """Transfers under way, then the last 100 ended ones, newest first.
-        Idempotent: reads only.
+        """Transfers under way, then the last 100 ended ones, newest first; in pages of at
+        most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE (also when the
+        transfer that the token names is forgotten: begin anew).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,9 +146,12 @@ class InspectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRoutes(self, request, context):
-        """Which replicas may be sent requests, for routers: the whole list at once, and
-        again after each change, at most 20 times a second, until the caller hangs up. A
-        slow reader misses lists, never the newest one. Only replicas that are READY are
+        """Which replicas may be sent requests, for routers: the whole list at once, then
+        what has changed, at most 20 times a second, until the caller hangs up. A slow
+        reader is told of several changes as one, and never misses how it stands at last;
+        one that is very slow may be told the whole list again (`whole`). A message stays
+        below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
+        are READY are
         listed; without a coordinator a reader goes on with the last list. One that was
         restarted waits for as long as it takes it to give a replica up before it tells
         its first list: until then a replica that is missing may be about to register.

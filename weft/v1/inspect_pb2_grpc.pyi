@@ -36,16 +36,18 @@ class InspectServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InspectServiceAsyncStub: ...
     GetPool: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetPoolRequest, _inspect_pb2.GetPoolResponse]
-    """The pool at a glance: replicas, policies, transfers under way.
+    """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
+    first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+    the lists.
     Idempotent: reads only.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListReplicasRequest, _inspect_pb2.ListReplicasResponse]
-    """Every replica, sorted by id.
-    Idempotent: reads only.
+    """Every replica, sorted by id; in pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListPolicies: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListPoliciesRequest, _inspect_pb2.ListPoliciesResponse]
-    """Every policy, "base" first, then by name.
-    Idempotent: reads only.
+    """Every policy, "base" first, then by name; in pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListVersionsRequest, _inspect_pb2.ListVersionsResponse]
     """Versions of one policy, newest first.
@@ -53,8 +55,10 @@ class InspectServiceStub:
     INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListTransfers: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListTransfersRequest, _inspect_pb2.ListTransfersResponse]
-    """Transfers under way, then the last 100 ended ones, newest first.
-    Idempotent: reads only.
+    """Transfers under way, then the last 100 ended ones, newest first; in pages of at
+    most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE (also when the
+    transfer that the token names is forgotten: begin anew).
     """
     GetTransfer: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetTransferRequest, _inspect_pb2.GetTransferResponse]
     """One transfer.
@@ -66,9 +70,12 @@ class InspectServiceStub:
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
     WatchRoutes: _grpc.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]
-    """Which replicas may be sent requests, for routers: the whole list at once, and
-    again after each change, at most 20 times a second, until the caller hangs up. A
-    slow reader misses lists, never the newest one. Only replicas that are READY are
+    """Which replicas may be sent requests, for routers: the whole list at once, then
+    what has changed, at most 20 times a second, until the caller hangs up. A slow
+    reader is told of several changes as one, and never misses how it stands at last;
+    one that is very slow may be told the whole list again (`whole`). A message stays
+    below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
+    are READY are
     listed; without a coordinator a reader goes on with the last list. One that was
     restarted waits for as long as it takes it to give a replica up before it tells
     its first list: until then a replica that is missing may be about to register.
@@ -83,16 +90,18 @@ class InspectServiceAsyncStub(InspectServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPool: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetPoolRequest, _inspect_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """The pool at a glance: replicas, policies, transfers under way.
+    """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
+    first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+    the lists.
     Idempotent: reads only.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListReplicasRequest, _inspect_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """Every replica, sorted by id.
-    Idempotent: reads only.
+    """Every replica, sorted by id; in pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListPolicies: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListPoliciesRequest, _inspect_pb2.ListPoliciesResponse]  # type: ignore[assignment]
-    """Every policy, "base" first, then by name.
-    Idempotent: reads only.
+    """Every policy, "base" first, then by name; in pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListVersionsRequest, _inspect_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Versions of one policy, newest first.
@@ -100,8 +109,10 @@ class InspectServiceAsyncStub(InspectServiceStub):
     INVALID_ARGUMENT/INVALID_PAGE.
     """
     ListTransfers: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListTransfersRequest, _inspect_pb2.ListTransfersResponse]  # type: ignore[assignment]
-    """Transfers under way, then the last 100 ended ones, newest first.
-    Idempotent: reads only.
+    """Transfers under way, then the last 100 ended ones, newest first; in pages of at
+    most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE (also when the
+    transfer that the token names is forgotten: begin anew).
     """
     GetTransfer: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetTransferRequest, _inspect_pb2.GetTransferResponse]  # type: ignore[assignment]
     """One transfer.
@@ -113,9 +124,12 @@ class InspectServiceAsyncStub(InspectServiceStub):
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
     WatchRoutes: _aio.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]  # type: ignore[assignment]
-    """Which replicas may be sent requests, for routers: the whole list at once, and
-    again after each change, at most 20 times a second, until the caller hangs up. A
-    slow reader misses lists, never the newest one. Only replicas that are READY are
+    """Which replicas may be sent requests, for routers: the whole list at once, then
+    what has changed, at most 20 times a second, until the caller hangs up. A slow
+    reader is told of several changes as one, and never misses how it stands at last;
+    one that is very slow may be told the whole list again (`whole`). A message stays
+    below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
+    are READY are
     listed; without a coordinator a reader goes on with the last list. One that was
     restarted waits for as long as it takes it to give a replica up before it tells
     its first list: until then a replica that is missing may be about to register.
@@ -133,7 +147,9 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.GetPoolResponse, _abc.Awaitable[_inspect_pb2.GetPoolResponse]]:
-        """The pool at a glance: replicas, policies, transfers under way.
+        """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
+        first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+        the lists.
         Idempotent: reads only.
         """
 
@@ -143,8 +159,8 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListReplicasResponse, _abc.Awaitable[_inspect_pb2.ListReplicasResponse]]:
-        """Every replica, sorted by id.
-        Idempotent: reads only.
+        """Every replica, sorted by id; in pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
 
     @_abc_1.abstractmethod
@@ -153,8 +169,8 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ListPoliciesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListPoliciesResponse, _abc.Awaitable[_inspect_pb2.ListPoliciesResponse]]:
-        """Every policy, "base" first, then by name.
-        Idempotent: reads only.
+        """Every policy, "base" first, then by name; in pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
 
     @_abc_1.abstractmethod
@@ -174,8 +190,10 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ListTransfersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListTransfersResponse, _abc.Awaitable[_inspect_pb2.ListTransfersResponse]]:
-        """Transfers under way, then the last 100 ended ones, newest first.
-        Idempotent: reads only.
+        """Transfers under way, then the last 100 ended ones, newest first; in pages of at
+        most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE (also when the
+        transfer that the token names is forgotten: begin anew).
         """
 
     @_abc_1.abstractmethod
@@ -205,9 +223,12 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.WatchRoutesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inspect_pb2.WatchRoutesResponse], _abc.AsyncIterator[_inspect_pb2.WatchRoutesResponse]]:
-        """Which replicas may be sent requests, for routers: the whole list at once, and
-        again after each change, at most 20 times a second, until the caller hangs up. A
-        slow reader misses lists, never the newest one. Only replicas that are READY are
+        """Which replicas may be sent requests, for routers: the whole list at once, then
+        what has changed, at most 20 times a second, until the caller hangs up. A slow
+        reader is told of several changes as one, and never misses how it stands at last;
+        one that is very slow may be told the whole list again (`whole`). A message stays
+        below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
+        are READY are
         listed; without a coordinator a reader goes on with the last list. One that was
         restarted waits for as long as it takes it to give a replica up before it tells
         its first list: until then a replica that is missing may be about to register.

@@ -242,6 +242,43 @@ def test_a_rollback_ends_clones_too() -> None:
     assert m.transfer(clone).phase is Phase.WAITING
 
 
+def test_a_replica_is_not_ready_while_an_order_that_a_rollback_overtook_is_under_way() -> None:
+    m = _served()
+    _end(m, m.begin("math"))
+    vector = m.state.replicas["r0"].vector.without_adapter(PolicyVersion("math", 2))
+    m.register("r1", vector=vector.with_adapter(PolicyVersion("math", 1)))
+    m.do(events.Tick())
+    (clone,) = m.answer_look_ups()
+    m.attend_all(clone)
+    m.prepare_all(clone)
+    m.stage_all(clone)
+    assert m.transfer(clone).phase is Phase.COMMITTING
+    m.roll_back("math", 1)
+    assert [e.replica_id for e in m.found(effects.CallSwitch)] == ["r0"]
+    assert _standing(m, "r1") is Standing.PENDING_WEIGHTS, "it may still be on its way to math@2"
+    vector = m.state.replicas["r1"].vector.with_adapter(PolicyVersion("math", 2))
+    m.do(events.CommitAnswered(f"t{clone}", "r1", "i1", vector, 0.0, None))
+    m.pass_time(0.5)
+    assert ("r1", PolicyVersion("math", 1)) in [(e.replica_id, e.version) for e in m.look_ups()]
+
+
+def test_a_replica_that_loads_a_clone_in_place_is_not_ready_whatever_it_said() -> None:
+    """A heartbeat that was on its way made it seem to lack what it serves."""
+    m = Machine().pool("r0")
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    m.register("r1", loads_in_place=True)
+    m.do(events.Tick())
+    (clone,) = m.answer_look_ups(layout=LARGE)
+    _stage_some(m, clone)
+    m.do(events.RankLoadDue(m.transfer(clone).group_id, f"t{clone}", 1))
+    m.do(events.Heartbeat(77, "r1", "i1", m.state.vector, 0, (1,), ""))
+    answer = m.answer(77)
+    assert isinstance(answer, effects.HeartbeatAnswer)
+    assert not answer.ready
+    assert m.transfer(clone).phase is Phase.STAGING
+
+
 def test_what_goes_on_is_not_what_the_pool_served_before() -> None:
     m = _served()
     clone = _joining(m)

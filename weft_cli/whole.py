@@ -1,0 +1,85 @@
+"""Whole listings out of the messages that they come in."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from weft.contract.errors import TransferTimeoutError
+from weft.v1 import inspect_pb2 as pb
+
+if TYPE_CHECKING:
+    from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+
+def get_pool(stub: InspectServiceStub, timeout_seconds: float) -> pb.GetPoolResponse:
+    """The pool with all its replicas, policies and transfers, as one message.
+
+    Of a large pool it is not the state of one moment. Each replica has its version vector.
+
+    Raises:
+        TransferTimeoutError: There was no time for all of it.
+        grpc.RpcError: The coordinator does not answer.
+    """
+    deadline = time.monotonic() + timeout_seconds
+
+    def left() -> float:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            raise TransferTimeoutError(
+                f"the coordinator did not list the whole pool in {timeout_seconds:.0f} s"
+            )
+        return seconds
+
+    pool = stub.GetPool(pb.GetPoolRequest(share_version_vectors=True), timeout=left())
+    _put_vectors(pool)
+    while pool.next_replica_page_token:
+        replicas = stub.ListReplicas(
+            pb.ListReplicasRequest(
+                page_token=pool.next_replica_page_token, share_version_vectors=True
+            ),
+            timeout=left(),
+        )
+        _put_vectors(replicas)
+        pool.replicas.extend(replicas.replicas)
+        pool.next_replica_page_token = replicas.next_page_token
+    while pool.next_policy_page_token:
+        policies = stub.ListPolicies(
+            pb.ListPoliciesRequest(page_token=pool.next_policy_page_token), timeout=left()
+        )
+        pool.policies.extend(policies.policies)
+        pool.next_policy_page_token = policies.next_page_token
+    return pool
+
+
+def _put_vectors(message: pb.GetPoolResponse | pb.ListReplicasResponse) -> None:
+    for replica in message.replicas:
+        replica.version_vector.CopyFrom(message.version_vectors[replica.version_vector_index])
+        replica.ClearField("version_vector_index")
+    message.ClearField("version_vectors")
+
+
+class RouteList:
+    """The whole list of routes, kept up to date by what WatchRoutes tells."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, pb.Route] = {}
+
+    def follow(self, message: pb.WatchRoutesResponse) -> pb.WatchRoutesResponse | None:
+        """Take a message in: the list, each route with its version vector, or None while
+        there is more to come."""
+        if message.whole:
+            self._routes.clear()
+        for name in message.removed_replica_ids:
+            self._routes.pop(name, None)
+        for route in message.routes:
+            route.version_vector.CopyFrom(message.version_vectors[route.version_vector_index])
+            route.ClearField("version_vector_index")
+            self._routes[route.replica_id] = route
+        if message.more:
+            return None
+        return pb.WatchRoutesResponse(
+            routes=[route for _, route in sorted(self._routes.items())],
+            coordinator_generation=message.coordinator_generation,
+            revision=message.revision,
+        )
