@@ -184,7 +184,10 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def groups_are_bounded(self) -> None:
         clones = [t for t in self.m.state.transfers.values() if t.errand is Errand.CLONE]
-        assert len(self.m.state.groups) <= 2 + len(clones)
+        groups = self.m.state.groups.values()
+        probed = [group.members[0].replica_id for group in groups if group.is_probe]
+        assert len(probed) == len(set(probed))  # one a suspect
+        assert len(groups) - len(probed) <= 2 + len(clones)
 
     @invariant()
     def clones_are_of_what_is_committed(self) -> None:
