@@ -96,8 +96,8 @@ def test_workers_that_were_stopped_go_on_where_they_were(
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
+            engine.call("_workers.__setattr__", "_deadlines", Deadlines())
         assert running.result(timeout=60) == answer
-    engine.call("_workers.__setattr__", "_deadlines", Deadlines())
     assert engine.call("dirty_reason") == ""
     assert engine.rpc("weft_pin_bases", [])[1]["ok"]
     engine.push_base("base@71", qwen2_tied.base)
