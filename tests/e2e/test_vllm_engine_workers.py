@@ -80,12 +80,12 @@ def test_workers_that_were_stopped_go_on_where_they_were(
     """For longer than a call may take, a request and a push under way."""
     engine, pids = engine_tp2, engine_tp2.facts["worker_pids"]
     engine.push_base("base@70", qwen2_tied.base)
-    answer = engine.complete("tiny", [5, 6, 7], 48)
+    answer = engine.complete("tiny", [5, 6, 7], 200)
     engine.call("_workers.__setattr__", "_deadlines", Deadlines(call_seconds=0.5))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(engine.complete, "tiny", [5, 6, 7], 48)
+        running = pool.submit(engine.complete, "tiny", [5, 6, 7], 200)
         try:
-            while not engine.call("num_requests"):
+            while not running.done() and not engine.call("num_requests"):
                 time.sleep(0.001)
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
@@ -101,4 +101,4 @@ def test_workers_that_were_stopped_go_on_where_they_were(
     assert engine.call("dirty_reason") == ""
     assert engine.rpc("weft_pin_bases", [])[1]["ok"]
     engine.push_base("base@71", qwen2_tied.base)
-    assert engine.complete("tiny", [5, 6, 7], 48) == answer
+    assert engine.complete("tiny", [5, 6, 7], 200) == answer
