@@ -17,6 +17,7 @@ from rollout_side.vllm_engine.holdings_page import HoldingsPage, HoldingsWriter
 from rollout_side.vllm_engine.replica import GRACE_SECONDS, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.started_with import StartedWith
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
@@ -125,6 +126,7 @@ def make_replica(
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
+        started_with=StartedWith("dummy"),
         cleanup=contextlib.AsyncExitStack(),
     )
     return VllmReplica(
