@@ -127,7 +127,8 @@ class Agent:
 
     def _holdings(self) -> Holdings:
         now, drain = self.serving, self._drain.note()
-        return Holdings(now.vector, now.memory, now.mixed_reason, drain, now.pins)
+        checkpoint = self.engine.checkpoint
+        return Holdings(now.vector, now.memory, now.mixed_reason, drain, now.pins, checkpoint)
 
     # -- leaving it in good order ----------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
@@ -102,6 +103,10 @@ class Engine(Protocol):
     """Name of the base model in the OpenAI API."""
     spills: bool
     """Whether it has a spill directory."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it was started with, as far as its files were read; does not block."""
 
     @property
     def dirty_reason(self) -> str:

@@ -18,6 +18,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.drain import Draining
 from rollout_side.engine import MemoryUse
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import READING, Checkpoint, not_compared
 from weft.contract.errors import (
     NotFoundError,
     PeerUnavailableError,
@@ -28,6 +29,7 @@ from weft.contract.errors import (
 from weft.contract.reference import Reference
 from weft.contract.versions import VersionVector
 from weft.rpc.channel import open_channel
+from weft.rpc.checkpoint_codec import checkpoint_to_proto
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -48,6 +50,8 @@ _RETRY_SECONDS = 1.0
 #: Between heartbeats of a replica that drains: it waits for the word that it may go.
 _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
+#: Between two looks at whether the checkpoint was read.
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,9 @@ class Identity:
     capabilities: Capabilities
     reference: Reference
     model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,8 @@ class Holdings:
     """Set while it drains."""
     pins: tuple[int, ...] = ()
     """Pinned versions of the base that the engine knows to be so."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """What the engine was started with."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,7 @@ class Registration:
         self._away = False
         self._heard_at = time.monotonic()
         self._stopping = False
+        self._told_checkpoint: Checkpoint | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
 
@@ -161,13 +171,14 @@ class Registration:
     def _run(self) -> None:
         wait = 0.0
         while True:
-            self._wake.wait(wait)
+            self._pause(wait)
             self._wake.clear()
             if self._stopping:
                 return
             try:
                 if not self.registered.is_set():
                     self._register()
+                self._report_checkpoint()
                 draining = self._heartbeat()
                 wait = _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
             except grpc.RpcError as rpc_error:
@@ -183,6 +194,30 @@ class Registration:
                 else:
                     self._on_failed(error)
                     return
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the next heartbeat, or until there is news of the checkpoint: readiness
+        waits for that."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            reads = self._told_checkpoint == READING
+            if self._wake.wait(min(left, _LOOK_SECONDS) if reads else left):
+                return
+            if reads and self._current().checkpoint != READING:
+                return
+
+    def _report_checkpoint(self) -> None:
+        """Say what the engine was started with, if that was not said yet."""
+        checkpoint = self._current().checkpoint
+        if checkpoint == self._told_checkpoint:
+            return
+        request = pb.ReportCheckpointRequest(
+            replica_id=self._config.replica_id,
+            incarnation=self._config.incarnation,
+            checkpoint=checkpoint_to_proto(checkpoint),
+        )
+        self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
+        self._told_checkpoint = checkpoint
 
     def _worth_waiting(self, error: WeftError) -> bool:
         """An absent coordinator comes back; a former process of this id is forgotten
@@ -214,9 +249,11 @@ class Registration:
             dirty_reason=now.dirty_reason,
             spilled_versions=map(version_to_proto, now.memory.spilled),
             drain=_drain_to_proto(now.drain),
+            checkpoint=checkpoint_to_proto(now.checkpoint),
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
+        self._told_checkpoint = now.checkpoint
         self.coordinator_generation = response.coordinator_generation
         self._interval_seconds = duration_from_proto(response.heartbeat_interval)
         if response.reference_wanted:

@@ -34,6 +34,7 @@ class WorkerDouble:
     """``EngineDouble``'s face to the agent; the rest is in the worker."""
 
     model_name = EngineDouble.model_name
+    checkpoint = EngineDouble.checkpoint
 
     def __init__(self, weights: dict[str, torch.Tensor], **settings: Any) -> None:
         like = EngineDouble(weights, **settings)

@@ -10,9 +10,10 @@ import torch
 
 from trainer_side.active_adapters import active_remarks
 from trainer_side.adapter_source import Adapter, adapter_of_model, adapter_parameters
-from trainer_side.file_source import CheckpointSource, adapter_of_dir
+from trainer_side.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.module_source import ModuleSource
 from trainer_side.names import adapter_tensor_name, unwrapped_name
+from trainer_side.origin import BaseOf
 from trainer_side.params.choose import Kind, Opened, open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
@@ -45,6 +46,10 @@ class Content(Protocol):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know, and could not see from the push's success."""
+
+    @property
+    def base(self) -> BaseOf:
+        """What is pushed as the base, or what an adapter was trained on."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,11 @@ class ModelBase:
             return (text, *self.notes)
         return self.notes
 
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``."""
+        return _base_of(self.opened)
+
 
 @dataclass(frozen=True)
 class ModelAdapter:
@@ -156,6 +166,11 @@ class ModelAdapter:
             *self.notes,
         )
 
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``."""
+        return _base_of(self.opened)
+
 
 @dataclass(frozen=True)
 class FileBase:
@@ -172,6 +187,11 @@ class FileBase:
     def kept(self, memory: Lease) -> FileBase:
         """See ``Content.kept``: files are not copied."""
         return self
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: no module of this process."""
+        return BaseOf()
 
 
 @dataclass(frozen=True)
@@ -190,6 +210,17 @@ class FileAdapter:
     def kept(self, memory: Lease) -> FileAdapter:
         """See ``Content.kept``: files are not copied."""
         return self
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: what PEFT wrote down as it was saved."""
+        return base_of_dir(self.path)
+
+
+def _base_of(opened: Opened) -> BaseOf:
+    module: Any = opened.module
+    is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+    return BaseOf.of(module.get_base_model() if is_peft else module)
 
 
 def base_content(

@@ -125,19 +125,34 @@ class Delivery:
         policy: str,
         manifest: Manifest,
         adapter: Adapter | None,
-        target: pb.DescribeTargetResponse,
+        backend: str,
+        deadline: float,
+        *,
         min_replicas: int,
         check_finite: bool,
-        deadline: float,
+        trained_on: int | None,
+        refuse_other_base: bool,
     ) -> pb.BeginTransferResponse:
-        """Begin, after acquiring the lease and making the manifest known as needed."""
+        """Begin, after acquiring the lease and making the manifest known as needed.
+
+        Args:
+            policy, manifest: What is pushed.
+            adapter: None for the base.
+            backend: What will carry it.
+            deadline: ``time.monotonic()`` of the push.
+            min_replicas: 0 is all in contact.
+            check_finite: Whether what is packed is looked at.
+            trained_on: Version of the base that the adapter was trained on; None where
+                nobody knows.
+            refuse_other_base: Have it refused over any other.
+        """
         kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
         spec = None
         if adapter is not None:
             spec = types_pb2.AdapterSpec(
                 config_json=adapter.config_json,
                 base_fingerprint=adapter.base_fingerprint,
-                trained_on_base_version=target.base_version,
+                trained_on_base_version=trained_on,
             )
         request = pb.BeginTransferRequest(
             request_id=secrets.token_hex(16),
@@ -145,8 +160,9 @@ class Delivery:
             layout_digest=manifest.layout_digest,
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
-            backend=target.backends[0],
+            backend=backend,
             check_finite=check_finite,
+            refuse_other_base=refuse_other_base,
         )
         fenced = False
         while True:

@@ -11,6 +11,7 @@ import torch
 
 from trainer_side.adapter_config import config_in_names
 from trainer_side.adapter_source import Adapter
+from trainer_side.origin import BaseOf
 from trainer_side.params.params import copy_into
 from trainer_side.source import CastRule, make_metas, tensor_source
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
@@ -44,6 +45,17 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
     config_json = config_in_names((path / _ADAPTER_CONFIG).read_text(), tensors, None)
     return Adapter(source, config_json, "")
+
+
+def base_of_dir(path: Path) -> BaseOf:
+    """What an adapter that PEFT saved was trained on, as it wrote down."""
+    config = json.loads((path / _ADAPTER_CONFIG).read_text())
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return BaseOf(
+        None,
+        name if isinstance(name, str) else "",
+        revision if isinstance(revision, str) else None,
+    )
 
 
 class CheckpointSource:

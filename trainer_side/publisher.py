@@ -31,6 +31,7 @@ from trainer_side.content import Content, Model, adapter_content, base_content
 from trainer_side.delivery import Delivery
 from trainer_side.lane import BackendChoice, Lane
 from trainer_side.notices import Notices
+from trainer_side.origin import BaseOptions, OnBaseChange
 from trainer_side.params.choose import Kind
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.progress import reporter_for
@@ -98,6 +99,8 @@ class Publisher:
         check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
             bucket as it is packed. None does so for adapters that are packed on an
             accelerator, where it costs next to nothing, and for nothing else.
+        on_base_change: What becomes of an adapter that would be served over another base than
+            it was trained on; see ``push_adapter``. It never hinders a push of the base.
         takeover: Take the leases of this trainer's policies from another living process of
             the same ``trainer_id``, whose pushes then fail with ``LEASE_FENCED``, once for
             each policy. Otherwise the first push fails with ``POLICY_OWNED`` as soon as that
@@ -123,6 +126,7 @@ class Publisher:
         kind: Kind = "auto",
         on_publish_again: Callable[[str], None] | None = None,
         check_finite: bool | None = None,
+        on_base_change: OnBaseChange = "warn",
         connect_seconds: float = 5.0,
         takeover: bool = False,
     ) -> None:
@@ -137,6 +141,7 @@ class Publisher:
         if progress != "auto":
             check_callable("progress", progress)
         send_from = check_device(device)
+        self._on_base_change = BaseOptions(on_change=on_base_change).on_change
         self._require, self._check_finite = _min_replicas(require), check_finite
         self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
         check_seconds("connect_seconds", connect_seconds)
@@ -172,6 +177,8 @@ class Publisher:
         cast: bool = True,
         check_finite: bool | None = None,
         check_base: bool = True,
+        base_version: int | None = None,
+        on_base_change: OnBaseChange | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
@@ -187,6 +194,14 @@ class Publisher:
                 by default as for ``Publisher``. A base is refused at begin by a pool where
                 a replica loads it in place.
             check_base: Compare the base model's names and shapes with the pool's.
+            base_version: The N of the base@N that the adapter was trained on. If it is not
+                given: what this publisher pushed last from the same base model, or 0 if the
+                checkpoint that this was loaded from is what the replicas were started with;
+                else it is not known (base@?).
+            on_base_change: What becomes of it where the pool serves another base: "warn"
+                (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also
+                where it is not known which base it was trained on, or "ignore"; by default
+                as for ``Publisher``.
             require, timeout_seconds: As for ``Publisher``, for this push.
 
         Returns:
@@ -198,7 +213,8 @@ class Publisher:
             PeerUnavailableError, TransferTimeoutError, ...: Failed; nothing changed.
         """
         check_adapter_name(policy)
-        options = self._options(check_finite, require, timeout_seconds)
+        base = BaseOptions(version=base_version, on_change=on_base_change or self._on_base_change)
+        options = self._options(check_finite, require, timeout_seconds, base)
         return self._push(
             policy,
             self._adapter(model, cast, adapter_name, check_base),
@@ -277,6 +293,8 @@ class Publisher:
         cast: bool = True,
         check_finite: bool | None = None,
         check_base: bool = True,
+        base_version: int | None = None,
+        on_base_change: OnBaseChange | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
@@ -296,7 +314,8 @@ class Publisher:
             cannot be cancelled.
         """
         check_adapter_name(policy)
-        options = self._options(check_finite, require, timeout_seconds)
+        base = BaseOptions(version=base_version, on_change=on_base_change or self._on_base_change)
+        options = self._options(check_finite, require, timeout_seconds, base)
         return self._push_later(
             policy,
             self._adapter(model, cast, adapter_name, check_base),
@@ -365,6 +384,7 @@ class Publisher:
         self._background.close()
         with self._lock:
             self._ranks.abandon()
+            self._pushing.close()
             if self._delivery is not None:
                 self._delivery.close()
 
@@ -397,7 +417,11 @@ class Publisher:
         )
 
     def _options(
-        self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
+        self,
+        check_finite: bool | None,
+        require: Require | None,
+        timeout_seconds: float | None,
+        base: BaseOptions | None = None,
     ) -> PushOptions:
         if self._is_closed:
             raise InvalidRequestError(
@@ -411,6 +435,7 @@ class Publisher:
             check_finite=self._check_finite if check_finite is None else check_finite,
             min_replicas=self._require if require is None else _min_replicas(require),
             timeout_seconds=seconds,
+            base=base or BaseOptions(),
         )
 
     def _push(

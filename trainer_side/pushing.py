@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer_side.adapter_source import Adapter
 from trainer_side.content import Content
 from trainer_side.delivery import Delivery
 from trainer_side.lane import Plan, plan_for
+from trainer_side.origin import BaseOptions, Origin, Origins
 from trainer_side.outcome import missing_replicas
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.source import Source
@@ -18,6 +19,7 @@ from trainer_side.together import LedSource, follow
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import (
+    BaseMismatchError,
     InvalidManifestError,
     PeerUnavailableError,
     TransferAbortedError,
@@ -64,6 +66,8 @@ class PushOptions:
     min_replicas: int
     """0 is all in contact."""
     timeout_seconds: float
+    base: BaseOptions = field(default_factory=BaseOptions)
+    """Of an adapter."""
 
 
 class Pushing:
@@ -78,6 +82,8 @@ class Pushing:
     def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int | None) -> None:
         self._ranks, self._speaker = ranks, delivery
         self._bucket_bytes = bucket_bytes
+        self._origins = Origins()
+        self._said: dict[str, tuple[str, ...]] = {}
         self._plans: dict[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = {}
 
     def push(
@@ -117,11 +123,11 @@ class Pushing:
             manifest = self._plan(target.backends[0], source.metas)
         self._check_same(manifest)
         finite = checks_finite(options.check_finite, adapter, target.backends[0])
-        begun = pb.BeginTransferResponse.FromString(
-            ranks.share(
-                lambda: self._begin(policy, manifest, adapter, target, options, finite, deadline)
-            )
+        shared = ranks.share(
+            lambda: self._begin(policy, what, manifest, adapter, target, options, finite, deadline)
         )
+        origin, answer = Origin.decode(shared)
+        begun = pb.BeginTransferResponse.FromString(answer)
         version = version_from_proto(begun.version)
         _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
@@ -132,9 +138,13 @@ class Pushing:
             begun.group.epoch,
         )
         transfer = self._carry_out(begun, source, manifest, finite, deadline)
-        remarks = (*what.remarks, *missing_replicas(transfer))
-        for remark in remarks:
-            _log.warning("%s: %s", version, remark)
+        about_base: tuple[str, ...] = ()
+        if adapter is None:
+            self._origins.pushed(what.base, version.version)
+        elif options.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
+            about_base = origin.remarks(transfer.served_over_base_version)
+        remarks = (*what.remarks, *about_base, *missing_replicas(transfer))
+        self._warn(version, remarks, about_base)
         report = PushReport(
             version=version,
             total_bytes=manifest.total_bytes,
@@ -157,6 +167,19 @@ class Pushing:
         )
         return report
 
+    def close(self) -> None:
+        """Stop what goes on in the background."""
+        self._origins.close()
+
+    def _warn(
+        self, version: PolicyVersion, remarks: tuple[str, ...], about_base: tuple[str, ...]
+    ) -> None:
+        """Log remarks; what is the same for each push of a policy only when it changes."""
+        known, self._said[version.policy] = self._said.get(version.policy), about_base
+        for remark in remarks:
+            if remark not in about_base or known != about_base:
+                _log.warning("%s: %s", version, remark)
+
     @property
     def _delivery(self) -> Delivery:
         assert self._speaker is not None
@@ -165,6 +188,7 @@ class Pushing:
     def _begin(
         self,
         policy: str,
+        what: Content,
         manifest: Manifest,
         adapter: Adapter | None,
         target: pb.DescribeTargetResponse,
@@ -172,10 +196,27 @@ class Pushing:
         finite: bool,
         deadline: float,
     ) -> bytes:
+        origin = Origin(None)
+        if adapter is not None:
+            digest = target.base_checkpoint_digest
+            origin = self._origins.of(what.base, options.base, digest, deadline)
+            if origin.version is None and options.base.on_change == "refuse":
+                raise BaseMismatchError(
+                    f"on_base_change='refuse' needs to know which base {policy!r} was trained on: "
+                    f"{origin.why}"
+                )
         begun = self._delivery.begin(
-            policy, manifest, adapter, target, options.min_replicas, finite, deadline
+            policy,
+            manifest,
+            adapter,
+            target.backends[0],
+            deadline,
+            min_replicas=options.min_replicas,
+            check_finite=finite,
+            trained_on=origin.version,
+            refuse_other_base=adapter is not None and options.base.on_change == "refuse",
         )
-        return begun.SerializeToString()
+        return origin.encode(begun.SerializeToString())
 
     def _plan(self, backend: str, metas: tuple[TensorMeta, ...]) -> Manifest:
         """The bucket plan of these tensors, kept: the next push has the same."""

@@ -31,6 +31,11 @@ def show(coordinator: str) -> None:
         f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}, and "
         f"serves {vector_text(found.version_vector)}"
     )
+    if found.checkpoint_digest:
+        console.print(
+            f"base@0 is the checkpoint {found.checkpoint_digest.hex()[:12]} that "
+            f"{found.checkpoint_replica_id} was started with"
+        )
     hindrances = []
     if found.replica_ids:
         hindrances.append(_counted(len(found.replica_ids), "replica") + " in contact")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from weft import __version__
 from weft.contract import logs
@@ -28,13 +29,22 @@ LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
 
+# What a person at a terminal can do about a failure, beside what its message says.
+_HINTS = {
+    "COORDINATOR_AWAY": ". Check that `weft coordinator` runs there, and --coordinator (or "
+    "WEFT_COORDINATOR)"
+}
+
 
 def run() -> None:
     """Entry point: typed errors become one line and exit code 1, never a traceback."""
     try:
         app()
     except WeftError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error.message} [dim]({error.reason})[/]")
+        hint = _HINTS.get(error.reason, "")
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -291,6 +301,14 @@ def push(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse NaN and infinities, after the cast.")
     ] = False,
+    base_version: Annotated[
+        int | None,
+        typer.Option(help="N of the base@N that an adapter was trained on.", min=0),
+    ] = None,
+    on_base_change: Annotated[
+        str,
+        typer.Option(help="If the pool serves another base: 'warn', 'refuse' or 'ignore'."),
+    ] = "warn",
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
     from weft_cli.push import push_path
@@ -306,6 +324,8 @@ def push(
         takeover=takeover,
         cast=cast,
         check_finite=check_finite,
+        base_version=base_version,
+        on_base_change=on_base_change,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 from rich.console import Console
 
 from trainer_side import Publisher
+from trainer_side.origin import OnBaseChange
 from trainer_side.publisher import Require
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY
@@ -24,6 +26,8 @@ def push_path(
     takeover: bool,
     cast: bool,
     check_finite: bool,
+    base_version: int | None,
+    on_base_change: str,
 ) -> None:
     """Push ``path`` as ``policy`` and print what it cost.
 
@@ -44,7 +48,13 @@ def push_path(
         if policy == BASE_POLICY:
             publisher.push_base(path, cast=cast)
         else:
-            publisher.push_adapter(path, policy, cast=cast)
+            publisher.push_adapter(
+                path,
+                policy,
+                cast=cast,
+                base_version=base_version,
+                on_base_change=typing.cast(OnBaseChange, on_base_change),
+            )
         report = publisher.last_report
         assert report is not None
     rate = report.total_bytes / max(report.staging_seconds, 1e-9) / 1e9
@@ -55,6 +65,8 @@ def push_path(
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f} "
         f"at {rate:.3g} GB/s, committing {report.committing_seconds:.3f})"
     )
+    for remark in report.remarks:
+        Console().print(f"  {remark}", markup=False, highlight=False)
 
 
 def _parse_require(text: str) -> Require:

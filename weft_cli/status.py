@@ -11,11 +11,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from weft.contract.names import provenance
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
-from weft.v1 import publish_pb2, types_pb2
+from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.whole import get_pool
 
@@ -146,6 +147,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
         if replica.state_reason:
             state.append(f"\n{replica.state_reason}", "dim")
+        if not_compared := _not_compared(pool, replica):
+            state.append(f"\n{not_compared}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
@@ -156,6 +159,14 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             *([replica.model_name] if are_mixed else []),
         )
     return table
+
+
+def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
+    """That nobody knows whether a replica's base@0 is that of the others, and why."""
+    known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
+    if known or pool.version_vector.base or replica.version_vector.base:
+        return ""
+    return f"base@0 not compared: {replica.checkpoint_reason}"
 
 
 def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
@@ -196,6 +207,13 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
             owner += f"\n{lost} is held by no replica: {asked}"
         served = f"{policy.policy}@{policy.served_version}"
+        trained_on = None
+        if policy.HasField("trained_on_base_version"):
+            trained_on = policy.trained_on_base_version
+        base = pool.version_vector.base
+        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
+        if is_adapter and trained_on != base:
+            served += f" ({provenance(trained_on, base)})"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
         keeps = "-"

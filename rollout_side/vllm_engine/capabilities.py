@@ -77,5 +77,6 @@ def make_capabilities(
         staging_capacity_bytes=staging_capacity_bytes,
         adapter_capacity_bytes=adapter_capacity_bytes,
         loads_in_place=loads_in_place,
+        quantization=model.quantization or "",
         served_names=tuple(served_names),
     )

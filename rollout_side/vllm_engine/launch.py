@@ -20,11 +20,13 @@ from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import App, RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels, own_names
+from rollout_side.vllm_engine.started_with import StartedWith
 from rollout_side.vllm_engine.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference
+from weft.transport.checkpoint_files import local_model_dir
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +97,9 @@ async def open_engine(
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(http_host, http_port)
         stack.callback(sock.close)
+        started_with = StartedWith(str(getattr(args, "load_format", "auto")))
+        stack.callback(started_with.close)
+        started_with.read(args.model, args.revision)  # while the engine warms up
         engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
         app = await _build_app(parts, args, engine)
@@ -102,8 +107,10 @@ async def open_engine(
         explaining = explain_unknown_models(app, models.explain_unknown)
         http = _http_server(app, explaining, args, sock, tracker)
         config = engine.vllm_config
+        model, revision = config.model_config.model, config.model_config.revision
+        started_with.read(model, revision, is_loaded=True)
         described = reference.build_reference(
-            reference.local_model_dir(config.model_config.model, config.model_config.revision),
+            local_model_dir(model, revision),
             config.model_config.hf_config,
             data_type(config.model_config.dtype),
         )
@@ -133,6 +140,7 @@ async def open_engine(
                 models=models,
                 http=http,
                 tracker=tracker,
+                started_with=started_with,
                 cleanup=stack.pop_all(),
             ),
             capabilities=make_capabilities(

@@ -7,7 +7,6 @@ No engine is needed for either.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 from weft.contract.errors import UnsupportedError
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.checkpoint_files import weight_files
 
-_INDEX = "model.safetensors.index.json"
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 # Safetensors' names of element types.
@@ -89,7 +88,7 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
     from safetensors import safe_open
 
     metas: dict[str, TensorMeta] = {}
-    for path in _weight_files(model_dir):
+    for path in weight_files(model_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 part = file.get_slice(name)
@@ -100,17 +99,6 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
                     )
                 metas[name] = TensorMeta(name, dtype, tuple(part.get_shape()))
     return list(metas.values())
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    """The files that vLLM would load: those in the index, else all of the model's."""
-    index = model_dir / _INDEX
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [model_dir / name for name in sorted(names)]
-    files = sorted(model_dir.glob("*.safetensors"))
-    other = ("adapter_model", "consolidated", "training_args")
-    return [path for path in files if not path.name.startswith(other)] or files
 
 
 def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
@@ -141,19 +129,3 @@ def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors
     reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
     return reverted
-
-
-def local_model_dir(model: str, revision: str | None) -> Path | None:
-    """Where vLLM has read a model from: a directory, or the Hugging Face cache.
-
-    Returns:
-        None if it cannot be found without network.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # no hub client, not cached, not a repository
-        return None

@@ -16,8 +16,10 @@ from rollout_side.vllm_engine.http_server import HttpServer
 from rollout_side.vllm_engine.loads_in_place import LoadsInPlace
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.started_with import StartedWith
 from rollout_side.vllm_engine.worker_calls import Deadlines, WorkerCalls
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -49,6 +51,7 @@ class EngineParts:
     """What its OpenAI server answers for."""
     http: HttpServer
     tracker: RequestTracker
+    started_with: StartedWith
     cleanup: contextlib.AsyncExitStack
     """Ends the engine's processes."""
 
@@ -80,6 +83,7 @@ class VllmReplica:
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
+        self._started_with = parts.started_with
         self._workers = WorkerCalls(
             parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
         )
@@ -93,6 +97,11 @@ class VllmReplica:
     def http_port(self) -> int:
         """Port of the OpenAI server."""
         return self._http.port
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """See ``Engine``."""
+        return self._started_with.checkpoint
 
     @property
     def dirty_reason(self) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
 from tests.contract.conftest import Pool
 from tests.contract.pool_fakes import (
@@ -47,6 +49,7 @@ from weft.v1 import (
     rendezvous_pb2,
     types_pb2,
 )
+from weft_cli.status import render
 
 
 async def _fails(call: Any, code: str, reason: str) -> WeftError:
@@ -346,6 +349,106 @@ async def test_no_adapter_has_a_name_that_a_server_has(pool: Pool) -> None:
     assert error.metadata == {"policy": "math", "name": "math"}
     named.capabilities = dataclasses.replace(CAPABILITIES, served_names=("x",) * 5000)
     await _fails(named.register(), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+def _checkpoint(**changes: Any) -> registry_pb2.Checkpoint:
+    fields: dict[str, Any] = {
+        "state": registry_pb2.CHECKPOINT_STATE_DIGESTED,
+        "digest": b"1" * 32,
+        "files": [registry_pb2.CheckpointFile(name="model.safetensors", digest=b"2" * 32)],
+    }
+    return registry_pb2.Checkpoint(**fields | changes)
+
+
+async def _report(
+    replica: FakeReplica, checkpoint: registry_pb2.Checkpoint, incarnation: str = ""
+) -> None:
+    request = registry_pb2.ReportCheckpointRequest(
+        replica_id=replica.replica_id,
+        incarnation=incarnation or replica.incarnation,
+        checkpoint=checkpoint,
+    )
+    await replica.registry.ReportCheckpoint(request)
+
+
+async def test_report_checkpoint(pool: Pool) -> None:
+    one, two = await pool.replica("r0"), await pool.replica("r1")
+    await _report(one, _checkpoint())
+    assert await one.heartbeat()
+    await _report(two, _checkpoint(state=registry_pb2.CHECKPOINT_STATE_READING))
+    assert not await two.heartbeat()
+    await _report(two, _checkpoint(digest=b"3" * 32, files=[]))
+    assert not await two.heartbeat()
+    trainer = await pool.trainer()
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    assert got.base_checkpoint.replica_id == "r0"
+    assert got.base_checkpoint.files[0].name == "model.safetensors"
+    assert got.replicas[1].checkpoint_digest == b"3" * 32
+    assert "model.safetensors differ from those of r0" in got.replicas[1].state_reason
+    described = await trainer.stub.DescribeTarget(publish_pb2.DescribeTargetRequest())
+    assert described.base_checkpoint_digest == b"1" * 32
+    await _report(two, _checkpoint(digest=b"1" * 32))
+    assert await two.heartbeat()
+    error = await _fails(_report(two, _checkpoint(), "i9"), "NOT_FOUND", "REPLICA_UNKNOWN")
+    assert "register again" in error.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": 0},
+        {"state": 99},
+        {"digest": b""},
+        {"digest": b"1" * 31},
+        {"files": [registry_pb2.CheckpointFile(name="x", digest=b"")]},
+        {"files": [registry_pb2.CheckpointFile(name="x", digest=b"1" * 32)] * 257},
+    ],
+)
+async def test_a_checkpoint_that_is_none(pool: Pool, changes: dict[str, Any]) -> None:
+    replica = await pool.replica("r0")
+    call = _report(replica, _checkpoint(**changes))
+    await _fails(call, "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
+    await pool.replica()
+    trainer, base = await pool.trainer(), await pool.trainer("base-trainer", "base")
+    unknown = await trainer.push()
+    assert unknown.served_over_base_version == 0
+    spec = adapter_spec()
+    spec.trained_on_base_version = 0
+    await trainer.push(adapter=spec, refuse_other_base=True)
+    await base.push()
+    error = await _fails(
+        trainer.begin(adapter=spec, refuse_other_base=True), "FAILED_PRECONDITION", "BASE_MISMATCH"
+    )
+    assert "was trained on base@0, the pool serves base@1" in error.message
+    assert (await trainer.push(adapter=spec)).served_over_base_version == 1
+    request = inspect_pb2.ListVersionsRequest(policy="math")
+    newest, before, first = (await trainer.inspect.ListVersions(request)).versions
+    assert newest.HasField("trained_on_base_version")
+    assert (newest.trained_on_base_version, newest.served_over_base_version) == (0, 1)
+    assert before.served_over_base_version == 1
+    assert not first.HasField("trained_on_base_version")
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    math = next(policy for policy in got.policies if policy.policy == "math")
+    assert math.HasField("trained_on_base_version")
+    assert "math@3 (trained on base@0, served over base@1)" in _shown(got)
+    spec.ClearField("trained_on_base_version")
+    error = await _fails(
+        trainer.begin(adapter=spec, refuse_other_base=True), "FAILED_PRECONDITION", "BASE_MISMATCH"
+    )
+    assert "base@?" in error.message
+    await trainer.push(adapter=spec)
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    assert "math@4 (trained on base@?, served over base@1)" in _shown(got)
+
+
+def _shown(pool: inspect_pb2.GetPoolResponse) -> str:
+    """What ``weft status`` prints, its lines joined."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(pool))
+    return " ".join(console.export_text().split())
 
 
 async def test_put_reference(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

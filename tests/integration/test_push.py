@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import trainer_side.packer
@@ -35,6 +36,8 @@ from weft.contract.errors import (
 )
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions
+from weft.transport.checkpoint import read_checkpoint
+from weft.transport.digest_cache import DigestCache
 
 
 @pytest.fixture
@@ -222,21 +225,60 @@ def test_a_second_live_publisher_of_one_trainer_is_told_at_once_and_may_take_ove
 
 def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, engines, publisher):
     model = peft_of(Model())
-    publisher.push_adapter(model, "math")
+    publisher.push_adapter(model, "math", base_version=0)
     assert publisher.last_report.remarks == ()
     model.add_adapter("other", model.peft_config["default"])
     model.set_adapter("other")
-    publisher.push_adapter(model, "math")
+    publisher.push_adapter(model, "math", base_version=0)
     (remark,) = publisher.last_report.remarks
     assert "'default' was pushed, but the trainer computes with 'other'" in remark
-    publisher.push_adapter(model, "math", adapter_name="other")
+    publisher.push_adapter(model, "math", adapter_name="other", base_version=0)
     assert publisher.last_report.remarks == ()
     with model.disable_adapter():
-        publisher.push_adapter(model, "math", adapter_name="other")
+        publisher.push_adapter(model, "math", adapter_name="other", base_version=0)
         (remark,) = publisher.last_report.remarks
         assert "adapters are disabled in the trainer" in remark
         publisher.push_merged(model, adapter_name="other")
         assert publisher.last_report.remarks == (remark,)
+
+
+def test_which_base_an_adapter_was_trained_on_is_said_and_refused_where_that_is_asked(
+    pool, publisher, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = Model(1)
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    save_file(dict(base.state_dict()), path / "model.safetensors")
+    base.name_or_path = str(path)
+    known = read_checkpoint([path / "model.safetensors"], DigestCache(None), threading.Event())
+    engine = EngineDouble(weights(Model(1)))
+    engine.checkpoint = known
+    pool.add_replica("told", engine)  # it binds what base@0 is
+    model = peft_of(base)
+    with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
+        publisher.push_adapter(model, "math", on_base_change="refuse")  # waits for the digest
+        assert publisher.last_report.remarks == ()
+        other.push_base(Model(2))
+        publisher.push_adapter(model, "math")
+        (remark,) = publisher.last_report.remarks
+        assert remark == "trained on base@0, served over base@1"
+        publisher.push_adapter(model, "math", on_base_change="ignore")
+        assert publisher.last_report.remarks == ()
+        with pytest.raises(BaseMismatchError, match="trained on base@0, the pool serves base@1"):
+            publisher.push_adapter(model, "math", on_base_change="refuse")
+        with pytest.raises(BaseMismatchError, match="say base_version="):
+            publisher.push_adapter(peft_of(Model()), "math", on_base_change="refuse")
+        publisher.push_adapter(peft_of(Model()), "math", base_version=1, on_base_change="refuse")
+        assert publisher.last_report.remarks == ()
+        publisher.push_adapter(peft_of(Model()), "math")
+        (remark,) = publisher.last_report.remarks
+        assert remark.startswith("trained on base@?, served over base@1: its base does not say")
+    merged = peft_of(Model(4))
+    with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
+        other.push_merged(merged)  # base@2: the same model, as this publisher pushed it
+        other.push_adapter(merged, "more", on_base_change="refuse")
+        assert other.last_report.remarks == ()
 
 
 def _without(model):

@@ -9,6 +9,7 @@ from tests.sim.lease_checks import fail
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.effects import (
     Save,
+    SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
     SavePin,
@@ -20,7 +21,7 @@ from weft.coordinator.effects import (
 )
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import Policy, Settings, State
-from weft.coordinator.values import Failure, VersionRecord, VersionState
+from weft.coordinator.values import BoundCheckpoint, Failure, VersionRecord, VersionState
 
 _RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
 
@@ -31,6 +32,7 @@ class CatalogModel:
     def __init__(self) -> None:
         self.generation = self.epoch = 0
         self.fingerprint = self.architecture = ""
+        self.checkpoint: BoundCheckpoint | None = None
         self.policies: dict[str, Policy] = {}
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
@@ -72,6 +74,7 @@ class CatalogModel:
             generation=self.generation,
             fingerprint=self.fingerprint,
             architecture=self.architecture,
+            checkpoint=self.checkpoint,
             epoch=self.epoch,
             policies=policies,
             withdrawn=dict(self.withdrawn),
@@ -83,6 +86,9 @@ class CatalogModel:
             match save:
                 case SavePool():
                     self.fingerprint, self.architecture = save.fingerprint, save.architecture
+                    self.checkpoint = None
+                case SaveCheckpoint(checkpoint=bound):
+                    self.checkpoint = bound
                 case SaveEpoch():
                     self.epoch = save.epoch
                 case SavePolicy(policy=policy):

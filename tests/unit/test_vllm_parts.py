@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from rollout_side.vllm_engine.answers import Answer, check_answers, guarded
 from rollout_side.vllm_engine.base_loader import quiet_about_idle_layers
 from rollout_side.vllm_engine.capabilities import lora_modules
-from rollout_side.vllm_engine.reference import build_reference, local_model_dir, served_dtypes
+from rollout_side.vllm_engine.reference import build_reference, served_dtypes
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import FIRST_LORA_ID, ServedModels, own_names
 from rollout_side.vllm_engine.unknown_models import explain_unknown_models
@@ -271,7 +271,6 @@ def test_only_the_files_of_an_index_count(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     reference = build_reference(tmp_path, _config(), DataType.FLOAT32)
     assert [meta.name for meta in reference.tensors] == ["x.weight"]
-    assert local_model_dir(str(tmp_path), None) == tmp_path
 
 
 def test_without_files_the_names_are_those_transformers_saves() -> None:

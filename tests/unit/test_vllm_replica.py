@@ -14,6 +14,7 @@ from rollout_side.vllm_engine.answers import Answer
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
+from rollout_side.vllm_engine.started_with import StartedWith
 from rollout_side.vllm_engine.worker_calls import Deadlines
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import (
@@ -122,6 +123,7 @@ def make_replica(
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
+        started_with=StartedWith("dummy"),
         cleanup=contextlib.AsyncExitStack(),
     )
     return VllmReplica(

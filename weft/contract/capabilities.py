@@ -45,6 +45,8 @@ class Capabilities:
     """Bound of the adapter store."""
     loads_in_place: bool = False
     """Whether bases that come over a side group are loaded as they arrive, not staged."""
+    quantization: str = field(default="", compare=False)
+    """How the engine quantises the base as it loads it; empty where it does not."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

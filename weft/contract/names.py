@@ -87,3 +87,15 @@ def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
         if name == policy or (at and head == policy and number.isascii() and number.isdigit()):
             return name
     return ""
+
+
+def provenance(trained_on: int | None, served_over: int) -> str:
+    """Which base an adapter was trained on, and which it is served over, as it is said
+    wherever these differ: ``trained on base@0, served over base@1``.
+
+    Args:
+        trained_on: Version of the base; None where nobody knows.
+        served_over: Likewise.
+    """
+    known = "?" if trained_on is None else trained_on
+    return f"trained on {BASE_POLICY}@{known}, served over {BASE_POLICY}@{served_over}"

@@ -131,6 +131,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             version_vector=vector_to_proto(state.vector),
             replica_ids=base_binding.present(state),
             num_transfers=len(state.transfers),
+            checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
+            checkpoint_replica_id=state.checkpoint.replica_id if state.checkpoint else "",
         )
 
     async def RebindBase(

@@ -161,6 +161,7 @@ def _new_transfer(
         min_replicas=max(1, event.min_replicas),
         require_all=event.min_replicas == 0,
         check_finite=event.check_finite,
+        refuse_other_base=event.refuse_other_base,
         backend=event.backend,
         wanted_group_id=event.group_id,
         begin_at=now,

@@ -128,6 +128,10 @@ def present(state: State) -> list[str]:
 
 def _save(change: Change, fingerprint: str, architecture: str) -> None:
     change.state = replace(
-        change.state, fingerprint=fingerprint, architecture=architecture, reference_known=False
+        change.state,
+        fingerprint=fingerprint,
+        architecture=architecture,
+        checkpoint=None,
+        reference_known=False,
     )
     change.emit(SavePool(fingerprint, architecture))

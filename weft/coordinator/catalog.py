@@ -42,6 +42,7 @@ from weft.coordinator.catalog_tables import (
 from weft.coordinator.catalog_wal import find_dropped
 from weft.coordinator.effects import (
     Save,
+    SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
     SavePin,
@@ -51,10 +52,16 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.records import version_from_row, version_to_row
+from weft.coordinator.records import (
+    checkpoint_from_text,
+    checkpoint_to_text,
+    version_from_row,
+    version_to_row,
+)
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import Policy
 from weft.coordinator.values import (
+    BoundCheckpoint,
     PolicyKind,
     Standing,
     VersionRecord,
@@ -78,6 +85,7 @@ class Snapshot:
     architecture: str
     policies: tuple[Policy, ...]
     withdrawn: Mapping[str, Withdrawn]
+    checkpoint: BoundCheckpoint | None = None
 
 
 class Catalog:
@@ -144,15 +152,19 @@ class Catalog:
 
     def snapshot(self) -> Snapshot:
         """What is known at the start."""
-        generation, epoch, fingerprint, architecture = self._read.execute(
-            "SELECT generation, epoch, fingerprint, architecture FROM meta"
+        generation, epoch, fingerprint, architecture, checkpoint = self._read.execute(
+            "SELECT generation, epoch, fingerprint, architecture, base_checkpoint FROM meta"
         ).fetchone()
         held: dict[str, list[int]] = {}
-        for name, version in self._read.execute(
-            "SELECT policy, version FROM versions WHERE state=? ORDER BY version",
+        trained_on: dict[str, dict[int, int]] = {}
+        for name, version, base in self._read.execute(
+            "SELECT policy, version, adapter_trained_on FROM versions WHERE state=? "
+            "ORDER BY version",
             (VersionState.COMMITTED,),
         ):
             held.setdefault(name, []).append(version)
+            if base is not None:
+                trained_on.setdefault(name, {})[version] = base
         pins: dict[str, list[int]] = {}
         for name, version in self._read.execute(
             "SELECT policy, version FROM pins ORDER BY version"
@@ -168,6 +180,7 @@ class Catalog:
                 tuple(held.get(name, ())),
                 pinned=tuple(pins.get(name, ())),
                 retain=retain,
+                trained_on=trained_on.get(name, {}),
             )
             for name, kind, last, token, served, retain in self._read.execute(
                 "SELECT name, kind, last_version, fencing_token, served_version, retain "
@@ -187,6 +200,7 @@ class Catalog:
             architecture,
             policies,
             withdrawn,
+            checkpoint_from_text(checkpoint),
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -209,7 +223,10 @@ class Catalog:
         rows = self._rows
         match save:
             case SavePool():
-                rows.change(META, {}, fingerprint=save.fingerprint, architecture=save.architecture)
+                model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
+                rows.change(META, {}, **model, base_checkpoint="")
+            case SaveCheckpoint():
+                rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
             case SaveEpoch():
                 rows.change(META, {}, epoch=save.epoch)
             case SavePolicy(policy=p):

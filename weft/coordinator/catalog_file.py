@@ -1,17 +1,20 @@
 """The file of a catalog: created whole, locked by its inode, and by nothing else.
 
-The lock is an flock on the database itself, so that every name of the file leads to it:
-its path, a symbolic link, a bind mount. SQLite locks the same file by fcntl, whose locks
-are apart from flock's but end when this process closes *any* descriptor of the file.
-So none is opened for a file that this process has open, and the one that holds the lock
-is closed after SQLite's connections.
+The lock is one byte of the database itself, held by an open file description, so that
+every name of the file leads to it: its path, a symbolic link, a bind mount. It is a byte
+that SQLite never locks, for on network file systems every kind of lock is one of bytes.
+SQLite's own locks belong to the process, and end when it closes *any* descriptor of the
+file: none is opened for a file that this process has open, and the one that holds the
+lock is closed after SQLite's connections.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +27,11 @@ from weft.coordinator.catalog_errors import CatalogError, damaged, in_use, unwri
 #: How long another coordinator may take to create the file.
 _CREATE_SECONDS: Final = 10.0
 
+
+#: SQLite's own are at 2**30.
+_LOCKED_BYTE: Final = 2**62
+#: ``struct flock``: type, whence, start, length, and no process.
+_LOCK: Final = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _LOCKED_BYTE, 1, 0)
 
 #: Inodes that this process has open, and the lock that guards the set.
 _open_inodes: set[tuple[int, int]] = set()
@@ -75,9 +83,9 @@ class CatalogFile:
             raise in_use(real)
         taken: list[int] = []
         try:
-            taken.append(_flock(real, real))
+            taken.append(_locked(real, _lock_byte, real))
             # Coordinators before schema 4 lock the file beside it.
-            taken += [_flock(beside, real) for beside in former if beside.exists()]
+            taken += [_locked(beside, _flock, real) for beside in former if beside.exists()]
             now = os.fstat(taken[0])
             if (now.st_dev, now.st_ino) != inode:
                 raise in_use(real)  # replaced since we looked
@@ -106,7 +114,7 @@ class CatalogFile:
 
 
 def _create(real: Path, create: Callable[[Path], None]) -> None:
-    with _directory_locked(real.parent):
+    with _creating(real):
         if real.exists():
             return
         if Path(f"{real}-wal").exists():
@@ -120,35 +128,70 @@ def _create(real: Path, create: Callable[[Path], None]) -> None:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
+        _sync(real.parent)
 
 
 @contextmanager
-def _directory_locked(directory: Path) -> Iterator[None]:
+def _creating(real: Path) -> Iterator[None]:
+    """Keep others from creating the file meanwhile, by a file that is gone afterwards."""
+    path = Path(f"{real}.creating")
+    give_up_at = time.monotonic() + _CREATE_SECONDS
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _flock(descriptor)
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody else's turn, or it is just over
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        if time.monotonic() > give_up_at:
+            raise in_use(real)
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        give_up_at = time.monotonic() + _CREATE_SECONDS
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_at:
-                    raise
-                time.sleep(0.02)
-        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _flock(path: Path, catalog: Path) -> int:
+def _locked(path: Path, lock: Callable[[int], None], catalog: Path) -> int:
+    """A descriptor of ``path`` that holds its lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock(descriptor)
+    except BaseException as error:
         os.close(descriptor)
-        raise in_use(catalog) from None
-    except BaseException:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise in_use(catalog) from None
         raise
     return descriptor
+
+
+def _lock_byte(descriptor: int) -> None:
+    """Raises:
+    BlockingIOError: Another open file description has it.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
+    except OSError as error:
+        if error.errno == errno.EACCES:
+            raise BlockingIOError from None
+        if error.errno != errno.EINVAL:
+            raise
+        _flock(descriptor)  # a kernel without such locks
+
+
+def _flock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -47,8 +47,13 @@ CREATE TABLE withdrawn (
   replica_id TEXT PRIMARY KEY, standing INTEGER NOT NULL, reason TEXT NOT NULL
 );
 """
+# Until then what the pool served was taken for what an adapter was trained on.
+_PROVENANCE: Final = """
+ALTER TABLE meta ADD COLUMN base_checkpoint TEXT NOT NULL DEFAULT '';
+UPDATE versions SET adapter_trained_on = NULL;
+"""
 #: Schema n is the first n of these; an older catalog gets what it lacks.
-_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN, COUNTS)
+_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN, _PROVENANCE + COUNTS)
 SCHEMA_VERSION: Final = len(_STEPS)
 #: Problems that are looked for; a file that is no database any more has one a page.
 _MAX_PROBLEMS: Final = 1000

@@ -72,7 +72,13 @@ def _encode(value: Any) -> tuple[bytes, bytes]:
 
 META: Final = Table(
     "meta",
-    {"generation": int, "epoch": int, "fingerprint": str, "architecture": str},
+    {
+        "generation": int,
+        "epoch": int,
+        "fingerprint": str,
+        "architecture": str,
+        "base_checkpoint": str,
+    },
     (),
     "the generation, the epoch and the base model that the pool is bound to",
 )

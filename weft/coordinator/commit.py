@@ -24,6 +24,7 @@ from weft.coordinator.effects import (
     SaveVersion,
 )
 from weft.coordinator.leases import live_lease
+from weft.coordinator.preflight import other_base
 from weft.coordinator.records import record_of
 from weft.coordinator.refusals import all_definite, is_dirty
 from weft.coordinator.state import Policy
@@ -42,11 +43,16 @@ def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         failure = Failure("LEASE_FENCED", f"the lease of {policy.name!r} is no longer held")
         abort.abort(change, transfer, failure)
         return
+    mismatch = other_base(change.state, transfer)
+    if mismatch is not None:
+        abort.abort(change, transfer, mismatch)
+        return
     replaced = policy.served_version
     policy = replace(
         policy,
         served_version=transfer.version,
         versions=_with_version(policy, transfer.version),
+        trained_on=_with_trained_on(policy, transfer),
     )
     transfer = replace(
         transfer,
@@ -55,6 +61,7 @@ def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         content_digest=digest,
         replaced_version=replaced,
         switching=frozenset(transfer.targets),
+        served_over=change.state.vector.base if transfer.adapter else None,
         incarnations={name: change.state.replicas[name].incarnation for name in transfer.targets},
     )
     change.put_policy(policy)
@@ -82,6 +89,13 @@ def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
 def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
     """An adapter keeps its older versions; the base is replaced."""
     return (version,) if policy.kind is PolicyKind.BASE else (*policy.versions, version)
+
+
+def _with_trained_on(policy: Policy, transfer: Transfer) -> dict[int, int]:
+    """What is known of the versions that are kept, and of the one that comes."""
+    known = {v: base for v, base in policy.trained_on.items() if v in policy.versions}
+    base = transfer.adapter.trained_on_base_version if transfer.adapter else None
+    return known if base is None else {**known, transfer.version: base}
 
 
 def commit_answered(change: Change, event: events.CommitAnswered) -> None:

@@ -10,7 +10,13 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.replica import Withdrawn
 from weft.coordinator.state import FitKey, Lease, Policy
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import AdapterSpec, ContentDigest, Failure, VersionRecord
+from weft.coordinator.values import (
+    AdapterSpec,
+    BoundCheckpoint,
+    ContentDigest,
+    Failure,
+    VersionRecord,
+)
 
 # -- saves: one transaction for all of a batch ---------------------------------
 
@@ -21,6 +27,14 @@ class SavePool:
 
     fingerprint: str
     architecture: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    """What base@0 is, from now on; SavePool forgets it."""
+
+    checkpoint: BoundCheckpoint
     durable: bool = True
 
 
@@ -86,6 +100,7 @@ class SaveWithdrawn:
 
 Save = (
     SavePool
+    | SaveCheckpoint
     | SaveEpoch
     | SavePolicy
     | SaveVersion

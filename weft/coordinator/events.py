@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.progress import Word
-from weft.coordinator.replica import Withdrawn
+from weft.coordinator.replica import NOT_TOLD, Withdrawn
 from weft.coordinator.state import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.transfer import FreshIds
 from weft.coordinator.values import (
@@ -98,6 +99,7 @@ class BeginTransfer:
     recorded: VersionRecord | None
     """What the catalog knows of this trainer's request id."""
     check_finite: bool = False
+    refuse_other_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,17 @@ class Register:
     dirty_reason: str = ""
     spilled: frozenset[PolicyVersion] = frozenset()
     drain: DrainNote | None = None
+    checkpoint: Checkpoint = NOT_TOLD
+
+
+@dataclass(frozen=True)
+class ReportCheckpoint:
+    """A replica has read what it was started with."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
@@ -416,6 +429,7 @@ Event = (
     | AwaitTransfer
     | AbortTransfer
     | Register
+    | ReportCheckpoint
     | Heartbeat
     | Leave
     | ReferenceKnown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
+from weft.coordinator.checkpoints import doubt
 from weft.coordinator.replica import Replica, holds
 from weft.coordinator.retire import kept_versions
 from weft.coordinator.state import State
@@ -47,7 +48,7 @@ def is_changing(state: State, policy: str) -> bool:
 
 def is_ready(state: State, replica: Replica) -> bool:
     """Whether a replica serves everything that the pool serves."""
-    return replica.in_contact and not lacks(state, replica)
+    return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
 
 
 def takes_weights(state: State, replica: Replica) -> bool:

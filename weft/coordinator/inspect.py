@@ -23,6 +23,7 @@ from weft.coordinator.state import State
 from weft.coordinator.step import unknown_transfer
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.wire import (
+    bound_to_proto,
     policy_to_proto,
     replica_to_proto,
     transfer_from_record,
@@ -88,6 +89,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_replica_page_token=replicas.last or "",
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
+            base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
         )
 
     async def ListReplicas(
@@ -143,13 +145,14 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             raise InvalidRequestError("page_size is negative", reason="INVALID_PAGE")
         limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
         await self._driver.flush()
+        base = self._driver.state.vector.base
         records = self._catalog.list_versions(request.policy, before, limit + 1)
         more = len(records) > limit
         records = records[:limit]
         return inspect_pb2.ListVersionsResponse(
             versions=each(
                 records,
-                version_record_to_proto,
+                lambda record: version_record_to_proto(record, base),
                 lambda record, _: inspect_pb2.Version(version=version_to_proto(record.version)),
             ),
             next_page_token=str(records[-1].version.version) if more else "",

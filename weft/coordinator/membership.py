@@ -16,6 +16,7 @@ from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator import (
     abort,
     base_binding,
+    checkpoints,
     drains,
     events,
     in_place,
@@ -112,8 +113,10 @@ def register(change: Change, event: events.Register) -> None:
             retained=event.retained,
             spilled=event.spilled,
             drain=drains.noted(old, event.drain, change.now),
+            checkpoint=event.checkpoint,
         )
     )
+    checkpoints.note(change, replica)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,

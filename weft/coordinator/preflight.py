@@ -113,7 +113,8 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
     """Refuse what a replica has no room, no backend or another base for; cheap.
 
     Raises:
-        BaseMismatchError: The adapter names another base than the pool's.
+        BaseMismatchError: The adapter names another base than the pool's, or was trained
+            on another version of it and is not to be served over this one.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
         UnsupportedError: What is sent is to be checked, and is loaded before it can be.
@@ -128,6 +129,9 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 "adapter_fingerprint": spec.base_fingerprint,
             },
         )
+    mismatch = other_base(state, transfer)
+    if mismatch is not None:
+        raise mismatch.error()
     need, size = transfer.layout.wire_bytes, 1
     for replica in replicas:
         size += replica.capabilities.num_receivers
@@ -163,6 +167,26 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
                 f"this push needs {need}{_held_by_pins(state, transfer, replica)}",
                 metadata={"replica": replica.replica_id, "need_bytes": str(need)},
             )
+
+
+def other_base(state: State, transfer: Transfer) -> Failure | None:
+    """Why an adapter that is to be served over the base it was trained on alone is refused;
+    asked when it begins and at its commit point, between which a base may have come."""
+    spec, base = transfer.adapter, state.vector.base
+    if spec is None or not transfer.refuse_other_base or spec.trained_on_base_version == base:
+        return None
+    trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
+    remedy = (
+        "say base_version="
+        if spec.trained_on_base_version is None
+        else "train on the newer base, or push with on_base_change='warn'"
+    )
+    return Failure(
+        "BASE_MISMATCH",
+        f"the adapter {transfer.policy!r} was trained on base@{trained_on}, the pool serves "
+        f"base@{base}: {remedy}",
+        {"trained_on_base_version": str(trained_on), "base_version": str(base)},
+    )
 
 
 def _checked_too_late(replica: Replica) -> UnsupportedError:

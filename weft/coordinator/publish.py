@@ -86,6 +86,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             base_dtype_exceptions={n: dtype_to_proto(d) for n, d in exceptions.items()},
             adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
             base_version=state.vector.base,
+            base_checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
             num_replicas=len(in_contact(state)),
             backends=shared_backends(in_contact(state) or replicas),
         )
@@ -171,6 +172,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 ids=fresh_ids(),
                 recorded=self._recorded(request.policy, request.request_id),
                 check_finite=request.check_finite,
+                refuse_other_base=request.refuse_other_base,
             ),
             until=answer_by,
         )

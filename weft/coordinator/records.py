@@ -1,14 +1,18 @@
-"""A version's record: made of its transfer, and as a row of the catalog."""
+"""What the catalog holds of a version, made of its transfer, and of base@0: as rows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from weft.contract.checkpoint import FileDigest
 from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.values import (
     AdapterSpec,
+    BoundCheckpoint,
     ContentDigest,
     Failure,
     VersionRecord,
@@ -75,4 +79,32 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
         content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
         adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
         failure=Failure(row[16], row[17]) if row[16] is not None else None,
+    )
+
+
+def checkpoint_to_text(bound: BoundCheckpoint) -> str:
+    """What base@0 is, as the catalog holds it: JSON."""
+    return json.dumps(
+        {
+            "digest": bound.digest.hex(),
+            "base_dtype": int(bound.base_dtype),
+            "quantization": bound.quantization,
+            "replica_id": bound.replica_id,
+            "files": [(file.name, file.digest.hex()) for file in bound.files],
+        },
+        separators=(",", ":"),
+    )
+
+
+def checkpoint_from_text(text: str) -> BoundCheckpoint | None:
+    """What ``checkpoint_to_text`` wrote; None of nothing."""
+    if not text:
+        return None
+    known = json.loads(text)
+    return BoundCheckpoint(
+        digest=bytes.fromhex(known["digest"]),
+        base_dtype=DataType(known["base_dtype"]),
+        quantization=known["quantization"],
+        replica_id=known["replica_id"],
+        files=tuple(FileDigest(name, bytes.fromhex(digest)) for name, digest in known["files"]),
     )

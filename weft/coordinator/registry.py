@@ -12,7 +12,9 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.driver import Driver
 from weft.coordinator.manifests import ReferenceCache
+from weft.coordinator.replica import NOT_TOLD
 from weft.coordinator.uploads import Uploads
+from weft.rpc.checkpoint_codec import checkpoint_from_proto
 from weft.rpc.codec import (
     capabilities_from_proto,
     duration_from_proto,
@@ -46,6 +48,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.RegisterResponse:
         """Source: protos/weft/v1/registry.proto."""
         capabilities = capabilities_from_proto(request.capabilities)
+        told = request.HasField("checkpoint") and request.checkpoint.state
+        checkpoint = checkpoint_from_proto(request.checkpoint) if told else NOT_TOLD
         answer = await self._driver.call(
             lambda ticket: events.Register(
                 ticket=ticket,
@@ -60,6 +64,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 dirty_reason=request.dirty_reason,
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 drain=_drain_note(request),
+                checkpoint=checkpoint,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -78,6 +83,18 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             self._references.put(reference)
             self._driver.post(events.ReferenceKnown(reference.fingerprint))
         return registry_pb2.PutReferenceResponse()
+
+    async def ReportCheckpoint(
+        self, request: registry_pb2.ReportCheckpointRequest, context: Context
+    ) -> registry_pb2.ReportCheckpointResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        checkpoint = checkpoint_from_proto(request.checkpoint)
+        await self._driver.call(
+            lambda ticket: events.ReportCheckpoint(
+                ticket, request.replica_id, request.incarnation, checkpoint
+            )
+        )
+        return registry_pb2.ReportCheckpointResponse()
 
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.values import Standing
@@ -55,6 +56,10 @@ class Drain:
     reason: str
 
 
+#: Of a replica that says nothing of its checkpoint.
+NOT_TOLD = not_compared("it does not say what it was started with")
+
+
 @dataclass(frozen=True)
 class Replica:
     """A replica as last heard of."""
@@ -97,6 +102,8 @@ class Replica:
     """Versions of the base that it keeps copies of where it holds them."""
     pinned_bytes: int = 0
     """Of those copies."""
+    checkpoint: Checkpoint = NOT_TOLD
+    """What it was started with."""
 
     @property
     def in_contact(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.contract.errors import (
+    BaseMismatchError,
     NotFoundError,
     NotReadyError,
     TransferTimeoutError,
@@ -17,6 +18,7 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import clones, events
 from weft.coordinator.change import Change
+from weft.coordinator.checkpoints import difference
 from weft.coordinator.effects import (
     CallSwitch,
     RollbackAnswer,
@@ -120,6 +122,7 @@ def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Repli
 
     Raises:
         NotReadyError: ``NOT_RETAINED``.
+        BaseMismatchError: Back to base@0, which is not one model.
     """
     if policy.kind is PolicyKind.ADAPTER:
         if version.version not in requestable(state, policy):
@@ -130,6 +133,8 @@ def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Repli
     replicas = reachable(state)
     without = [r for r in replicas if not holds(r, version) and is_ready(state, r)]
     holding = [r for r in replicas if holds(r, version)]
+    if not version.version:
+        _check_one_base(state, holding)
     if without or not holding:
         who = without[0].replica_id if without else "no replica in contact"
         retains = "retains no copy of it" if without else "retains a copy of it"
@@ -163,6 +168,20 @@ def _way_out(replicas: list[Replica]) -> str:
     if replicas and all(r.capabilities.loads_in_place for r in replicas):
         return "push the weights again: replicas that load in place retain none but the served one"
     return "start replicas with --retain-base 2 or more, or push the weights again"
+
+
+def _check_one_base(state: State, replicas: list[Replica]) -> None:
+    """Each would go back to what it was started with: that must be one model.
+
+    Raises:
+        BaseMismatchError: It is not, or that is not known yet.
+    """
+    for replica in replicas:
+        if why := difference(state, replica):
+            raise BaseMismatchError(
+                f"the pool cannot go back to base@0: {replica.replica_id}: {why}",
+                metadata={"member": replica.replica_id},
+            )
 
 
 def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:

@@ -154,6 +154,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         settled_at=now + restarted * config.settings.lost_after_seconds,
         fingerprint=known.fingerprint,
         architecture=known.architecture,
+        checkpoint=known.checkpoint,
         epoch=known.epoch,
         policies={policy.name: policy for policy in known.policies},
         withdrawn=known.withdrawn,

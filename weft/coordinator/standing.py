@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.contract.names import PolicyVersion
+from weft.coordinator.checkpoints import doubt
 from weft.coordinator.holders import lacks, outlook, takes_weights, wants
 from weft.coordinator.replica import Replica, Withdrawn
 from weft.coordinator.state import State
@@ -23,7 +24,8 @@ def place(state: State, replica: Replica) -> Standing:
         return Standing.CORDONED
     if replica.suspect is not None:
         return Standing.SUSPECT
-    return Standing.PENDING_WEIGHTS if lacks(state, replica) else Standing.READY
+    pending = lacks(state, replica) or doubt(state, replica)
+    return Standing.PENDING_WEIGHTS if pending else Standing.READY
 
 
 def is_routable(state: State, replica: Replica) -> bool:
@@ -33,7 +35,7 @@ def is_routable(state: State, replica: Replica) -> bool:
         case Standing.READY:
             return True
         case Standing.SUSPECT:
-            return not lacks(state, replica)
+            return not lacks(state, replica) and not doubt(state, replica)
     return False
 
 
@@ -52,7 +54,7 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
         return Standing.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
     if replica.drain is not None:
         return Standing.DRAINING, replica.drain.reason
-    missing = _missing(state, replica)
+    missing = _joined(_missing(state, replica), doubt(state, replica))
     if order:
         return Standing.CORDONED, _joined(_by_operator(order), suspicion, missing)
     if suspicion:

@@ -16,7 +16,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.replica import Replica, Withdrawn, held_versions
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import Failure, PolicyKind, Standing
+from weft.coordinator.values import BoundCheckpoint, Failure, PolicyKind, Standing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,9 @@ class Policy:
     """Never retired, ascending; durable."""
     retain: int = 0
     """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
+    trained_on: Mapping[int, int] = field(default_factory=dict)
+    """Of an adapter's versions: the version of the base that each was trained on, where
+    that is known. In the catalog with each version's record."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ class State:
     fingerprint: str = ""
     """Of the pool's base model; durable, empty before the first replica."""
     architecture: str = ""
+    checkpoint: BoundCheckpoint | None = None
+    """What base@0 is; durable, None until a replica has told it."""
+    checkpoint_unseen_since: float | None = None
+    """Since when replicas with another checkpoint are there, and none with this one."""
     epoch: int = 0
     """Of the newest group; durable."""
     reference_known: bool = False

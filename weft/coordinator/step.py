@@ -19,6 +19,7 @@ from weft.coordinator import (
     admission,
     base_binding,
     catchup,
+    checkpoints,
     clones,
     commit,
     demands,
@@ -89,6 +90,7 @@ def _apply(change: Change, event: events.Event) -> None:
                 retire.retire(change)
             catchup.plan(change)
             demands.watch(change)
+            checkpoints.watch(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():
@@ -108,6 +110,8 @@ def _apply(change: Change, event: events.Event) -> None:
             _abort_transfer(change, event)
         case events.Register():
             membership.register(change, event)
+        case events.ReportCheckpoint():
+            checkpoints.report(change, event)
         case events.Heartbeat():
             membership.heartbeat(change, event)
         case events.Leave():

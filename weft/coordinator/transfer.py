@@ -96,6 +96,8 @@ class Transfer:
     required: frozenset[str] = frozenset()
     """Replicas that were ready when it took its turn (all that take part, if none was);
     the others take part as long as they can, and catch up otherwise."""
+    refuse_other_base: bool = False
+    """Whether an adapter is refused over another base than it was trained on."""
     check_finite: bool = False
     """Whether the sender gives up at the first bucket that holds NaN or infinity."""
     backend: str
@@ -133,6 +135,8 @@ class Transfer:
     content_digest: ContentDigest | None = None
     replaced_version: int = 0
     """What was served before the commit point."""
+    served_over: int | None = None
+    """Of an adapter that was committed: the version of the base then."""
     switching: frozenset[str] = frozenset()
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()

@@ -6,9 +6,11 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft.contract.checkpoint import FileDigest
 from weft.contract.errors import WeftError, error_from_reason
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType
 
 
 class PolicyKind(enum.IntEnum):
@@ -81,7 +83,19 @@ class AdapterSpec:
     config_json: str
     config_digest: bytes
     base_fingerprint: str = ""
-    trained_on_base_version: int = 0
+    trained_on_base_version: int | None = None
+    """None where nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundCheckpoint:
+    """See ``weft.v1.BoundCheckpoint``."""
+
+    digest: bytes
+    base_dtype: DataType
+    quantization: str
+    replica_id: str
+    files: tuple[FileDigest, ...] = ()
 
 
 @dataclass(frozen=True)

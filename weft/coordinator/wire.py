@@ -16,20 +16,23 @@ from weft.coordinator.state import Lease, Policy, State, TrainerProcess
 from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import (
     AdapterSpec,
+    BoundCheckpoint,
     ContentDigest,
     Phase,
     PolicyKind,
     VersionRecord,
     VersionState,
 )
+from weft.rpc.checkpoint_codec import files_to_proto
 from weft.rpc.codec import (
     capabilities_to_proto,
+    dtype_to_proto,
     duration_to_proto,
     timestamp_to_proto,
     vector_to_proto,
     version_to_proto,
 )
-from weft.v1 import inspect_pb2, publish_pb2, types_pb2
+from weft.v1 import inspect_pb2, publish_pb2, registry_pb2, types_pb2
 
 # Of a name of a machine, and of what tells its runs apart.
 _MAX_PROCESS_CHARS = 128
@@ -49,7 +52,7 @@ def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
         message.config_json,
         hashlib.sha256(config).digest(),
         message.base_fingerprint,
-        message.trained_on_base_version,
+        message.trained_on_base_version if message.HasField("trained_on_base_version") else None,
     )
 
 
@@ -155,6 +158,7 @@ def transfer_to_proto(
             )
             for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
         ],
+        served_over_base_version=transfer.served_over,
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
@@ -201,8 +205,8 @@ def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Tra
     return message
 
 
-def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
-    """A version as recorded."""
+def version_record_to_proto(record: VersionRecord, base_version: int) -> inspect_pb2.Version:
+    """A version as recorded; ``base_version`` is that of the base now."""
     message = inspect_pb2.Version(
         version=version_to_proto(record.version),
         state=inspect_pb2.VersionState.ValueType(int(record.state)),
@@ -211,8 +215,10 @@ def version_record_to_proto(record: VersionRecord) -> inspect_pb2.Version:
         layout_digest=record.layout_digest,
         layout_digest_hex=record.layout_digest.hex(),
         create_time=timestamp_to_proto(record.create_time),
-        trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else 0,
+        trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else None,
     )
+    if record.adapter and record.state is VersionState.COMMITTED:
+        message.served_over_base_version = base_version
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
         message.content_digest_hex = record.content_digest.value.hex()
@@ -247,6 +253,9 @@ def replica_to_proto(
         adapter_used_bytes=replica.adapter_used_bytes,
         retained_base_versions=replica.retained,
         spilled_versions=map(version_to_proto, sorted(replica.spilled)),
+        checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
+        checkpoint_digest=replica.checkpoint.digest,
+        checkpoint_reason=replica.checkpoint.reason,
     )
     if replica.drain:
         message.drain.reason = replica.drain.reason
@@ -277,6 +286,17 @@ def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
     ]
 
 
+def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
+    """What base@0 is."""
+    return inspect_pb2.BoundCheckpoint(
+        digest=bound.digest,
+        base_dtype=dtype_to_proto(bound.base_dtype),
+        quantization=bound.quantization,
+        replica_id=bound.replica_id,
+        files=files_to_proto(bound.files),
+    )
+
+
 def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Policy:
     """A policy, its owner if there is one, and what is asked of it."""
     message = inspect_pb2.Policy(
@@ -287,6 +307,7 @@ def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Pol
         versions=policy.versions,
         pinned_versions=policy.pinned,
         publish_again_version=publish_again_version(state, policy.name),
+        trained_on_base_version=policy.trained_on.get(policy.served_version),
     )
     if policy.kind is PolicyKind.ADAPTER:
         message.num_retained = num_retained(policy, state.settings)

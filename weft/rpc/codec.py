@@ -62,6 +62,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         adapter_capacity_bytes=value.adapter_capacity_bytes,
         loads_in_place=value.loads_in_place,
         served_names=value.served_names,
+        quantization=value.quantization,
     )
 
 
@@ -90,6 +91,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         adapter_capacity_bytes=message.adapter_capacity_bytes,
         loads_in_place=message.loads_in_place,
         served_names=tuple(message.served_names),
+        quantization=message.quantization,
     )
 
 

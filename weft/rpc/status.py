@@ -7,6 +7,7 @@ A failure travels as a status with one ``google.rpc.ErrorInfo`` (domain
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Final
 
 import grpc
@@ -32,6 +33,9 @@ RETRY_AFTER_SECONDS: Final = 1
 _MAX_MESSAGE_CHARS: Final = 1500
 _MAX_METADATA_CHARS: Final = 200
 _MAX_METADATA_ENTRIES: Final = 8
+_CONNECT_FAILURE: Final = re.compile(
+    r"ipv[46]:(?P<address>\S+): Failed to connect to remote host: (?P<cause>.+)"
+)
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 # Tells gRPC's own retries to leave a typed failure alone: only a broken
 # connection is worth a blind second try.
@@ -87,12 +91,19 @@ def error_from_rpc(error: grpc.RpcError) -> WeftError:
     code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
     text = _details(error) or str(error)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return PeerUnavailableError(f"no answer: {text}", reason="COORDINATOR_AWAY")
+        return PeerUnavailableError(f"no answer: {_cause(text)}", reason="COORDINATOR_AWAY")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TransferTimeoutError(f"the call's deadline passed: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return CapacityError(text)
     return WeftError(f"{code.name if code else 'UNKNOWN'}: {text}")
+
+
+def _cause(text: str) -> str:
+    """What gRPC says of a failed connection, without the layers that it passed through:
+    ``127.0.0.1:1: Connection refused``; the whole text where it is of another form."""
+    found = _CONNECT_FAILURE.search(text)
+    return f"{found['address']}: {found['cause']}" if found else text
 
 
 def _details(error: grpc.RpcError) -> str:

@@ -48,6 +48,8 @@ class GetBaseResponse(_message.Message):
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     REPLICA_IDS_FIELD_NUMBER: _builtins.int
     NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_REPLICA_ID_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """ReferenceChunk.fingerprint of it; empty: the first replica that registers binds
     the pool.
@@ -56,6 +58,10 @@ class GetBaseResponse(_message.Message):
     """Its architecture."""
     num_transfers: _builtins.int
     """Transfers under way or waiting; likewise."""
+    checkpoint_digest: _builtins.bytes
+    """Checkpoint.digest of base@0; empty while no replica has told it."""
+    checkpoint_replica_id: _builtins.str
+    """The replica that told it first."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What the pool serves of it and over it: what RebindBase would retire."""
@@ -72,10 +78,12 @@ class GetBaseResponse(_message.Message):
         version_vector: _types_pb2.VersionVector | None = ...,
         replica_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_transfers: _builtins.int = ...,
+        checkpoint_digest: _builtins.bytes = ...,
+        checkpoint_replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "base_fingerprint", b"base_fingerprint", "num_transfers", b"num_transfers", "replica_ids", b"replica_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "base_fingerprint", b"base_fingerprint", "checkpoint_digest", b"checkpoint_digest", "checkpoint_replica_id", b"checkpoint_replica_id", "num_transfers", b"num_transfers", "replica_ids", b"replica_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

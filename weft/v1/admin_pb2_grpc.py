@@ -102,7 +102,9 @@ class AdminServiceServicer(object):
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
         or a base that a ready replica, or every replica, holds no copy of; metadata
-        `member` names one); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        `member` names one), BASE_MISMATCH (back to base@0, which is another checkpoint at
+        `member` than the pool's, or not known yet);
+        DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         INTERNAL/LOAD_FAILED (no replica could switch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

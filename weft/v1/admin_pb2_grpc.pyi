@@ -44,7 +44,9 @@ class AdminServiceStub:
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
     or a base that a ready replica, or every replica, holds no copy of; metadata
-    `member` names one); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    `member` names one), BASE_MISMATCH (back to base@0, which is another checkpoint at
+    `member` than the pool's, or not known yet);
+    DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
@@ -146,7 +148,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
     or a base that a ready replica, or every replica, holds no copy of; metadata
-    `member` names one); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+    `member` names one), BASE_MISMATCH (back to base@0, which is another checkpoint at
+    `member` than the pool's, or not known yet);
+    DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     INTERNAL/LOAD_FAILED (no replica could switch).
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
@@ -251,7 +255,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
         or a base that a ready replica, or every replica, holds no copy of; metadata
-        `member` names one); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
+        `member` names one), BASE_MISMATCH (back to base@0, which is another checkpoint at
+        `member` than the pool's, or not known yet);
+        DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         INTERNAL/LOAD_FAILED (no replica could switch).
         """
 

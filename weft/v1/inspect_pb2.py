@@ -29,61 +29,63 @@ from weft.v1 import registry_pb2 as weft_dot_v1_dot_registry__pb2
 from weft.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/inspect.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"\xea\x03\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cstate_reason\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x10\n\x08http_url\x18\x05 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x07 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12!\n\x14version_vector_index\x18\x1e \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fsince_heartbeat\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmodel_name\x18\t \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\n \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x0b \x03(\x03\x12\x30\n\x10spilled_versions\x18\r \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x1d\n\x05\x64rain\x18\x0c \x01(\x0b\x32\x0e.weft.v1.DrainB\x17\n\x15_version_vector_index\"V\n\nWithdrawal\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x83\x02\n\x06Policy\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.weft.v1.PolicyKind\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12\x14\n\x0clast_version\x18\x04 \x01(\x03\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x1d\n\x05lease\x18\x06 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x17\n\x0fpinned_versions\x18\x07 \x03(\x03\x12\x1d\n\x15publish_again_version\x18\n \x01(\x03\x12\x14\n\x0cnum_retained\x18\x08 \x01(\x05\x12\x19\n\x11has_own_retention\x18\t \x01(\x08\"\xb3\x03\n\x07Version\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.VersionState\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\x0c\x12.\n\x0e\x63ontent_digest\x18\x06 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1f\n\x17trained_on_base_version\x18\t \x01(\x03\x12\x19\n\x11layout_digest_hex\x18( \x01(\t\x12\x1a\n\x12\x63ontent_digest_hex\x18) \x01(\t\x12\x16\n\x0e\x66\x61ilure_reason\x18\x46 \x01(\t\x12\x17\n\x0f\x66\x61ilure_message\x18G \x01(\t\"/\n\x0eGetPoolRequest\x12\x1d\n\x15share_version_vectors\x18\x1e \x01(\x08\"J\n\x0cReplicaCount\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"\x9c\x04\n\x0fGetPoolResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12.\n\x0eversion_vector\x18\x02 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\"\n\x08replicas\x18\x03 \x03(\x0b\x32\x10.weft.v1.Replica\x12!\n\x08policies\x18\x04 \x03(\x0b\x32\x0f.weft.v1.Policy\x12+\n\x10\x61\x63tive_transfers\x18\x05 \x03(\x0b\x32\x11.weft.v1.Transfer\x12(\n\rlast_transfer\x18\x06 \x01(\x0b\x32\x11.weft.v1.Transfer\x12\x14\n\x0cweft_version\x18\x07 \x01(\t\x12\x1e\n\x16\x63oordinator_generation\x18\x08 \x01(\x03\x12(\n\x0bwithdrawals\x18\t \x03(\x0b\x32\x13.weft.v1.Withdrawal\x12/\n\x0fversion_vectors\x18\x1e \x03(\x0b\x32\x16.weft.v1.VersionVector\x12-\n\x0ereplica_counts\x18\x1f \x03(\x0b\x32\x15.weft.v1.ReplicaCount\x12\x1f\n\x17next_replica_page_token\x18  \x01(\t\x12\x1e\n\x16next_policy_page_token\x18! \x01(\t\x12 \n\x18next_transfer_page_token\x18\" \x01(\t\"p\n\x13ListReplicasRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\x12\x1d\n\x15share_version_vectors\x18  \x01(\x08\x12\x13\n\x0breplica_ids\x18! \x03(\t\"\x84\x01\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.weft.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\x12/\n\x0fversion_vectors\x18\x1f \x03(\x0b\x32\x16.weft.v1.VersionVector\"<\n\x13ListPoliciesRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\"R\n\x14ListPoliciesResponse\x12!\n\x08policies\x18\x01 \x03(\x0b\x32\x0f.weft.v1.Policy\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\"L\n\x13ListVersionsRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"S\n\x14ListVersionsResponse\x12\"\n\x08versions\x18\x01 \x03(\x0b\x32\x10.weft.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x14ListTransfersRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\"V\n\x15ListTransfersResponse\x12$\n\ttransfers\x18\x01 \x03(\x0b\x32\x11.weft.v1.Transfer\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\")\n\x12GetTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\":\n\x13GetTransferResponse\x12#\n\x08transfer\x18\x01 \x01(\x0b\x32\x11.weft.v1.Transfer\"\x14\n\x12WatchEventsRequest\"o\n\x13WatchEventsResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x14\n\x12WatchRoutesRequest\"\x8f\x01\n\x05Route\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x10\n\x08http_url\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x1c\n\x14version_vector_index\x18\x1e \x01(\r\"\xed\x01\n\x13WatchRoutesResponse\x12\x1e\n\x06routes\x18\x01 \x03(\x0b\x32\x0e.weft.v1.Route\x12\x1e\n\x16\x63oordinator_generation\x18\x02 \x01(\x03\x12\x10\n\x08revision\x18\x03 \x01(\x03\x12\x1b\n\x13removed_replica_ids\x18\x1e \x03(\t\x12\r\n\x05whole\x18\x1f \x01(\x08\x12\x0c\n\x04more\x18  \x01(\x08\x12\x19\n\x11previous_revision\x18! \x01(\x03\x12/\n\x0fversion_vectors\x18\" \x03(\x0b\x32\x16.weft.v1.VersionVector*\xf3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dREPLICA_STATE_PENDING_WEIGHTS\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x16\n\x12REPLICA_STATE_LOST\x10\x03\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x12\x1a\n\x16REPLICA_STATE_CORDONED\x10\x06\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x14*\xb5\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15VERSION_STATE_STAGING\x10\x01\x12\x1b\n\x17VERSION_STATE_COMMITTED\x10\x02\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x03\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x04\x12\x18\n\x14VERSION_STATE_FAILED\x10\x05\x32\xe7\x04\n\x0eInspectService\x12<\n\x07GetPool\x12\x17.weft.v1.GetPoolRequest\x1a\x18.weft.v1.GetPoolResponse\x12K\n\x0cListReplicas\x12\x1c.weft.v1.ListReplicasRequest\x1a\x1d.weft.v1.ListReplicasResponse\x12K\n\x0cListPolicies\x12\x1c.weft.v1.ListPoliciesRequest\x1a\x1d.weft.v1.ListPoliciesResponse\x12K\n\x0cListVersions\x12\x1c.weft.v1.ListVersionsRequest\x1a\x1d.weft.v1.ListVersionsResponse\x12N\n\rListTransfers\x12\x1d.weft.v1.ListTransfersRequest\x1a\x1e.weft.v1.ListTransfersResponse\x12H\n\x0bGetTransfer\x12\x1b.weft.v1.GetTransferRequest\x1a\x1c.weft.v1.GetTransferResponse\x12J\n\x0bWatchEvents\x12\x1b.weft.v1.WatchEventsRequest\x1a\x1c.weft.v1.WatchEventsResponse0\x01\x12J\n\x0bWatchRoutes\x12\x1b.weft.v1.WatchRoutesRequest\x1a\x1c.weft.v1.WatchRoutesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/inspect.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/publish.proto\x1a\x16weft/v1/registry.proto\x1a\x13weft/v1/types.proto\"\xd4\x04\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cstate_reason\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x10\n\x08http_url\x18\x05 \x01(\t\x12+\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x15.weft.v1.Capabilities\x12.\n\x0eversion_vector\x18\x07 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12!\n\x14version_vector_index\x18\x1e \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fsince_heartbeat\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmodel_name\x18\t \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_used_bytes\x18\n \x01(\x04\x12\x1e\n\x16retained_base_versions\x18\x0b \x03(\x03\x12\x30\n\x10spilled_versions\x18\r \x03(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x1d\n\x05\x64rain\x18\x0c \x01(\x0b\x32\x0e.weft.v1.Drain\x12\x32\n\x10\x63heckpoint_state\x18P \x01(\x0e\x32\x18.weft.v1.CheckpointState\x12\x19\n\x11\x63heckpoint_digest\x18Q \x01(\x0c\x12\x19\n\x11\x63heckpoint_reason\x18R \x01(\tB\x17\n\x15_version_vector_index\"V\n\nWithdrawal\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x9a\x01\n\x0f\x42oundCheckpoint\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\nbase_dtype\x18\x02 \x01(\x0e\x32\x11.weft.v1.DataType\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12&\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x17.weft.v1.CheckpointFile\"\xc5\x02\n\x06Policy\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.weft.v1.PolicyKind\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12\x14\n\x0clast_version\x18\x04 \x01(\x03\x12\x10\n\x08versions\x18\x05 \x03(\x03\x12\x1d\n\x05lease\x18\x06 \x01(\x0b\x32\x0e.weft.v1.Lease\x12\x17\n\x0fpinned_versions\x18\x07 \x03(\x03\x12\x1d\n\x15publish_again_version\x18\n \x01(\x03\x12\x14\n\x0cnum_retained\x18\x08 \x01(\x05\x12\x19\n\x11has_own_retention\x18\t \x01(\x08\x12$\n\x17trained_on_base_version\x18P \x01(\x03H\x00\x88\x01\x01\x42\x1a\n\x18_trained_on_base_version\"\x98\x04\n\x07Version\x12\'\n\x07version\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.VersionState\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x15\n\rlayout_digest\x18\x05 \x01(\x0c\x12.\n\x0e\x63ontent_digest\x18\x06 \x01(\x0b\x32\x16.weft.v1.ContentDigest\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x17trained_on_base_version\x18\t \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x11layout_digest_hex\x18( \x01(\t\x12\x1a\n\x12\x63ontent_digest_hex\x18) \x01(\t\x12\x16\n\x0e\x66\x61ilure_reason\x18\x46 \x01(\t\x12\x17\n\x0f\x66\x61ilure_message\x18G \x01(\t\x12%\n\x18served_over_base_version\x18P \x01(\x03H\x01\x88\x01\x01\x42\x1a\n\x18_trained_on_base_versionB\x1b\n\x19_served_over_base_version\"/\n\x0eGetPoolRequest\x12\x1d\n\x15share_version_vectors\x18\x1e \x01(\x08\"J\n\x0cReplicaCount\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.weft.v1.ReplicaState\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"\xcf\x04\n\x0fGetPoolResponse\x12\x18\n\x10\x62\x61se_fingerprint\x18\x01 \x01(\t\x12.\n\x0eversion_vector\x18\x02 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\"\n\x08replicas\x18\x03 \x03(\x0b\x32\x10.weft.v1.Replica\x12!\n\x08policies\x18\x04 \x03(\x0b\x32\x0f.weft.v1.Policy\x12+\n\x10\x61\x63tive_transfers\x18\x05 \x03(\x0b\x32\x11.weft.v1.Transfer\x12(\n\rlast_transfer\x18\x06 \x01(\x0b\x32\x11.weft.v1.Transfer\x12\x14\n\x0cweft_version\x18\x07 \x01(\t\x12\x1e\n\x16\x63oordinator_generation\x18\x08 \x01(\x03\x12(\n\x0bwithdrawals\x18\t \x03(\x0b\x32\x13.weft.v1.Withdrawal\x12/\n\x0fversion_vectors\x18\x1e \x03(\x0b\x32\x16.weft.v1.VersionVector\x12-\n\x0ereplica_counts\x18\x1f \x03(\x0b\x32\x15.weft.v1.ReplicaCount\x12\x1f\n\x17next_replica_page_token\x18  \x01(\t\x12\x1e\n\x16next_policy_page_token\x18! \x01(\t\x12 \n\x18next_transfer_page_token\x18\" \x01(\t\x12\x31\n\x0f\x62\x61se_checkpoint\x18P \x01(\x0b\x32\x18.weft.v1.BoundCheckpoint\"p\n\x13ListReplicasRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\x12\x1d\n\x15share_version_vectors\x18  \x01(\x08\x12\x13\n\x0breplica_ids\x18! \x03(\t\"\x84\x01\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.weft.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\x12/\n\x0fversion_vectors\x18\x1f \x03(\x0b\x32\x16.weft.v1.VersionVector\"<\n\x13ListPoliciesRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\"R\n\x14ListPoliciesResponse\x12!\n\x08policies\x18\x01 \x03(\x0b\x32\x0f.weft.v1.Policy\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\"L\n\x13ListVersionsRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"S\n\x14ListVersionsResponse\x12\"\n\x08versions\x18\x01 \x03(\x0b\x32\x10.weft.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x14ListTransfersRequest\x12\x11\n\tpage_size\x18\x1e \x01(\x05\x12\x12\n\npage_token\x18\x1f \x01(\t\"V\n\x15ListTransfersResponse\x12$\n\ttransfers\x18\x01 \x03(\x0b\x32\x11.weft.v1.Transfer\x12\x17\n\x0fnext_page_token\x18\x1e \x01(\t\")\n\x12GetTransferRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\":\n\x13GetTransferResponse\x12#\n\x08transfer\x18\x01 \x01(\x0b\x32\x11.weft.v1.Transfer\"\x14\n\x12WatchEventsRequest\"o\n\x13WatchEventsResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x14\n\x12WatchRoutesRequest\"\x8f\x01\n\x05Route\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x10\n\x08http_url\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12.\n\x0eversion_vector\x18\x04 \x01(\x0b\x32\x16.weft.v1.VersionVector\x12\x1c\n\x14version_vector_index\x18\x1e \x01(\r\"\xed\x01\n\x13WatchRoutesResponse\x12\x1e\n\x06routes\x18\x01 \x03(\x0b\x32\x0e.weft.v1.Route\x12\x1e\n\x16\x63oordinator_generation\x18\x02 \x01(\x03\x12\x10\n\x08revision\x18\x03 \x01(\x03\x12\x1b\n\x13removed_replica_ids\x18\x1e \x03(\t\x12\r\n\x05whole\x18\x1f \x01(\x08\x12\x0c\n\x04more\x18  \x01(\x08\x12\x19\n\x11previous_revision\x18! \x01(\x03\x12/\n\x0fversion_vectors\x18\" \x03(\x0b\x32\x16.weft.v1.VersionVector*\xf3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dREPLICA_STATE_PENDING_WEIGHTS\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x16\n\x12REPLICA_STATE_LOST\x10\x03\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x04\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x05\x12\x1a\n\x16REPLICA_STATE_CORDONED\x10\x06\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x14*\xb5\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15VERSION_STATE_STAGING\x10\x01\x12\x1b\n\x17VERSION_STATE_COMMITTED\x10\x02\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x03\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x04\x12\x18\n\x14VERSION_STATE_FAILED\x10\x05\x32\xe7\x04\n\x0eInspectService\x12<\n\x07GetPool\x12\x17.weft.v1.GetPoolRequest\x1a\x18.weft.v1.GetPoolResponse\x12K\n\x0cListReplicas\x12\x1c.weft.v1.ListReplicasRequest\x1a\x1d.weft.v1.ListReplicasResponse\x12K\n\x0cListPolicies\x12\x1c.weft.v1.ListPoliciesRequest\x1a\x1d.weft.v1.ListPoliciesResponse\x12K\n\x0cListVersions\x12\x1c.weft.v1.ListVersionsRequest\x1a\x1d.weft.v1.ListVersionsResponse\x12N\n\rListTransfers\x12\x1d.weft.v1.ListTransfersRequest\x1a\x1e.weft.v1.ListTransfersResponse\x12H\n\x0bGetTransfer\x12\x1b.weft.v1.GetTransferRequest\x1a\x1c.weft.v1.GetTransferResponse\x12J\n\x0bWatchEvents\x12\x1b.weft.v1.WatchEventsRequest\x1a\x1c.weft.v1.WatchEventsResponse0\x01\x12J\n\x0bWatchRoutes\x12\x1b.weft.v1.WatchRoutesRequest\x1a\x1c.weft.v1.WatchRoutesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.inspect_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=3472
-  _globals['_REPLICASTATE']._serialized_end=3715
-  _globals['_VERSIONSTATE']._serialized_start=3718
-  _globals['_VERSIONSTATE']._serialized_end=3899
+  _globals['_REPLICASTATE']._serialized_start=3953
+  _globals['_REPLICASTATE']._serialized_end=4196
+  _globals['_VERSIONSTATE']._serialized_start=4199
+  _globals['_VERSIONSTATE']._serialized_end=4380
   _globals['_REPLICA']._serialized_start=168
-  _globals['_REPLICA']._serialized_end=658
-  _globals['_WITHDRAWAL']._serialized_start=660
-  _globals['_WITHDRAWAL']._serialized_end=746
-  _globals['_POLICY']._serialized_start=749
-  _globals['_POLICY']._serialized_end=1008
-  _globals['_VERSION']._serialized_start=1011
-  _globals['_VERSION']._serialized_end=1446
-  _globals['_GETPOOLREQUEST']._serialized_start=1448
-  _globals['_GETPOOLREQUEST']._serialized_end=1495
-  _globals['_REPLICACOUNT']._serialized_start=1497
-  _globals['_REPLICACOUNT']._serialized_end=1571
-  _globals['_GETPOOLRESPONSE']._serialized_start=1574
-  _globals['_GETPOOLRESPONSE']._serialized_end=2114
-  _globals['_LISTREPLICASREQUEST']._serialized_start=2116
-  _globals['_LISTREPLICASREQUEST']._serialized_end=2228
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=2231
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=2363
-  _globals['_LISTPOLICIESREQUEST']._serialized_start=2365
-  _globals['_LISTPOLICIESREQUEST']._serialized_end=2425
-  _globals['_LISTPOLICIESRESPONSE']._serialized_start=2427
-  _globals['_LISTPOLICIESRESPONSE']._serialized_end=2509
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=2511
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=2587
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2589
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2672
-  _globals['_LISTTRANSFERSREQUEST']._serialized_start=2674
-  _globals['_LISTTRANSFERSREQUEST']._serialized_end=2735
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=2737
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=2823
-  _globals['_GETTRANSFERREQUEST']._serialized_start=2825
-  _globals['_GETTRANSFERREQUEST']._serialized_end=2866
-  _globals['_GETTRANSFERRESPONSE']._serialized_start=2868
-  _globals['_GETTRANSFERRESPONSE']._serialized_end=2926
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=2928
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=2948
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=2950
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3061
-  _globals['_WATCHROUTESREQUEST']._serialized_start=3063
-  _globals['_WATCHROUTESREQUEST']._serialized_end=3083
-  _globals['_ROUTE']._serialized_start=3086
-  _globals['_ROUTE']._serialized_end=3229
-  _globals['_WATCHROUTESRESPONSE']._serialized_start=3232
-  _globals['_WATCHROUTESRESPONSE']._serialized_end=3469
-  _globals['_INSPECTSERVICE']._serialized_start=3902
-  _globals['_INSPECTSERVICE']._serialized_end=4517
+  _globals['_REPLICA']._serialized_end=764
+  _globals['_WITHDRAWAL']._serialized_start=766
+  _globals['_WITHDRAWAL']._serialized_end=852
+  _globals['_BOUNDCHECKPOINT']._serialized_start=855
+  _globals['_BOUNDCHECKPOINT']._serialized_end=1009
+  _globals['_POLICY']._serialized_start=1012
+  _globals['_POLICY']._serialized_end=1337
+  _globals['_VERSION']._serialized_start=1340
+  _globals['_VERSION']._serialized_end=1876
+  _globals['_GETPOOLREQUEST']._serialized_start=1878
+  _globals['_GETPOOLREQUEST']._serialized_end=1925
+  _globals['_REPLICACOUNT']._serialized_start=1927
+  _globals['_REPLICACOUNT']._serialized_end=2001
+  _globals['_GETPOOLRESPONSE']._serialized_start=2004
+  _globals['_GETPOOLRESPONSE']._serialized_end=2595
+  _globals['_LISTREPLICASREQUEST']._serialized_start=2597
+  _globals['_LISTREPLICASREQUEST']._serialized_end=2709
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=2712
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=2844
+  _globals['_LISTPOLICIESREQUEST']._serialized_start=2846
+  _globals['_LISTPOLICIESREQUEST']._serialized_end=2906
+  _globals['_LISTPOLICIESRESPONSE']._serialized_start=2908
+  _globals['_LISTPOLICIESRESPONSE']._serialized_end=2990
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=2992
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=3068
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=3070
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=3153
+  _globals['_LISTTRANSFERSREQUEST']._serialized_start=3155
+  _globals['_LISTTRANSFERSREQUEST']._serialized_end=3216
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=3218
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=3304
+  _globals['_GETTRANSFERREQUEST']._serialized_start=3306
+  _globals['_GETTRANSFERREQUEST']._serialized_end=3347
+  _globals['_GETTRANSFERRESPONSE']._serialized_start=3349
+  _globals['_GETTRANSFERRESPONSE']._serialized_end=3407
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=3409
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=3429
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=3431
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3542
+  _globals['_WATCHROUTESREQUEST']._serialized_start=3544
+  _globals['_WATCHROUTESREQUEST']._serialized_end=3564
+  _globals['_ROUTE']._serialized_start=3567
+  _globals['_ROUTE']._serialized_end=3710
+  _globals['_WATCHROUTESRESPONSE']._serialized_start=3713
+  _globals['_WATCHROUTESRESPONSE']._serialized_end=3950
+  _globals['_INSPECTSERVICE']._serialized_start=4383
+  _globals['_INSPECTSERVICE']._serialized_end=4998
 # @@protoc_insertion_point(module_scope)

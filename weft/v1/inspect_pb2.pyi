@@ -148,6 +148,9 @@ class Replica(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STATE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -166,6 +169,12 @@ class Replica(_message.Message):
     """Name of the model in the OpenAI API."""
     adapter_used_bytes: _builtins.int
     """Bytes of adapters in its host memory."""
+    checkpoint_state: _registry_pb2.CheckpointState.ValueType
+    """What is known of the checkpoint that it was started with."""
+    checkpoint_digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    checkpoint_reason: _builtins.str
+    """See Checkpoint.reason."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.Capabilities:
         """What it can take."""
@@ -207,10 +216,13 @@ class Replica(_message.Message):
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: _registry_pb2.Drain | None = ...,
+        checkpoint_state: _registry_pb2.CheckpointState.ValueType = ...,
+        checkpoint_digest: _builtins.bytes = ...,
+        checkpoint_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
     _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015
@@ -249,6 +261,46 @@ class Withdrawal(_message.Message):
 Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
 
 @_typing.final
+class BoundCheckpoint(_message.Message):
+    """The checkpoint that base@0 is in this pool; durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """See Checkpoint.digest."""
+    base_dtype: _types_pb2.DataType.ValueType
+    """Element type that floats of it are served in."""
+    quantization: _builtins.str
+    """See Capabilities.quantization."""
+    replica_id: _builtins.str
+    """The replica that told it first."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.CheckpointFile]:
+        """See Checkpoint.files."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        base_dtype: _types_pb2.DataType.ValueType = ...,
+        quantization: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        files: _abc.Iterable[_registry_pb2.CheckpointFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dtype", b"base_dtype", "digest", b"digest", "files", b"files", "quantization", b"quantization", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoundCheckpoint: _TypeAlias = BoundCheckpoint  # noqa: Y015
+
+@_typing.final
 class Policy(_message.Message):
     """A policy as the coordinator sees it."""
 
@@ -264,6 +316,7 @@ class Policy(_message.Message):
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_FIELD_NUMBER: _builtins.int
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -283,6 +336,10 @@ class Policy(_message.Message):
     has_own_retention: _builtins.bool
     """Whether that is the policy's own number (AdminService.SetRetention), not the
     coordinator's.
+    """
+    trained_on_base_version: _builtins.int
+    """Version of the base that the served version of an adapter was trained on;
+    absent: not known.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -309,12 +366,15 @@ class Policy(_message.Message):
         publish_again_version: _builtins.int = ...,
         num_retained: _builtins.int = ...,
         has_own_retention: _builtins.bool = ...,
+        trained_on_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
 
@@ -337,6 +397,7 @@ class Version(_message.Message):
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
+    SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -346,7 +407,7 @@ class Version(_message.Message):
     layout_digest: _builtins.bytes
     """SHA-256 of the layout it was sent in."""
     trained_on_base_version: _builtins.int
-    """Version of the base that an adapter was trained on."""
+    """Version of the base that an adapter was trained on; absent: not known."""
     layout_digest_hex: _builtins.str
     """layout_digest in hexadecimal, as errors and logs show it."""
     content_digest_hex: _builtins.str
@@ -355,6 +416,10 @@ class Version(_message.Message):
     """Why it was aborted or has failed: the ErrorInfo reason; empty otherwise."""
     failure_message: _builtins.str
     """The same for people."""
+    served_over_base_version: _builtins.int
+    """Version of the base that it is served over now; absent unless it is an adapter
+    that can be requested.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which."""
@@ -382,17 +447,25 @@ class Version(_message.Message):
         content_digest: _types_pb2.ContentDigest | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         commit_time: _timestamp_pb2.Timestamp | None = ...,
-        trained_on_base_version: _builtins.int = ...,
+        trained_on_base_version: _builtins.int | None = ...,
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
         failure_reason: _builtins.str = ...,
         failure_message: _builtins.str = ...,
+        served_over_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
+    _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
 
@@ -466,6 +539,7 @@ class GetPoolResponse(_message.Message):
     NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     NEXT_POLICY_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     NEXT_TRANSFER_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -510,6 +584,10 @@ class GetPoolResponse(_message.Message):
     def replica_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaCount]:
         """Of the whole pool, by state."""
 
+    @_builtins.property
+    def base_checkpoint(self) -> Global___BoundCheckpoint:
+        """What base@0 is; absent while no replica has told it."""
+
     def __init__(
         self,
         *,
@@ -527,10 +605,11 @@ class GetPoolResponse(_message.Message):
         next_replica_page_token: _builtins.str = ...,
         next_policy_page_token: _builtins.str = ...,
         next_transfer_page_token: _builtins.str = ...,
+        base_checkpoint: Global___BoundCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -854,7 +933,7 @@ class WatchEventsResponse(_message.Message):
     "clone_ended", "clone_failed", "restore_begun", "restore_ended",
     "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
     "version_unpinned", "version_failed", "publish_again_wanted", "retention_set",
-    "base_bound", "base_unbound".
+    "base_bound", "base_unbound", "checkpoint_bound".
     """
     subject: _builtins.str
     """Whom it concerns: a replica, policy@version, or transfer id."""

@@ -113,6 +113,7 @@ class DescribeTargetResponse(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    BASE_CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -127,6 +128,10 @@ class DescribeTargetResponse(_message.Message):
     """Version of the base that is served now."""
     num_replicas: _builtins.int
     """Replicas in contact."""
+    base_checkpoint_digest: _builtins.bytes
+    """See Checkpoint.digest: what base@0 is in this pool; empty where that is not
+    known.
+    """
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
         """Tensors of the base that keep another element type."""
@@ -146,10 +151,11 @@ class DescribeTargetResponse(_message.Message):
         base_version: _builtins.int = ...,
         num_replicas: _builtins.int = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        base_checkpoint_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "num_replicas", b"num_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "num_replicas", b"num_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -503,6 +509,7 @@ class BeginTransferRequest(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     CHECK_FINITE_FIELD_NUMBER: _builtins.int
+    REFUSE_OTHER_BASE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -521,6 +528,10 @@ class BeginTransferRequest(_message.Message):
     """Whether the sender looks for NaN and infinities in each bucket that it packs,
     and gives the push up with NOT_FINITE at the first. Refused with UNSUPPORTED
     where a replica loads the base in place: it would have loaded earlier buckets.
+    """
+    refuse_other_base: _builtins.bool
+    """For an adapter: refuse it with BASE_MISMATCH, now and at its commit point, if
+    the pool serves another version of the base than adapter.trained_on_base_version.
     """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
@@ -547,10 +558,11 @@ class BeginTransferRequest(_message.Message):
         backend: _builtins.str = ...,
         group_id: _builtins.str = ...,
         check_finite: _builtins.bool = ...,
+        refuse_other_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,6 +689,7 @@ class Transfer(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
+    SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -701,6 +714,10 @@ class Transfer(_message.Message):
     """layout_digest in hexadecimal, as errors and logs show it."""
     content_digest_hex: _builtins.str
     """content_digest.value, likewise."""
+    served_over_base_version: _builtins.int
+    """For an adapter that was committed: the version of the base that it is served
+    over since then.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -780,12 +797,15 @@ class Transfer(_message.Message):
         refusals: _abc.Iterable[Global___TransferRefusal] | None = ...,
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
+        served_over_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "staging", b"staging", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
+    _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__served_over_base_version) -> _WhichOneofReturnType__served_over_base_version | None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 

@@ -143,7 +143,8 @@ class PublishServiceServicer(object):
         `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
         variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
-        adapter fits another base), LORA_DISABLED, BACKEND_MISMATCH;
+        adapter fits another base; or refuse_other_base, and it was trained on another
+        version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH;
         ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
@@ -166,7 +167,9 @@ class PublishServiceServicer(object):
         UNAVAILABLE/PEER_GONE (metadata `member` names who),
         UNAVAILABLE/STALLED (`member` is alive, owed the next step, and its working
         thread has said nothing for too long: it is suspect until it answers),
-        DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED, INTERNAL/LOAD_FAILED (no
+        DEADLINE_EXCEEDED/DEADLINE, ABORTED/LEASE_FENCED,
+        FAILED_PRECONDITION/BASE_MISMATCH (refuse_other_base, and another base was
+        pushed meanwhile), INTERNAL/LOAD_FAILED (no
         replica could switch to it; metadata `cause` is the first one's reason, and
         `withdrawn` is "true" where it is certain that none serves it: its version is
         VERSION_STATE_FAILED, and the policy went back to what it served),

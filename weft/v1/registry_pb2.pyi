@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _CheckpointState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CheckpointStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CheckpointState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHECKPOINT_STATE_UNSPECIFIED: _CheckpointState.ValueType  # 0
+    """Not told: compared with nothing."""
+    CHECKPOINT_STATE_READING: _CheckpointState.ValueType  # 1
+    """Its files are being read; the replica is not ready while the pool serves
+    base@0.
+    """
+    CHECKPOINT_STATE_DIGESTED: _CheckpointState.ValueType  # 2
+    """Compared by `digest`."""
+    CHECKPOINT_STATE_NOT_COMPARED: _CheckpointState.ValueType  # 3
+    """There is nothing to compare (no local safetensors files): taken as it is."""
+    CHECKPOINT_STATE_DUMMY: _CheckpointState.ValueType  # 4
+    """The engine was started with dummy weights, which are nobody's base@0."""
+
+class CheckpointState(_CheckpointState, metaclass=_CheckpointStateEnumTypeWrapper):
+    """What is known of the checkpoint that an engine was started with."""
+
+CHECKPOINT_STATE_UNSPECIFIED: CheckpointState.ValueType  # 0
+"""Not told: compared with nothing."""
+CHECKPOINT_STATE_READING: CheckpointState.ValueType  # 1
+"""Its files are being read; the replica is not ready while the pool serves
+base@0.
+"""
+CHECKPOINT_STATE_DIGESTED: CheckpointState.ValueType  # 2
+"""Compared by `digest`."""
+CHECKPOINT_STATE_NOT_COMPARED: CheckpointState.ValueType  # 3
+"""There is nothing to compare (no local safetensors files): taken as it is."""
+CHECKPOINT_STATE_DUMMY: CheckpointState.ValueType  # 4
+"""The engine was started with dummy weights, which are nobody's base@0."""
+Global___CheckpointState: _TypeAlias = CheckpointState  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):
@@ -42,6 +79,7 @@ class Capabilities(_message.Message):
     ADAPTER_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     LOADS_IN_PLACE_FIELD_NUMBER: _builtins.int
     SERVED_NAMES_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -73,6 +111,10 @@ class Capabilities(_message.Message):
     """Whether a base that comes over a side group is loaded into the running model
     bucket by bucket (see ReplicaService.LoadTransfer), not staged first. No copy
     of it is retained.
+    """
+    quantization: _builtins.str
+    """How vLLM quantises the base as it loads it ("fp8"); empty where it does not.
+    Compared between replicas that serve base@0, as base_dtype is.
     """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -109,14 +151,83 @@ class Capabilities(_message.Message):
         adapter_capacity_bytes: _builtins.int = ...,
         loads_in_place: _builtins.bool = ...,
         served_names: _abc.Iterable[_builtins.str] | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
+
+@_typing.final
+class CheckpointFile(_message.Message):
+    """One file of a checkpoint, so that messages can name it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Without its directory."""
+    digest: _builtins.bytes
+    """As Checkpoint.digest, over the tensors of this file alone."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFile: _TypeAlias = CheckpointFile  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """The checkpoint that an engine was started with: what base@0 is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    state: Global___CheckpointState.ValueType
+    """What is known of it."""
+    digest: _builtins.bytes
+    """SHA-256 (32 bytes) of one UTF-8 line "name dtype d0,d1,... digest" a tensor of
+    its safetensors files, each with its newline, the lines sorted: dtype as
+    safetensors names it ("BF16"), digest that of the tensor's bytes as stored, in
+    16 hexadecimal digits. It does not depend on how tensors are cut into files,
+    nor on the engine. A tensor's digest is DIGEST_ALGORITHM_WSUM64 over its bytes
+    alone, the last word filled up with zeros.
+    """
+    reason: _builtins.str
+    """Why it is not compared, for people."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
+        """Sorted by name, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___CheckpointState.ValueType = ...,
+        digest: _builtins.bytes = ...,
+        files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "files", b"files", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -163,6 +274,7 @@ class RegisterRequest(_message.Message):
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -199,6 +311,10 @@ class RegisterRequest(_message.Message):
     def drain(self) -> Global___Drain:
         """Set while it drains."""
 
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """What base@0 is here, as far as it is known."""
+
     def __init__(
         self,
         *,
@@ -213,10 +329,11 @@ class RegisterRequest(_message.Message):
         dirty_reason: _builtins.str = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: Global___Drain | None = ...,
+        checkpoint: Global___Checkpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,6 +535,55 @@ class HeartbeatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class ReportCheckpointRequest(_message.Message):
+    """Tells what base@0 is at a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """As registered."""
+    incarnation: _builtins.str
+    """As registered."""
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """What is known now."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "incarnation", b"incarnation", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCheckpointRequest: _TypeAlias = ReportCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class ReportCheckpointResponse(_message.Message):
+    """Noted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCheckpointResponse: _TypeAlias = ReportCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

@@ -50,6 +50,11 @@ class RegistryServiceStub(object):
                 request_serializer=weft_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.ReportCheckpoint = channel.unary_unary(
+                '/weft.v1.RegistryService/ReportCheckpoint',
+                request_serializer=weft_dot_v1_dot_registry__pb2.ReportCheckpointRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_registry__pb2.ReportCheckpointResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/weft.v1.RegistryService/Leave',
                 request_serializer=weft_dot_v1_dot_registry__pb2.LeaveRequest.SerializeToString,
@@ -95,6 +100,18 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportCheckpoint(self, request, context):
+        """Says what base@0 is at a replica, once that is known: Register does not wait
+        for it. While the pool serves base@0, only replicas whose checkpoint is the
+        pool's are ready; the first one that is told binds what that is.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again);
+        INVALID_ARGUMENT/INVALID_REQUEST (a digest that is none, too many files, or no
+        state).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Leaves the pool.
         Idempotent: leaving twice succeeds.
@@ -120,6 +137,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=weft_dot_v1_dot_registry__pb2.HeartbeatRequest.FromString,
                     response_serializer=weft_dot_v1_dot_registry__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'ReportCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCheckpoint,
+                    request_deserializer=weft_dot_v1_dot_registry__pb2.ReportCheckpointRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_registry__pb2.ReportCheckpointResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -209,6 +231,33 @@ class RegistryService(object):
             '/weft.v1.RegistryService/Heartbeat',
             weft_dot_v1_dot_registry__pb2.HeartbeatRequest.SerializeToString,
             weft_dot_v1_dot_registry__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.RegistryService/ReportCheckpoint',
+            weft_dot_v1_dot_registry__pb2.ReportCheckpointRequest.SerializeToString,
+            weft_dot_v1_dot_registry__pb2.ReportCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,14 @@ class RegistryServiceStub:
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
     coordinator restarted or had given this replica up).
     """
+    ReportCheckpoint: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ReportCheckpointRequest, _registry_pb2.ReportCheckpointResponse]
+    """Says what base@0 is at a replica, once that is known: Register does not wait
+    for it. While the pool serves base@0, only replicas whose checkpoint is the
+    pool's are ready; the first one that is told binds what that is.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again);
+    INVALID_ARGUMENT/INVALID_REQUEST (a digest that is none, too many files, or no
+    state).
+    """
     Leave: _grpc.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]
     """Leaves the pool.
     Idempotent: leaving twice succeeds.
@@ -86,6 +94,14 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Says that a replica lives and what it serves.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
     coordinator restarted or had given this replica up).
+    """
+    ReportCheckpoint: _aio.UnaryUnaryMultiCallable[_registry_pb2.ReportCheckpointRequest, _registry_pb2.ReportCheckpointResponse]  # type: ignore[assignment]
+    """Says what base@0 is at a replica, once that is known: Register does not wait
+    for it. While the pool serves base@0, only replicas whose checkpoint is the
+    pool's are ready; the first one that is told binds what that is.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again);
+    INVALID_ARGUMENT/INVALID_REQUEST (a digest that is none, too many files, or no
+    state).
     """
     Leave: _aio.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]  # type: ignore[assignment]
     """Leaves the pool.
@@ -133,6 +149,20 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says that a replica lives and what it serves.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
         coordinator restarted or had given this replica up).
+        """
+
+    @_abc_1.abstractmethod
+    def ReportCheckpoint(
+        self,
+        request: _registry_pb2.ReportCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.ReportCheckpointResponse, _abc.Awaitable[_registry_pb2.ReportCheckpointResponse]]:
+        """Says what base@0 is at a replica, once that is known: Register does not wait
+        for it. While the pool serves base@0, only replicas whose checkpoint is the
+        pool's are ready; the first one that is told binds what that is.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again);
+        INVALID_ARGUMENT/INVALID_REQUEST (a digest that is none, too many files, or no
+        state).
         """
 
     @_abc_1.abstractmethod

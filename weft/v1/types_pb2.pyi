@@ -462,19 +462,21 @@ class AdapterSpec(_message.Message):
     trainer does not hold the base, then shapes alone are checked.
     """
     trained_on_base_version: _builtins.int
-    """Version of "base" it was trained on; recorded."""
+    """Version of "base" it was trained on; recorded. Absent: not known."""
     def __init__(
         self,
         *,
         config_json: _builtins.str = ...,
         base_fingerprint: _builtins.str = ...,
-        trained_on_base_version: _builtins.int = ...,
+        trained_on_base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_fingerprint", b"base_fingerprint", "config_json", b"config_json", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "base_fingerprint", b"base_fingerprint", "config_json", b"config_json", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
+    _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_on_base_version) -> _WhichOneofReturnType__trained_on_base_version | None: ...
 
 Global___AdapterSpec: _TypeAlias = AdapterSpec  # noqa: Y015
 

@@ -13,6 +13,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator import effects, events
+from weft.coordinator.replica import NOT_TOLD
 from weft.coordinator.state import Settings, State
 from weft.coordinator.step import step
 from weft.coordinator.transfer import FreshIds, Transfer
@@ -122,6 +123,7 @@ class Machine:
         spilled = frozenset(map(PolicyVersion.parse, capabilities.pop("spilled", ())))
         dirty_reason = capabilities.pop("dirty_reason", "")
         http_url = capabilities.pop("http_url", "")
+        checkpoint = capabilities.pop("checkpoint", NOT_TOLD)
         self.do(
             events.Register(
                 ticket=ticket,
@@ -135,6 +137,7 @@ class Machine:
                 retained=retained,
                 dirty_reason=dirty_reason,
                 spilled=spilled,
+                checkpoint=checkpoint,
             )
         )
         return ticket

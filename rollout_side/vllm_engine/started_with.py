@@ -1,0 +1,74 @@
+"""The checkpoint that an engine was started with, read while the engine warms up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.contract.checkpoint import DUMMY, READING, Checkpoint, not_compared
+from weft.transport.checkpoint import CheckpointReader
+from weft.transport.checkpoint_files import local_model_dir, weight_files
+from weft.transport.digest_cache import DigestCache
+
+# vLLM's ways to load that read a model's safetensors files as they lie.
+_FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes"}
+)
+
+
+class StartedWith:
+    """What is known of an engine's checkpoint; never of what is in its memory.
+
+    Args:
+        load_format: vLLM's ``--load-format``.
+        cache: Of digests; by default the user's own.
+    """
+
+    def __init__(self, load_format: str, cache: DigestCache | None = None) -> None:
+        self._cache = cache
+        self._dir: Path | None = None
+        self._reader: CheckpointReader | None = None
+        self._known: Checkpoint | None = None
+        if load_format == "dummy":
+            self._known = DUMMY
+        elif load_format not in _FORMATS:
+            self._known = not_compared(f"--load-format {load_format} reads no safetensors files")
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is known now; does not block."""
+        if self._known is not None:
+            return self._known
+        return self._reader.checkpoint if self._reader else READING
+
+    def read(self, model: str, revision: str | None, *, is_loaded: bool = False) -> None:
+        """Begin to read where a model lies, if it is there and is not read already.
+
+        Args:
+            model: Directory or name, as vLLM was told, or as it resolved it.
+            revision: Of a name.
+            is_loaded: Whether the engine has it: files that are not here now are nowhere.
+        """
+        if self._known is not None:
+            return
+        found = local_model_dir(model, revision)
+        if found is None:
+            if is_loaded:
+                self.close()
+                self._known = not_compared(f"the files of {model} are not on this machine")
+            return
+        if found != self._dir:
+            self.close()
+            self._dir = found
+            self._reader = CheckpointReader(lambda: _files(found), self._cache)
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+def _files(model_dir: Path) -> list[Path]:
+    files = weight_files(model_dir)
+    if not files:
+        raise LookupError(f"there are no safetensors files in {model_dir}")
+    return files

@@ -1,0 +1,179 @@
+"""Which version of the base an adapter was trained on, as far as its trainer can know."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+
+from trainer_side.arguments import check_choice
+from weft.contract.checkpoint import Checkpoint, CheckpointState
+from weft.contract.errors import InvalidRequestError
+from weft.contract.names import provenance
+from weft.transport.checkpoint import CheckpointReader
+from weft.transport.checkpoint_files import local_model_dir, weight_files
+from weft.transport.digest_cache import DigestCache
+
+#: What becomes of an adapter that would be served over another base than its own.
+OnBaseChange = Literal["warn", "refuse", "ignore"]
+
+# Checkpoints that are being read or known; a trainer has one, rarely two.
+_MAX_CHECKPOINTS = 4
+# A small checkpoint, or one that is remembered, is known within this: the first push of
+# a publisher waits so long for it, none after it.
+_GRACE_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class BaseOf:
+    """What an adapter's base is, as it was handed over."""
+
+    module: torch.nn.Module | None = None
+    """The base model itself; never read, compared by identity."""
+    loaded_from: str = ""
+    """What it was loaded from: a directory, or a name in the Hugging Face cache."""
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, module: Any) -> BaseOf:
+        """Of a base model; transformers' know what they were loaded from."""
+        config = getattr(module, "config", None)
+        name = getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")
+        revision = getattr(config, "_commit_hash", None)
+        return cls(module, name if isinstance(name, str) else "", revision)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The version of the base that an adapter was trained on."""
+
+    version: int | None
+    why: str = ""
+    """Why it is not known, for people."""
+
+    def encode(self, rest: bytes) -> bytes:
+        """This and what follows it, for the other ranks."""
+        return json.dumps([self.version, self.why]).encode() + b"\0" + rest
+
+    @classmethod
+    def decode(cls, data: bytes) -> tuple[Origin, bytes]:
+        """What ``encode`` made."""
+        head, _, rest = data.partition(b"\0")
+        return cls(*json.loads(head)), rest
+
+    def remarks(self, served_over: int) -> tuple[str, ...]:
+        """What is to be said of an adapter that is served over this version of the base."""
+        if self.version == served_over:
+            return ()
+        said = provenance(self.version, served_over)
+        return (f"{said}: {self.why}" if self.why else said,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """What was said about an adapter's base; the same on every rank."""
+
+    version: int | None = None
+    on_change: OnBaseChange = "warn"
+
+    def __post_init__(self) -> None:
+        check_choice("on_base_change", self.on_change, OnBaseChange)
+        known = self.version
+        if known is not None and (
+            not isinstance(known, int) or isinstance(known, bool) or not 0 <= known < 2**62
+        ):
+            raise InvalidRequestError(
+                f"base_version={known!r}: give the number N of the base@N that the adapter was "
+                "trained on"
+            )
+
+
+@dataclass
+class Origins:
+    """What one publisher knows of its bases; used by one thread at a time.
+
+    Args:
+        cache: Of checkpoints' digests; by default the user's own.
+    """
+
+    cache: DigestCache | None = None
+    _pushed: WeakKeyDictionary[torch.nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    _readers: OrderedDict[tuple[str, str | None], CheckpointReader] = field(
+        default_factory=OrderedDict
+    )
+
+    def pushed(self, base: BaseOf, version: int) -> None:
+        """Note that this model is that version of the base now."""
+        if base.module is not None:
+            self._pushed[base.module] = version
+
+    def of(
+        self, base: BaseOf, options: BaseOptions, base_checkpoint: bytes, deadline: float
+    ) -> Origin:
+        """The version that an adapter on this base was trained on.
+
+        Blocks where it is refused unless that is known, until its checkpoint is read;
+        otherwise for a moment at most.
+
+        Args:
+            base: Of the adapter.
+            options: What the user said.
+            base_checkpoint: Digest of the pool's base@0; empty where that is not known.
+            deadline: ``time.monotonic()`` of the push.
+        """
+        if options.version is not None:
+            return Origin(options.version)
+        if base.module is not None and base.module in self._pushed:
+            return Origin(self._pushed[base.module])
+        if not base.loaded_from:
+            return Origin(None, "its base does not say what it was loaded from: say base_version=")
+        key = (base.loaded_from, base.revision)
+        seconds = deadline - time.monotonic() if options.on_change == "refuse" else 0.0
+        if key not in self._readers:
+            seconds = max(seconds, min(_GRACE_SECONDS, deadline - time.monotonic()))
+            self._read(key)
+        return _compare(base.loaded_from, self._readers[key].wait(seconds), base_checkpoint)
+
+    def _read(self, key: tuple[str, str | None]) -> None:
+        while len(self._readers) >= _MAX_CHECKPOINTS:
+            self._readers.popitem(last=False)[1].close()
+        self._readers[key] = CheckpointReader(lambda: _files(*key), self.cache)
+
+    def close(self) -> None:
+        """Stop reading; blocks for the reads that are under way."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+
+def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> Origin:
+    match own.state:
+        case CheckpointState.READING:
+            return Origin(None, f"{name}, which its base was loaded from, is still being read")
+        case CheckpointState.NOT_COMPARED:
+            return Origin(None, f"{own.reason}: say base_version=")
+    if not base_checkpoint:
+        return Origin(None, "no replica has told what base@0 is: say base_version=")
+    if own.digest != base_checkpoint:
+        return Origin(None, f"its base was loaded from {name}, which is not what base@0 is")
+    return Origin(0)
+
+
+def _files(name: str, revision: str | None) -> list[Path]:
+    """The weights of a checkpoint that a model was loaded from.
+
+    Raises:
+        LookupError: They are not on this machine, or not in safetensors files.
+    """
+    found = local_model_dir(name, revision)
+    if found is None:
+        raise LookupError(f"the files of {name} are not on this machine")
+    files = weight_files(found)
+    if not files:
+        raise LookupError(f"there are no safetensors files in {found}")
+    return files

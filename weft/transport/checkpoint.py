@@ -1,0 +1,126 @@
+"""What a checkpoint on disk holds: read once, on a thread of its own, and remembered.
+
+A replica compares base@0 so, a trainer finds out which base an adapter was trained on.
+Nothing that is in memory is read for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft.contract.checkpoint import (
+    MAX_FILES,
+    READING,
+    Checkpoint,
+    CheckpointState,
+    FileDigest,
+    StoredTensor,
+    checkpoint_digest,
+    not_compared,
+)
+from weft.contract.errors import InvalidRequestError
+from weft.transport.digest_cache import DigestCache, Identity
+from weft.transport.safetensors_file import Stopped, digest_file
+
+_log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = 19
+_STOP_SECONDS = 5.0
+
+
+def read_checkpoint(files: Sequence[Path], cache: DigestCache, stop: threading.Event) -> Checkpoint:
+    """Digest safetensors files, but for those that the cache knows; blocks for the disk.
+
+    Raises:
+        InvalidRequestError: A file is no safetensors file, or changed while it was read.
+        OSError: A file cannot be read.
+        Stopped: ``stop`` was set.
+    """
+    tensors: list[StoredTensor] = []
+    digests: list[FileDigest] = []
+    for path in files:
+        of_file = _digest_cached(path, cache, stop)
+        tensors += of_file
+        digests.append(FileDigest(path.name, checkpoint_digest(of_file)))
+    digests.sort(key=lambda file: file.name)
+    return Checkpoint(
+        CheckpointState.DIGESTED, checkpoint_digest(tensors), tuple(digests[:MAX_FILES])
+    )
+
+
+def _digest_cached(
+    path: Path, cache: DigestCache, stop: threading.Event
+) -> tuple[StoredTensor, ...]:
+    before = Identity.of(path)
+    known = cache.get(before)
+    if known is not None:
+        return known
+    found = digest_file(path, stop)
+    if Identity.of(path) != before:
+        raise InvalidRequestError(f"{path} changed while it was read")
+    cache.put(before, found)
+    return found
+
+
+class CheckpointReader:
+    """Reads a checkpoint beside everything else that a process does.
+
+    Args:
+        find: Says which files; called on the reader's thread. ``LookupError`` says that
+            there are none that could be compared, and why.
+        cache: Of digests; by default the user's own.
+    """
+
+    def __init__(
+        self, find: Callable[[], Sequence[Path]], cache: DigestCache | None = None
+    ) -> None:
+        self._find, self._cache = find, cache or DigestCache.of_user()
+        self._stop, self._done = threading.Event(), threading.Event()
+        self._checkpoint = READING
+        self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is known now; does not block."""
+        return self._checkpoint
+
+    def wait(self, timeout_seconds: float) -> Checkpoint:
+        """Block until it is known, or the time is up."""
+        self._done.wait(max(0.0, timeout_seconds))
+        return self._checkpoint
+
+    def close(self) -> None:
+        """Stop reading; blocks for the read that is under way."""
+        self._stop.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        # Of this thread alone: the engine that warms up meanwhile, or the training, goes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        began = time.monotonic()
+        try:
+            files = self._find()
+            found = read_checkpoint(files, self._cache, self._stop)
+            num_bytes = sum(path.stat().st_size for path in files)
+            _log.info(
+                "checkpoint %s of %d files, %d bytes, known in %.3f s",
+                found.digest.hex()[:12],
+                len(files),
+                num_bytes,
+                time.monotonic() - began,
+            )
+        except LookupError as why:
+            found = not_compared(str(why.args[0]) if why.args else "no files")
+        except Stopped:
+            found = not_compared("its reading was stopped")
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving goes on)
+            _log.warning("the checkpoint cannot be compared: %s", error)
+            found = not_compared(f"its files cannot be read: {error}"[:500])
+        self._checkpoint = found
+        self._done.set()
