@@ -11,6 +11,7 @@ import grpc
 
 from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.registration import OrderKey
 from rollout_side.serving import SpilledCopy
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError, WeftError
@@ -206,6 +207,17 @@ class ReplicaServicer(ReplicaServiceServicer):
             version_vector=vector_to_proto(agent.serving.vector),
             draining=[version_to_proto(version) for version in sorted(agent.serving.draining)],
         )
+
+    async def RefuseRequests(  # noqa: N802
+        self, request: pb.RefuseRequestsRequest, context: _Context
+    ) -> pb.RefuseRequestsResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
+        order = OrderKey(request.coordinator_generation, request.order_number)
+        agent.order_refusal(order, request.refuse_reason)
+        agent.hurry()
+        return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context

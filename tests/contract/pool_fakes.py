@@ -133,6 +133,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.capabilities = capabilities
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
+        self.refusing, self.order_number, self.obeys = "", 0, True
         self.retained: list[int] = []
         self.spilled: list[types_pb2.PolicyVersion] = []
         self.switches: list[replica_pb2.SwitchVersionRequest] = []
@@ -167,6 +168,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         return self
 
     async def register(self) -> registry_pb2.RegisterResponse:
+        self.order_number = 0
         response = await self.registry.Register(
             registry_pb2.RegisterRequest(
                 replica_id=self.replica_id,
@@ -178,8 +180,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 model_name="tiny",
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                refusing=self.refusing,
             )
         )
+        self._obey(response.refuse_reason, response.order_number)
         if response.reference_wanted:
             chunks = reference_to_chunks(REFERENCE)
             await self.registry.PutReference(
@@ -195,9 +199,16 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 version_vector=vector_to_proto(self.vector),
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                refusing=self.refusing,
+                order_number=self.order_number,
             )
         )
+        self._obey(response.refuse_reason, response.order_number)
         return bool(response.ready)
+
+    def _obey(self, reason: str, number: int) -> None:
+        if number >= self.order_number and self.obeys:
+            self.refusing, self.order_number = reason, number
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -271,6 +282,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("discard")
         return replica_pb2.DiscardTransferResponse(
             version_vector=vector_to_proto(self.vector), incarnation=self.incarnation
+        )
+
+    async def RefuseRequests(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls.append("refuse")
+        self._obey(request.refuse_reason, request.order_number)
+        return replica_pb2.RefuseRequestsResponse(
+            refusing=self.refusing, order_number=self.order_number
         )
 
     async def RetireVersions(self, request: Any, context: Any) -> Any:  # noqa: N802

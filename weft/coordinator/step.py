@@ -165,6 +165,8 @@ def _apply(change: Change, event: events.Event) -> None:
             withdrawals.withdraw(change, event)
         case events.Uncordon():
             withdrawals.uncordon(change, event)
+        case events.RefuseAnswered():
+            withdrawals.order_answered(change, event)
         case events.DrainReplica():
             drains.drain(change, event)
         case events.RebindBase():
