@@ -109,6 +109,14 @@ class ReplicaServiceStub:
     no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
     to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
+    RefuseRequests: _grpc.UnaryUnaryMultiCallable[_replica_pb2.RefuseRequestsRequest, _replica_pb2.RefuseRequestsResponse]
+    """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+    when an operator has taken the replica out of service or put it back; each answer
+    to a heartbeat repeats it. The replica sends a heartbeat at once.
+    Idempotent: an order with a smaller number than one of this generation that was
+    heard before changes nothing. Answers what is enforced.
+    Statuses: ABORTED/EPOCH_FENCED.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
     """What the replica is and serves.
     Idempotent: reads only.
@@ -194,6 +202,14 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
     no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
     to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
+    """
+    RefuseRequests: _aio.UnaryUnaryMultiCallable[_replica_pb2.RefuseRequestsRequest, _replica_pb2.RefuseRequestsResponse]  # type: ignore[assignment]
+    """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+    when an operator has taken the replica out of service or put it back; each answer
+    to a heartbeat repeats it. The replica sends a heartbeat at once.
+    Idempotent: an order with a smaller number than one of this generation that was
+    heard before changes nothing. Answers what is enforced.
+    Statuses: ABORTED/EPOCH_FENCED.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
     """What the replica is and serves.
@@ -325,6 +341,20 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
         no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
         to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        """
+
+    @_abc_1.abstractmethod
+    def RefuseRequests(
+        self,
+        request: _replica_pb2.RefuseRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.RefuseRequestsResponse, _abc.Awaitable[_replica_pb2.RefuseRequestsResponse]]:
+        """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+        when an operator has taken the replica out of service or put it back; each answer
+        to a heartbeat repeats it. The replica sends a heartbeat at once.
+        Idempotent: an order with a smaller number than one of this generation that was
+        heard before changes nothing. Answers what is enforced.
+        Statuses: ABORTED/EPOCH_FENCED.
         """
 
     @_abc_1.abstractmethod
