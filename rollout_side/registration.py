@@ -85,10 +85,23 @@ class Holdings:
     """Pinned versions of the base that the engine knows to be so."""
     checkpoint: Checkpoint = _NOT_KNOWN
     """What the engine was started with."""
+    refusing: str = ""
+    """Why new requests are refused, mixed weights aside; empty while they are taken."""
+    order_number: int = 0
+    """Of the order by which they are."""
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
     """Versions with their digests, and whether they are spilled."""
     last_epoch: int = 0
     """Of side groups, the highest that it was told."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Which of two orders to refuse requests is the newer one."""
+
+    generation: int
+    """Of the coordinator."""
+    number: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,8 @@ class Told:
     """Whether a transfer needs the replica."""
     refuse_reason: str
     """Why new requests are to be refused; empty when they are not."""
+    order: OrderKey
+    """That says so."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
 
@@ -119,6 +134,7 @@ class Registration:
             replica for good (another base model, no backend in common, or its id
             stays taken).
         on_told: Called on this object's thread with the answer to each heartbeat.
+        on_ordered: Called on it with what was said at registration of refusing requests.
     """
 
     def __init__(
@@ -129,6 +145,7 @@ class Registration:
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
         on_told: Callable[[Told], None],
+        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -138,6 +155,7 @@ class Registration:
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
         self._current, self._on_failed, self._on_told = current, on_failed, on_told
+        self._on_ordered = on_ordered
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
@@ -278,6 +296,7 @@ class Registration:
             last_epoch=now.last_epoch,
             last_coordinator_id=self._coordinator_id,
             checkpoint=checkpoint_to_proto(now.checkpoint),
+            refusing=now.refusing,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -294,6 +313,9 @@ class Registration:
             "registered as %s with coordinator generation %d",
             config.replica_id,
             self.coordinator_generation,
+        )
+        self._on_ordered(
+            OrderKey(self.coordinator_generation, response.order_number), response.refuse_reason
         )
         self.registered.set()
 
@@ -318,9 +340,15 @@ class Registration:
             pinned_base_bytes=now.memory.pinned_base_bytes,
             held_versions=map(_held_to_proto, sorted(self._to_tell(now.held))),
             held_versions_complete=self._held_wanted,
+            refusing=now.refusing,
+            order_number=now.order_number,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._told, self._held_wanted = now.held, response.held_versions_wanted
+        # It grows where another replica has heard of a later coordinator.
+        self.coordinator_generation = max(
+            self.coordinator_generation, response.coordinator_generation
+        )
         self._trouble = ""
         self._heard_at = time.monotonic()
         if self._away:
@@ -341,6 +369,7 @@ class Registration:
                     is_draining,
                     response.in_transfer,
                     response.refuse_reason,
+                    OrderKey(self.coordinator_generation, response.order_number),
                     tuple(response.pinned_base_versions),
                 )
             )

@@ -72,6 +72,8 @@ class SimReplica(Process):
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
         self.ready = self.is_known = False
+        self.refusing = ""
+        self.order = (0, 0)
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
@@ -125,9 +127,13 @@ class SimReplica(Process):
                     drain=note,
                     held=sorted(held if complete else held - self._told, key=str),
                     held_complete=complete,
+                    refusing=self.refusing,
+                    order_number=self.order[1],
                 )
                 self._told, self._held_wanted = held, answer.held_wanted
                 self.ready = answer.ready
+                self.generation = max(self.generation, answer.generation)
+                self._obey(self.generation, answer.order_number, answer.refuse_reason)
                 self._pins_told = answer.pinned_bases
                 self.drain.hear(answer, is_noted=note is not None)
                 yield interval
@@ -157,11 +163,13 @@ class SimReplica(Process):
             last_generation=self.generation,
             last_epoch=self.last_epoch,
             last_coordinator_id=self._coordinator_id,
+            refusing=self.refusing,
         )
         self._told = held
         self.world.checks.losses.registered(self, answer.generation)
         self.generation = max(self.generation, answer.generation)
         self._coordinator_id = answer.coordinator_id
+        self._obey(self.generation, answer.order_number, answer.refuse_reason)
         if answer.reference_wanted:
             fingerprint = CAPABILITIES.base_fingerprint
             yield self._call("put_reference", fingerprint=fingerprint)
@@ -175,6 +183,11 @@ class SimReplica(Process):
             if version.policy != BASE_POLICY or (version == served and not self.dirty_reason):
                 found[version] = digest
         return frozenset(HeldVersion(version, digest.value) for version, digest in found.items())
+
+    def _obey(self, generation: int, number: int, reason: str) -> None:
+        """Refuse requests, or take them again, unless a newer order was heard."""
+        if (generation, number) >= self.order:
+            self.order, self.refusing = (generation, number), reason
 
     def _call(self, method: str, **args: Any) -> Future:
         return self.world.network.call(self, "coordinator", method, 2.0, **args)
@@ -208,6 +221,12 @@ class SimReplica(Process):
                 self._load_in_place(order, future)
             case effects.CallDiscard():
                 future = self.spawn(self._discard(order.transfer_id))
+            case effects.CallRefuse():
+                if order.incarnation != self.incarnation:
+                    future.set(error=StaleEpochError("another process of it is meant"))
+                    return future, None
+                self._obey(args["generation"], order.number, order.reason)
+                future.set((self.refusing, self.order[1]))
             case effects.CallRetire():
                 self._drop_mistaken(order.mistaken)
                 self._retire(order.versions)

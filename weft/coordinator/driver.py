@@ -255,6 +255,7 @@ class Driver:
                 | effects.CallRestore()
                 | effects.CallDiscard()
                 | effects.CallRetire()
+                | effects.CallRefuse()
             ):
                 self._caller.start(effect)
 

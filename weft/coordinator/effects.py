@@ -16,6 +16,7 @@ from weft.coordinator.values import (
     ContentDigest,
     Failure,
     HeldVersion,
+    Standing,
     VersionRecord,
 )
 
@@ -163,6 +164,9 @@ class RegisterAnswer:
     reference_wanted: bool
     generation: int
     coordinator_id: str = ""
+    refuse_reason: str = ""
+    """As of HeartbeatAnswer."""
+    order_number: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,18 @@ class HeartbeatAnswer:
     """Why it must refuse new requests; empty when it must not."""
     held_wanted: bool = False
     """Whether the next heartbeat is to name all that it holds."""
+    generation: int = 0
+    """Of the coordinator, which may have grown."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
+
+
+@dataclass(frozen=True)
+class StandingAnswer:
+    """To Uncordon: where the replica stands, if it is in the pool, and why."""
+
+    standing: Standing | None
+    why: str
 
 
 @dataclass(frozen=True)
@@ -220,6 +236,7 @@ Answer = (
     | RollbackAnswer
     | RebindAnswer
     | RetentionAnswer
+    | StandingAnswer
     | Transfer
     | Done
 )
@@ -390,6 +407,17 @@ class CallDiscard:
 
 
 @dataclass(frozen=True)
+class CallRefuse:
+    """RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True)
 class CallRetire:
     """RetireVersions."""
 
@@ -476,6 +504,7 @@ Effect = (
     | CallRestore
     | CallDiscard
     | CallRetire
+    | CallRefuse
     | CloseChannel
     | CheckFit
     | LookUp

@@ -124,10 +124,11 @@ class AwaitTransfer:
 
 @dataclass(frozen=True)
 class AbortTransfer:
-    """A trainer gives a transfer up."""
+    """A trainer gives a transfer of its policy up."""
 
     ticket: int
     transfer_id: str
+    policy: str
     fencing_token: int
     message: str
 
@@ -173,6 +174,8 @@ class Register:
     last_coordinator_id: str = ""
     """Of whom it has the generation."""
     checkpoint: Checkpoint = NOT_TOLD
+    refusing: str = ""
+    """Why it refuses new requests; empty while it is open."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,9 @@ class Heartbeat:
     held: tuple[Heard, ...] = ()
     """What it has not told before, or all."""
     held_complete: bool = False
+    refusing: str = ""
+    order_number: int = 0
+    """Of the order by which it refuses requests, or takes them."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +358,16 @@ class DiscardAnswered:
     vector: VersionVector
 
 
+@dataclass(frozen=True)
+class RefuseAnswered:
+    """A replica says what it enforces, by which order."""
+
+    replica_id: str
+    incarnation: str
+    refusing: str
+    order_number: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
     """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
@@ -490,6 +506,7 @@ Event = (
     | CommitAnswered
     | RetireAnswered
     | DiscardAnswered
+    | RefuseAnswered
     | LookedUp
     | HeldDescribed
     | Rollback

@@ -45,6 +45,7 @@ from weft.coordinator.standing import (
 )
 from weft.coordinator.state import State
 from weft.coordinator.values import Failure, Phase, Standing
+from weft.coordinator.withdrawals import heard, refuse_reason
 
 __all__ = [
     "announce_standings",
@@ -115,6 +116,7 @@ def register(change: Change, event: events.Register) -> None:
         spilled=event.spilled,
         drain=drains.noted(old, event.drain, change.now),
         checkpoint=event.checkpoint,
+        refusing=event.refusing,
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
@@ -125,6 +127,8 @@ def register(change: Change, event: events.Register) -> None:
         not change.state.reference_known,
         change.state.generation,
         change.state.coordinator_id,
+        refuse_reason(change.state, replica.replica_id),
+        change.state.order_number,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -203,6 +207,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         pins_obeyed=event.pins_obeyed,
         pinned_bytes=event.pinned_bytes,
     )
+    replica = heard(change.state, replica, event.refusing, event.order_number)
     # While it loads in place its weights are mixed, as they must be.
     loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
@@ -235,18 +240,16 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
-    drain, order = replica.drain, state.withdrawn.get(name)
+    drain = replica.drain
     return HeartbeatAnswer(
         ready=is_routable(state, replica),
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
         in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
         pinned_bases=state.pinned_bases,
-        refuse_reason=(
-            f"an operator quarantined this replica: {order.reason}"
-            if order and order.standing is Standing.QUARANTINED
-            else ""
-        ),
+        refuse_reason=refuse_reason(state, name),
+        order_number=state.order_number,
+        generation=state.generation,
     )
 
 

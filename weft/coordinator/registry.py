@@ -75,6 +75,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 last_epoch=request.last_epoch,
                 last_coordinator_id=request.last_coordinator_id,
                 checkpoint=checkpoint,
+                refusing=request.refusing,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -83,6 +84,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             reference_wanted=answer.reference_wanted,
             coordinator_generation=answer.generation,
             coordinator_id=answer.coordinator_id,
+            refuse_reason=answer.refuse_reason,
+            order_number=answer.order_number,
         )
 
     async def PutReference(
@@ -132,6 +135,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.pinned_base_bytes,
                 held,
                 request.held_versions_complete,
+                request.refusing,
+                request.order_number,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -141,6 +146,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             refuse_reason=answer.refuse_reason,
             pinned_base_versions=answer.pinned_bases,
             held_versions_wanted=answer.held_wanted,
+            coordinator_generation=answer.generation,
+            order_number=answer.order_number,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason

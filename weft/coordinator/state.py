@@ -207,6 +207,8 @@ class State:
     """The digests of those that were recorded since the start."""
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
     """Those under whose number replicas held other bytes: by digest, who."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
 
     @cached_property
     def vector(self) -> VersionVector:

@@ -279,6 +279,7 @@ class RegisterRequest(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     LAST_COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    REFUSING_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -299,6 +300,11 @@ class RegisterRequest(_message.Message):
     """GroupPlan.epoch, the highest it was ever told."""
     last_coordinator_id: _builtins.str
     """RegisterResponse.coordinator_id of the coordinator that it registered with last."""
+    refusing: _builtins.str
+    """Why it refuses new requests now, by an order or because it is out of contact or
+    about to end; empty while it is open. (What mixed weights refuse is said in
+    dirty_reason.)
+    """
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -353,10 +359,11 @@ class RegisterRequest(_message.Message):
         last_epoch: _builtins.int = ...,
         last_coordinator_id: _builtins.str = ...,
         checkpoint: Global___Checkpoint | None = ...,
+        refusing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,6 +379,8 @@ class RegisterResponse(_message.Message):
     REFERENCE_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     reference_wanted: _builtins.bool
     """Whether PutReference must be called before a push can be accepted."""
     coordinator_generation: _builtins.int
@@ -382,6 +391,10 @@ class RegisterResponse(_message.Message):
     """Random for each process: two whose catalogs do not know of each other may have
     counted the same generation.
     """
+    refuse_reason: _builtins.str
+    """See HeartbeatResponse.refuse_reason."""
+    order_number: _builtins.int
+    """See HeartbeatResponse.order_number."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often to call Heartbeat."""
@@ -393,10 +406,12 @@ class RegisterResponse(_message.Message):
         reference_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
         coordinator_id: _builtins.str = ...,
+        refuse_reason: _builtins.str = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "heartbeat_interval", b"heartbeat_interval", "reference_wanted", b"reference_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,6 +477,8 @@ class HeartbeatRequest(_message.Message):
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_COMPLETE_FIELD_NUMBER: _builtins.int
+    REFUSING_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -474,6 +491,12 @@ class HeartbeatRequest(_message.Message):
     """Bytes of the copies of those that it holds."""
     held_versions_complete: _builtins.bool
     """Whether these are all."""
+    refusing: _builtins.str
+    """See RegisterRequest.refusing."""
+    order_number: _builtins.int
+    """The order_number of what it enforces: that of the newest order it has heard of
+    this coordinator generation; 0 for none.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -524,10 +547,12 @@ class HeartbeatRequest(_message.Message):
         pinned_base_bytes: _builtins.int = ...,
         held_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
         held_versions_complete: _builtins.bool = ...,
+        refusing: _builtins.str = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,9 +570,11 @@ class HeartbeatResponse(_message.Message):
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_WANTED_FIELD_NUMBER: _builtins.int
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
-    """Whether the replica may be routed to: it holds everything the pool serves, and
-    is neither withdrawn from service nor draining.
+    """Whether the replica may be routed to: it holds everything the pool serves, is
+    neither withdrawn from service nor draining, and has said that it is open.
     """
     in_transfer: _builtins.bool
     """Whether a transfer needs it: a replica that drains stays until it does not."""
@@ -556,6 +583,13 @@ class HeartbeatResponse(_message.Message):
     held_versions_wanted: _builtins.bool
     """Whether the next heartbeat is to name all held_versions: the catalog and the
     replica do not agree on them, or may not.
+    """
+    coordinator_generation: _builtins.int
+    """See RegisterResponse.coordinator_generation: it may have grown since."""
+    order_number: _builtins.int
+    """Grows with every order to refuse requests or to take them again, within a
+    coordinator generation (see ReplicaService.RefuseRequests): what carries an
+    older one came late and is not obeyed.
     """
     @_builtins.property
     def drain(self) -> Global___Drain:
@@ -574,10 +608,12 @@ class HeartbeatResponse(_message.Message):
         refuse_reason: _builtins.str = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         held_versions_wanted: _builtins.bool = ...,
+        coordinator_generation: _builtins.int = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

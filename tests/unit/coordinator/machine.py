@@ -28,6 +28,7 @@ from weft.coordinator.values import (
     VersionFacts,
     VersionRecord,
 )
+from weft.coordinator.withdrawals import refuse_reason
 
 E = TypeVar("E")
 
@@ -97,6 +98,8 @@ class Machine:
                         pinned_bytes=replica.pinned_bytes,
                         held=self.heard(held),
                         held_complete=bool(held),
+                        refusing=refuse_reason(self.state, replica.replica_id),
+                        order_number=self.state.order_number,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:

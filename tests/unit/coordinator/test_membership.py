@@ -108,10 +108,10 @@ def test_readiness_is_the_version_vector() -> None:
     m.register("r1")
     assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks base@1, math@1")
     m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
-    assert m.answer(91) == effects.HeartbeatAnswer(ready=False)
+    assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1)
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
     m.do(events.Heartbeat(92, "r1", "i1", vector, 0))
-    assert m.answer(92) == effects.HeartbeatAnswer(ready=True)
+    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1)
     assert [a.subject for a in m.found(effects.Announce) if a.kind == "replica_ready"] == ["r1"]
 
 
@@ -132,10 +132,10 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     m.run_to(Phase.COMMITTED)
     m.now += 0.1
     m.do(events.Heartbeat(93, "r0", "i1", VersionVector(), 0))
-    assert m.answer(93) == effects.HeartbeatAnswer(ready=True)
+    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1)
     m.now += 2.0
     m.do(events.Heartbeat(94, "r0", "i1", VersionVector(), 0))
-    assert m.answer(94) == effects.HeartbeatAnswer(ready=False)
+    assert m.answer(94) == effects.HeartbeatAnswer(ready=False, generation=1)
 
 
 def _with_dirty() -> Machine:
@@ -155,7 +155,7 @@ def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch()
     m.run_to(Phase.COMMITTED)
     vector = m.state.replicas["r0"].vector
     m.do(events.Heartbeat(95, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
-    assert m.answer(95) == effects.HeartbeatAnswer(ready=False)
+    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1)
 
 
 def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
