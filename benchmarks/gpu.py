@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     urls = {name: pool.url(name) for name in names}
     took = time.monotonic() - began
     print(f"{len(names)} replicas, staging {args.staging}, serve after {took:.1f} s", flush=True)
-    pool.wait_ready(len(names), 30)
+    pool.wait_registered(len(names), 30)
     for name in names[1:]:
         pool.set_apart(name)
     settings: Any = {"progress": None, "timeout_seconds": 60}

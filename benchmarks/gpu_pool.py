@@ -98,18 +98,31 @@ class GpuPool:
         """Let it catch up and take part."""
         self._order("uncordon", name)
 
+    def wait_registered(self, count: int, timeout_seconds: float) -> float:
+        """Wait until so many replicas can be pushed to; those with dummy weights are not
+        ready before that. Returns how long it took.
+
+        Raises:
+            TimeoutError: They were not.
+        """
+        pending = inspect_pb2.REPLICA_STATE_PENDING_WEIGHTS
+        return self._wait(count, timeout_seconds, (inspect_pb2.REPLICA_STATE_READY, pending))
+
     def wait_ready(self, count: int, timeout_seconds: float) -> float:
         """Wait until so many replicas are ready; returns how long that took.
 
         Raises:
             TimeoutError: They were not.
         """
+        return self._wait(count, timeout_seconds, (inspect_pb2.REPLICA_STATE_READY,))
+
+    def _wait(self, count: int, timeout_seconds: float, states: tuple[int, ...]) -> float:
         began = time.monotonic()
         with open_channel(self.target) as channel:
             stub = InspectServiceStub(channel)
             while time.monotonic() - began < timeout_seconds:
                 found = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=10).replicas
-                if sum(r.state == inspect_pb2.REPLICA_STATE_READY for r in found) >= count:
+                if sum(r.state in states for r in found) >= count:
                     return time.monotonic() - began
                 time.sleep(0.02)
         raise TimeoutError("\n".join(f"{r.replica_id}: {r.state_reason}" for r in found))

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.bare_gloo import BareGloo
+from benchmarks.idle import compare
 from benchmarks.machine import describe
 from trainer_side import Publisher
 from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
@@ -236,7 +237,21 @@ def _peak_bytes() -> int:
     raise OSError("no VmHWM in /proc/self/status")
 
 
-_PARTS = {"adapter": adapter, "control": control_plane, "staging": staging}
+def idle(work: Path, rows: Rows) -> None:
+    """A replica that nobody asks anything, beside plain vLLM."""
+    with _coordinator(work, "idle") as target:
+        for num_ranks in (1, 2):
+            shares = compare(work, target, num_ranks)
+            plain, replica = shares.plain * 100, shares.replica * 100
+            rows.add(
+                f"idle replica, {num_ranks} worker{'s' * (num_ranks > 1)}, beside plain vLLM",
+                f"{replica:.2f} of {plain:.2f} % of a core, ratio {replica / plain:.2f}",
+                "<= 1.10",
+            )
+            rows.add("the same, a trainer's side group kept up", f"{shares.attached:.2%}", "-")
+
+
+_PARTS = {"adapter": adapter, "control": control_plane, "staging": staging, "idle": idle}
 
 
 def main() -> None:

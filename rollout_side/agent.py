@@ -7,7 +7,9 @@ and knows neither vLLM nor torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from typing import Any
 
 from rollout_side.config import AgentConfig
 from rollout_side.drain import Drain
@@ -15,12 +17,12 @@ from rollout_side.engine import Engine, GroupSpec, SendOrder
 from rollout_side.probe_orders import ProbeOrders
 from rollout_side.registration import Holdings, Identity, Registration, Told
 from rollout_side.serving import Serving
+from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import StaleEpochError, WeftError
 from weft.transport.host import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 
-_REAP_SECONDS = 1.0
 _WILDCARDS = {"0.0.0.0", "::", ""}
 
 
@@ -43,6 +45,7 @@ class Agent:
         self._in_transfer = False
         self._closed = ""
         self._pins_told: tuple[int, ...] = ()
+        self._heard = asyncio.Event()
         self._probes = ProbeOrders(engine)
 
     # -- orders, from the servicer -------------------------------------------
@@ -151,7 +154,16 @@ class Agent:
         """
         return await self._drain.over()
 
+    async def next_word(self) -> None:
+        """Wait until the coordinator has answered again, or a second is over: then
+        ``is_ready`` may be another."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds_to_tick()):
+                await self._heard.wait()
+        self._heard.clear()
+
     def _told(self, told: Told) -> None:
+        self._heard.set()
         if told.is_draining:
             self._in_transfer = told.in_transfer
         if told.drain is not None:
@@ -211,14 +223,36 @@ class Agent:
         self.registration = registration
         await self.serving.look(self._pins_told)  # what is spilled, say, is registered
         registration.start()
+        chores = asyncio.create_task(self._keep_up(), name="chores")
+        ends: set[asyncio.Future[Any]] = {refused, chores}
         try:
             while not refused.done():
-                await asyncio.wait({refused}, timeout=_REAP_SECONDS)
+                await asyncio.wait(ends, timeout=seconds_to_tick())
+                if chores.done():
+                    chores.result()  # raises: it has no other end
                 await self._watch_contact(registration)
-                if not self.serving.is_switching:  # the engine answers after the switch
-                    await self.serving.drop_unused()
-                    await self.serving.look(self._pins_told)
-                    await self.serving.spill(settled=self.is_ready)
         finally:
+            chores.cancel()
             await asyncio.to_thread(registration.stop)
         raise refused.result()
+
+    async def _keep_up(self) -> None:
+        """Do what is due each second, whatever becomes of it: workers that do not answer may
+        be back later, and an engine that has died ends the process elsewhere."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(seconds_to_tick())
+            if self.serving.is_switching:  # the engine answers after the switch
+                continue
+            try:
+                await self.serving.drop_unused()
+                await self.serving.look(self._pins_told)
+                await self.serving.spill(settled=self.is_ready)
+            except WeftError as error:
+                if error.message != trouble:
+                    _log.warning("asked again each second: %s", error)
+                trouble = error.message
+            else:
+                if trouble:
+                    _log.info("the engine answers again")
+                trouble = ""

@@ -62,8 +62,6 @@ class SwitchTimes:
     pause_seconds: float = 0.0
     """How long requests were held still."""
     load_seconds: float = 0.0
-    memory: MemoryUse | None = None
-    """What is held after it, if the engine has looked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +235,8 @@ class Engine(Protocol):
         """
 
     async def memory(self) -> MemoryUse:
-        """What is held now."""
+        """What is held now, or was a moment ago; what the calls to this engine that have
+        returned have changed is in it. Asks no worker: it may be called at any rate."""
 
     def num_requests(self) -> int:
         """Requests that have begun and not ended."""

@@ -16,6 +16,7 @@ from rollout_side.engine import BackendChoice
 from rollout_side.memory import Staging
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.spill_folder import SpillSettings
+from rollout_side.vllm_engine import bridges
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
 from weft.contract.errors import InvalidRequestError
@@ -117,6 +118,12 @@ class _Stop:
         """Wait until the process is to end at once; returns why."""
         await self.told.wait()
         return "told to stop at once"
+
+
+def run(config: RolloutConfig, *, ready: Ready | None = None) -> str:
+    """``serve`` on an event loop of its own, of the kind that vLLM's own server has."""
+    with asyncio.Runner(loop_factory=bridges.event_loop_factory()) as runner:
+        return runner.run(serve(config, ready=ready))
 
 
 async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
@@ -226,4 +233,4 @@ async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
             await server.set_health(READY_SERVICE, serving=now)
             _log.info("replica is %s", "ready" if now else "not ready")
             was = now
-        await asyncio.sleep(0.2)
+        await agent.next_word()

@@ -60,8 +60,7 @@ class Probe:
                 _log.debug("probe %s has ended: %s", self.spec.group_id, error)
                 return
             except Exception:  # noqa: BLE001 (the edge of a thread)
-                _log.exception("probe %s failed", self.spec.group_id)
-                return
+                _log.exception("probe %s could not be answered", self.spec.group_id)
             self._left.wait(pause)
             pause = min(LONGEST_SECONDS, 2 * pause)
 

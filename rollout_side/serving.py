@@ -47,8 +47,7 @@ class Serving:
         self.vector = VersionVector()
         #: Versions that can no longer be requested but still answer old requests.
         self.draining: set[PolicyVersion] = set()
-        # Asked after each switch, not at each heartbeat: the engine answers between
-        # its steps, and a heartbeat must not wait for a long one.
+        # As of the last look: heartbeats are made on another thread.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine was told to keep.
         self.pins: tuple[int, ...] = ()
@@ -117,7 +116,7 @@ class Serving:
             if version.policy == BASE_POLICY:
                 load = self._engine.apply_base(transfer_id, version, content_digest)
                 times = await self._load_base(version, load, transfer_id)
-                await self._look_at_memory(times)
+                await self._look_at_memory()
             else:
                 times = await self._load_adapter(
                     version, transfer_id, config_json, content_digest, alias
@@ -150,7 +149,7 @@ class Serving:
         with self._noting_failure(transfer_id):
             await self._engine.load_in_place(transfer_id, version, timeout_seconds)
         # A coordinator that starts anew must be told of it, to end it.
-        await self._look_at_memory(SwitchTimes())
+        await self._look_at_memory()
         _log.info("loading %s in place; requests wait", version)
 
     async def discard(self, transfer_id: str) -> None:
@@ -163,7 +162,7 @@ class Serving:
         was_loading = self._engine.loading == transfer_id
         await self._engine.discard(transfer_id)
         if was_loading:
-            await self._look_at_memory(SwitchTimes())
+            await self._look_at_memory()
 
     async def _in_turn(self, order: Coroutine[Any, Any, _T]) -> _T:
         """Carry out one order at a time, to its end: cut off in the middle it would leave
@@ -208,7 +207,7 @@ class Serving:
         except (NotFoundError, NotReadyError) as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if version.policy == BASE_POLICY:
-            await self._look_at_memory(times)
+            await self._look_at_memory()
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
 
@@ -276,12 +275,9 @@ class Serving:
                 self._failed.append(transfer_id)
             raise
 
-    async def _look_at_memory(self, times: SwitchTimes) -> None:
+    async def _look_at_memory(self) -> None:
         """After a switch, so that the answer tells what is retained. What is served
         is served, whatever becomes of this look."""
-        if times.memory is not None:
-            self.memory = times.memory
-            return
         try:
             self.memory = await self._engine.memory()
         except WeftError as error:

@@ -200,6 +200,12 @@ class Spiller:
 
         threading.Thread(target=run, name=f"weft-restore-{transfer_id}", daemon=True).start()
 
+    @property
+    def ended_restore(self) -> str:
+        """Transfer of the last restore, once it has ended, well or not; else empty."""
+        last_id, outcome = self._restore or ("", None)
+        return last_id if outcome is not None and outcome.done() else ""
+
     def restored(self, transfer_id: str) -> bool:
         """Whether a restore is staged; False while it is read.
 

@@ -209,7 +209,8 @@ def rollout(
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
     _configure_logging(log_level)
     from rollout_side.config import AgentConfig, default_replica_id
-    from rollout_side.main import RolloutConfig, serve
+    from rollout_side.main import RolloutConfig
+    from rollout_side.main import run as run_replica
 
     config = RolloutConfig(
         agent=AgentConfig(
@@ -233,11 +234,8 @@ def rollout(
         drain_seconds=drain_seconds,
         allow_unversioned_changes=allow_unversioned_changes,
     )
-    why = asyncio.run(
-        serve(
-            config,
-            ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True),
-        )
+    why = run_replica(
+        config, ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True)
     )
     print(f"ended: {why}", flush=True)
 

@@ -48,6 +48,9 @@ def guarded(
             value = dict(method(self, *args, **kwargs) or {})
         except BaseException as caught:  # noqa: BLE001 - nothing may pass, see the module
             error = caught
+        # Before the answer: who has it may look at once.
+        if (state := getattr(self, "weft_state", None)) is not None:
+            state.tell_holdings()
         seconds = time.perf_counter() - begin
         rank = int(getattr(self, "rank", -1))
         if error is None:

@@ -70,6 +70,17 @@ def installed_version() -> str:
 # -- the OpenAI server ----------------------------------------------------------
 
 
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes event loops like those of vLLM's own server: uvloop's, which cost about
+    half as much; None for Python's where it is not installed."""
+    try:
+        factory: Callable[[], asyncio.AbstractEventLoop]
+        factory = importlib.import_module("uvloop").new_event_loop
+    except ModuleNotFoundError:
+        return None
+    return factory
+
+
 @dataclass(frozen=True)
 class ServerParts:
     """vLLM's own builders of its OpenAI server."""

@@ -47,11 +47,13 @@ class RequestGate:
 
     async def hold(self) -> None:
         """Hold running requests still, in their places; succeeds if they are."""
-        await self._workers.bounded(bridges.pause_keeping(self._engine), "pausing")
+        pause = bridges.pause_keeping(self._engine)
+        await self._workers.bounded(pause, "pausing", changes_weights=False)
 
-    async def let_go(self) -> None:
-        """Let them go on."""
-        await self._workers.bounded(bridges.resume(self._engine), "resuming")
+    async def let_go(self, *, changed: bool = True) -> None:
+        """Let them go on; ``changed``: under other weights than before."""
+        resume = bridges.resume(self._engine)
+        await self._workers.bounded(resume, "resuming", changes_weights=changed)
 
     async def recover(self, error: BaseException, what: str) -> None:
         """After a failure under ``hold``: requests go on if nothing has changed."""
@@ -60,7 +62,7 @@ class RequestGate:
         else:  # cancelled between two steps: the workers' state is unknown
             self.mark_dirty(f"{what} was interrupted: {error!r}")
         if not self.dirty_reason:
-            await self.let_go()
+            await self.let_go(changed=False)
 
     def note(self, error: WeftError) -> bool:
         """Whether a failure leaves mixed weights; marks the engine as dirty if so."""

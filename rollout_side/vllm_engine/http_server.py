@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 
 _POLL_SECONDS = 0.01
@@ -35,7 +36,33 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by mypy
-    """Uvicorn without signal handlers: those belong to the process's composer."""
+    """Uvicorn without signal handlers, which belong to the process's composer, and without
+    its looking ten times a second whether it is to end."""
+
+    def __init__(self, config: Any) -> None:
+        self._ending = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        """Set by whoever ends it, on its event loop; it ends at once."""
+        return self._ending.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._ending.set()
+        else:
+            self._ending.clear()
+
+    async def main_loop(self) -> None:
+        """Uvicorn's, once a second: it counts tenths of one."""
+        tenths = 0
+        while not await self.on_tick(tenths):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds_to_tick()):
+                    await self._ending.wait()
+            tenths += 10
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

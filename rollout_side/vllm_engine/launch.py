@@ -16,6 +16,7 @@ from rollout_side.spill_folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine import bridges, reference, refusals
 from rollout_side.vllm_engine.answers import check_answers
 from rollout_side.vllm_engine.capabilities import data_type, make_capabilities
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from rollout_side.vllm_engine.http_server import HttpServer, bind
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import App, RequestTracker
@@ -116,6 +117,8 @@ async def open_engine(
         )
         if spill is not None:
             _make_folder(spill, described)
+        holdings = HoldingsPage()
+        stack.callback(holdings.close)
         values = check_answers(
             await engine.collective_rpc(
                 "weft_open",
@@ -129,6 +132,7 @@ async def open_engine(
                         backend,
                         retain_base,
                         spill,
+                        holdings,
                     ),
                 ),
             )
@@ -137,6 +141,7 @@ async def open_engine(
         return VllmReplica(
             EngineParts(
                 engine=engine,
+                holdings=holdings,
                 models=models,
                 http=http,
                 tracker=tracker,
@@ -240,6 +245,7 @@ def _open_config(
     backend: BackendChoice,
     retain_base: int,
     spill: SpillSettings | None,
+    holdings: HoldingsPage,
 ) -> dict[str, Any]:
     """``worker.OpenConfig`` as plain values."""
     return {
@@ -250,6 +256,7 @@ def _open_config(
         "retain_base": retain_base,
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),
+        "holdings_path": holdings.path,
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
         "spill": asdict(spill) if spill else None,

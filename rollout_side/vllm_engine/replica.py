@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine import adapter_hook, bridges
 from rollout_side.vllm_engine.gate import RequestGate
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from rollout_side.vllm_engine.http_server import HttpServer
 from rollout_side.vllm_engine.loads_in_place import LoadsInPlace
 from rollout_side.vllm_engine.request_tracker import RequestTracker
@@ -36,7 +38,6 @@ _log = logging.getLogger(__name__)
 #: Between a request's last output and the engine's forgetting it there may be one
 #: more step; an adapter is dropped only after this long without a request.
 GRACE_SECONDS = 0.1
-_WATCH_SECONDS = 1.0
 _STOP_SECONDS = 15.0
 _NOTHING_DONE = (NotReadyError, DigestMismatchError)
 
@@ -47,6 +48,8 @@ class EngineParts:
 
     engine: Any
     """vLLM's ``AsyncLLM``."""
+    holdings: HoldingsPage
+    """What its workers say that they hold."""
     models: ServedModels
     """What its OpenAI server answers for."""
     http: HttpServer
@@ -83,9 +86,13 @@ class VllmReplica:
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
+        self._holdings = parts.holdings
         self._started_with = parts.started_with
         self._workers = WorkerCalls(
-            parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size
+            parts.engine,
+            deadlines,
+            num_ranks=capabilities.tensor_parallel_size,
+            holdings=parts.holdings,
         )
         self.spills = spills
         self._gate = RequestGate(parts.engine, self._workers, parts.tracker)
@@ -133,7 +140,7 @@ class VllmReplica:
             PeerUnavailableError: The server did not start, or the engine has died.
         """
         await self.start_http()
-        while not await self._http.stopped(_WATCH_SECONDS):
+        while not await self._http.stopped(seconds_to_tick()):
             if not self.is_alive:
                 raise PeerUnavailableError(
                     "vLLM's engine has died; its log says why", metadata={"member": "engine"}
@@ -171,7 +178,7 @@ class VllmReplica:
 
     async def memory(self) -> MemoryUse:
         """See ``Engine``."""
-        return await self._workers.memory()
+        return self._holdings.read()
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """See ``Engine``."""
@@ -284,7 +291,7 @@ class VllmReplica:
             try:
                 # Still paused: later it would wait for the engine's next step, the long one
                 # that computes anew what the cache has lost.
-                memory = await self._workers.keep_base(transfer_id)
+                await self._workers.keep_base(transfer_id)
             finally:
                 await self._gate.let_go()
             pause_seconds = time.perf_counter() - begin
@@ -297,7 +304,7 @@ class VllmReplica:
             max(0.0, loaded - begin - load_seconds),
             forgotten - loaded,
         )
-        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds, memory=memory)
+        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float

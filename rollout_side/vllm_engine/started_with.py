@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.contract.checkpoint import DUMMY, READING, Checkpoint, not_compared
+from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState, not_compared
 from weft.transport.checkpoint import CheckpointReader
 from weft.transport.checkpoint_files import local_model_dir, weight_files
 from weft.transport.digest_cache import DigestCache
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(
-    {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes"}
+    {
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "runai_streamer",
+        "bitsandbytes",
+    }
 )
 
 
@@ -56,7 +64,8 @@ class StartedWith:
                 self.close()
                 self._known = not_compared(f"the files of {model} are not on this machine")
             return
-        if found != self._dir:
+        failed = self.checkpoint.state is CheckpointState.NOT_COMPARED
+        if found != self._dir or failed:  # it may not have been downloaded yet
             self.close()
             self._dir = found
             self._reader = CheckpointReader(lambda: _files(found), self._cache)

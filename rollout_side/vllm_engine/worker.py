@@ -18,6 +18,7 @@ import pickle
 import pkgutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rollout_side.cloner import Cloner
@@ -30,10 +31,13 @@ from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine import adapter_hook, cpu_fixes, orphans
 from rollout_side.vllm_engine.answers import guarded
 from rollout_side.vllm_engine.base_loader import apply_base
+from rollout_side.vllm_engine.holdings_page import HoldingsWriter
+from rollout_side.vllm_engine.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker_config import OpenConfig, plan_memory, usable_backends
 from rollout_side.vllm_engine.worker_state import (
     WorkerState,
     loader,
+    look_at,
     memory_of,
     served_base,
     state_of,
@@ -81,6 +85,11 @@ class WeftWorker:
                 spill = SpillSettings(**settings.spill)
                 folder = SpillFolder(spill, state.reference.fingerprint)
                 state.spiller = Spiller(store, folder, settings.retain_base)
+            writer = HoldingsWriter(settings.holdings_path)
+            state.report = HoldingsReport(
+                writer, partial(look_at, state), partial(memory_of, state)
+            )
+            state.report.start()
         self.weft_state = state
         adapter_hook.set_store(store)
         manager = getattr(self.model_runner, "lora_manager", None)
@@ -207,15 +216,14 @@ class WeftWorker:
         return {"load_seconds": seconds}
 
     @guarded
-    def weft_keep_base(self: Any, transfer_id: str) -> dict[str, Any]:
+    def weft_keep_base(self: Any, transfer_id: str) -> None:
         """Retain a base that every rank has loaded, on the receiving rank; the others
-        let go of their mapping. Tells what ``weft_memory`` does."""
+        let go of their mapping."""
         state = state_of(self)
         if state.receiver is None:
             state.store.discard(transfer_id)
         else:
             state.store.keep_base(transfer_id)
-        return memory_of(state)
 
     @guarded
     def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:
@@ -269,10 +277,12 @@ class WeftWorker:
             spiller.restore(transfer_id, parsed, content_digest, layout_digest)
 
     @guarded
-    def weft_restored(self: Any, transfer_id: str) -> dict[str, Any]:
-        """Whether a spilled version was read and is staged; fails as the reading did."""
+    def weft_restored(self: Any, transfer_id: str) -> None:
+        """A spilled version was read and is staged; fails as the reading did. To be asked
+        once what is held says that the reading has ended."""
         spiller = state_of(self).spiller
-        return {"restored": spiller is None or spiller.restored(transfer_id)}
+        if spiller is not None and not spiller.restored(transfer_id):
+            raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
 
     @guarded
     def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:
@@ -296,11 +306,6 @@ class WeftWorker:
         return {"changed": changed, "kept": False}
 
     @guarded
-    def weft_memory(self: Any) -> dict[str, Any]:
-        """Bytes that this process holds; the receiving rank's count for all."""
-        return memory_of(state_of(self))
-
-    @guarded
     def weft_close(self: Any) -> None:
         """End the receiver, and what is being sent or spilled."""
         state = state_of(self)
@@ -312,3 +317,5 @@ class WeftWorker:
             state.cloner.close()
         if state.receiver is not None:
             state.receiver.close()
+        if state.report is not None:
+            state.report.close()

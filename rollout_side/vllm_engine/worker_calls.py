@@ -9,23 +9,24 @@ import asyncio
 import dataclasses
 import pickle
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder
+from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
 from rollout_side.vllm_engine.answers import check_answers
+from rollout_side.vllm_engine.holdings_page import HoldingsPage
 from weft.contract.errors import LoadFailedError, TransferTimeoutError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 
 T = TypeVar("T")
 
-_RESTORE_POLL_SECONDS = 0.05
+_RESTORE_LOOK_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Bounds of the engine's own work; on overrun its state is unknown."""
+    """Bounds of the engine's own work; see ``WorkerCalls.bounded`` for what is later."""
 
     load_seconds: float = 600.0
     """Loading an adapter or a base in the workers, and each step of a switch."""
@@ -62,19 +63,24 @@ class LoadEnd:
 class WorkerCalls:
     """Calls worker methods on all ranks of one engine, on its event loop.
 
-    Every method raises the WeftError of the first rank that failed; LoadFailedError,
-    dirty, if the engine is gone or too slow.
+    Every method raises the WeftError of the first rank that failed; TransferTimeoutError if
+    the engine is too slow; LoadFailedError, dirty, if it is gone, or too slow at what changes
+    weights.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
         deadlines: How long the calls may take.
         num_ranks: Of the engine.
+        holdings: What they say that they hold.
     """
 
-    def __init__(self, engine: Any, deadlines: Deadlines, *, num_ranks: int) -> None:
+    def __init__(
+        self, engine: Any, deadlines: Deadlines, *, num_ranks: int, holdings: HoldingsPage
+    ) -> None:
         self._engine = engine
         self._deadlines = deadlines
         self._num_ranks = num_ranks
+        self._holdings = holdings
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     async def close(self, timeout_seconds: float) -> None:
@@ -98,15 +104,11 @@ class WorkerCalls:
 
     async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
         """End what is loaded in place, unless it is loaded whole and to be kept."""
-        values = await self._call("weft_discard", transfer_id, keep_loaded)
+        values = await self._call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
         return LoadEnd(
             changed=any(value["changed"] for value in values),
             kept=any(value["kept"] for value in values),
         )
-
-    async def memory(self) -> MemoryUse:
-        """What all ranks hold."""
-        return _memory_use(await self._call("weft_memory"))
 
     async def held(self, version: PolicyVersion) -> HeldCopy:
         """What the receiving rank tells of a held copy.
@@ -146,11 +148,12 @@ class WorkerCalls:
         """
         await self._call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
         deadline = time.monotonic() + self._deadlines.restore_seconds
-        while not all(v["restored"] for v in await self._call("weft_restored", transfer_id)):
+        while not self._holdings.has_ended(transfer_id):
             if time.monotonic() > deadline:
                 await self.discard(transfer_id)
                 raise TransferTimeoutError(f"{version} was not read from the disk in time")
-            await asyncio.sleep(_RESTORE_POLL_SECONDS)
+            await asyncio.sleep(_RESTORE_LOOK_SECONDS)
+        await self._call("weft_restored", transfer_id)
 
     # -- what is loaded ----------------------------------------------------------
 
@@ -179,6 +182,7 @@ class WorkerCalls:
             content_digest,
             number,
             timeout_seconds=self._deadlines.load_seconds,
+            changes_weights=True,
         )
 
     async def drop_adapter(self, version: PolicyVersion, number: int) -> None:
@@ -192,6 +196,7 @@ class WorkerCalls:
             transfer_id,
             content_digest,
             timeout_seconds=self._deadlines.load_seconds,
+            changes_weights=True,
             mixed_is_dirty=True,
         )
 
@@ -201,7 +206,9 @@ class WorkerCalls:
         Raises:
             NotReadyError: It was not prepared, or has ended.
         """
-        await self._call("weft_load_arriving", transfer_id, mixed_is_dirty=True)
+        await self._call(
+            "weft_load_arriving", transfer_id, changes_weights=True, mixed_is_dirty=True
+        )
 
     async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
         """For the commit of a base that was loaded in place; returns how long that took.
@@ -210,12 +217,14 @@ class WorkerCalls:
             NotReadyError: It was not loaded whole; nothing changed.
             LoadFailedError: Not whole, or other bytes: dirty.
         """
-        values = await self._call("weft_loaded", transfer_id, content_digest, mixed_is_dirty=True)
+        values = await self._call(
+            "weft_loaded", transfer_id, content_digest, changes_weights=True, mixed_is_dirty=True
+        )
         return max(float(value["load_seconds"]) for value in values)
 
-    async def keep_base(self, transfer_id: str) -> MemoryUse:
-        """Retain the copy of a base that was loaded; tells what all ranks hold then."""
-        return _memory_use(await self._call("weft_keep_base", transfer_id))
+    async def keep_base(self, transfer_id: str) -> None:
+        """Retain the copy of a base that was loaded."""
+        await self._call("weft_keep_base", transfer_id, changes_weights=True)
 
     # -- how ----------------------------------------------------------------------
 
@@ -224,30 +233,45 @@ class WorkerCalls:
         method: str,
         *args: Any,
         timeout_seconds: float | None = None,
+        changes_weights: bool = False,
         mixed_is_dirty: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks.
+        """Call a worker method on all ranks; see ``bounded`` for ``changes_weights``.
 
         Raises:
-            WeftError: Of the first rank that failed; LoadFailedError, dirty, if the
-                engine is gone or too slow.
+            WeftError: Of the first rank that failed, or as ``bounded``.
         """
         # Never pass vLLM's own timeout: its expiry would leave replies queued.
         answers = await self.bounded(
             self._engine.collective_rpc(method, args=args),
             method,
             timeout_seconds=timeout_seconds,
+            changes_weights=changes_weights,
         )
         return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
 
     async def bounded(
-        self, work: Awaitable[T], what: str, *, timeout_seconds: float | None = None
+        self,
+        work: Awaitable[T],
+        what: str,
+        *,
+        timeout_seconds: float | None = None,
+        changes_weights: bool = True,
     ) -> T:
         """Await without ever cancelling: the engine would go on with it anyhow.
 
+        Args:
+            work: What the engine is to do.
+            what: In words.
+            timeout_seconds: By default ``Deadlines.call_seconds``.
+            changes_weights: Whether they are unknown while it has not ended. Workers that
+                were only away for a while (stopped, swapped out) do the rest when they
+                are back, and nothing needs repair.
+
         Raises:
-            LoadFailedError: Metadata ``dirty`` "true"; the deadline passed (the work
-                goes on unattended), or the engine is gone.
+            TransferTimeoutError: The deadline passed (the work goes on unattended).
+            LoadFailedError: Metadata ``dirty`` "true"; the same where it changes weights,
+                or the engine is gone.
         """
         timeout_seconds = timeout_seconds or self._deadlines.call_seconds
         task = asyncio.ensure_future(work)
@@ -255,10 +279,10 @@ class WorkerCalls:
         task.add_done_callback(self._finished)
         done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
         if not done:
-            raise LoadFailedError(
-                f"the engine did not finish {what} within {timeout_seconds:g} s",
-                metadata={"dirty": "true", "overrun": "true"},
-            )
+            late = f"the engine did not finish {what} within {timeout_seconds:g} s"
+            if not changes_weights:
+                raise TransferTimeoutError(late)
+            raise LoadFailedError(late, metadata={"dirty": "true"})
         try:
             return task.result()
         except Exception as error:
@@ -271,16 +295,3 @@ class WorkerCalls:
         self._unfinished.discard(task)
         if not task.cancelled():
             task.exception()  # seen: an unattended one has been reported as an overrun
-
-
-def _memory_use(values: Iterable[Mapping[str, Any]]) -> MemoryUse:
-    """What all ranks hold, from what each has answered."""
-    values = list(values)
-    return MemoryUse(
-        adapter_bytes=sum(value["adapter_bytes"] for value in values),
-        staging_bytes=sum(value["staging_bytes"] for value in values),
-        staged_transfer_ids=tuple(t for value in values for t in value["transfer_ids"]),
-        retained_bases=tuple(v for value in values for v in value["retained_bases"]),
-        spilled=tuple(PolicyVersion.parse(v) for value in values for v in value["spilled"]),
-        pinned_base_bytes=sum(value["pinned_base_bytes"] for value in values),
-    )

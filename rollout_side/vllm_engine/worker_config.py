@@ -28,6 +28,8 @@ class OpenConfig:
     backend: BackendChoice
     replica_pid: int
     """The process that the engine belongs to and ends with."""
+    holdings_path: str
+    """Where that process reads what the receiving rank holds: ``HoldingsPage.path``."""
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""

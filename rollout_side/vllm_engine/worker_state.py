@@ -17,6 +17,7 @@ from rollout_side.staged import ServedBase
 from rollout_side.store import WorkerStore
 from rollout_side.vllm_engine.direct_adapter import AdapterLoader
 from rollout_side.vllm_engine.direct_load import DirectPlan
+from rollout_side.vllm_engine.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.in_place import load_in_place
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.reference import Reference
@@ -44,11 +45,18 @@ class WorkerState:
     """On the receiving rank, which holds every copy."""
     spiller: Spiller | None = None
     """There, too, if the replica has a spill directory."""
+    report: HoldingsReport | None = None
+    """There, too: tells the replica's process what is held."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     plan: DirectPlan | None = None
     """How the base that was loaded last can be loaded by copies alone."""
     load: InPlaceLoad | None = None
     """Of the base that is loaded in place, or was and waits for its commit."""
+
+    def tell_holdings(self) -> None:
+        """Have the replica's process know what is held now; never raises."""
+        if self.report is not None:
+            self.report.tell()
 
     def check_idle(self) -> None:
         """Refuse to touch weights beside a loader that did not end when it was told to.
@@ -70,16 +78,16 @@ def state_of(worker: Any) -> WorkerState:
     return state
 
 
+def look_at(state: WorkerState) -> tuple[object, ...]:
+    """What ``memory_of`` would tell, in a form that is cheap to compare."""
+    loading = state.load.transfer_id if state.load is not None else ""
+    spiller = state.spiller
+    spilled = (spiller.listed, spiller.ended_restore) if spiller else ()
+    return state.store.usage(), state.store.retained_bases(), loading, spilled
+
+
 def memory_of(state: WorkerState) -> dict[str, Any]:
-    if state.receiver is None:
-        return {
-            "adapter_bytes": 0,
-            "staging_bytes": 0,
-            "transfer_ids": [],
-            "retained_bases": [],
-            "spilled": [],
-            "pinned_base_bytes": 0,
-        }
+    """``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
     usage = state.store.usage()
     loading = {state.load.transfer_id} if state.load is not None else set()
     return {
@@ -89,6 +97,7 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
         "retained_bases": list(state.store.retained_bases()),
         "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
         "pinned_base_bytes": usage.pinned_bytes,
+        "ended_restore": state.spiller.ended_restore if state.spiller else "",
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +17,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
+from rollout_side.engine import MemoryUse
 from rollout_side.inflow import Inflow
 from rollout_side.servicer import ReplicaServicer
 from rollout_side.staged import StagedVersion
-from tests.pool import EngineDouble
+from tests.pool import EngineDouble, running_pool
 from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import TransferTimeoutError
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions
@@ -246,6 +249,36 @@ async def test_orders_of_an_older_coordinator_are_fenced(
         served.stub.LoadTransfer(_load(coordinator_generation=4)),
     ):
         assert await _refused(call) == "ABORTED/EPOCH_FENCED"
+
+
+async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Frozen for two minutes: what is due each second fails, and is done once they are back."""
+    weights = {"w": torch.zeros(8, 8)}
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights, retain_base=2)
+        away, asked = [True], []
+        memory = engine.memory
+
+        async def ask() -> MemoryUse:
+            asked.append(1)
+            if away and len(asked) > 1:  # the first time is before it registers
+                raise TransferTimeoutError("the engine did not finish its work in time")
+            return await memory()
+
+        monkeypatch.setattr(engine, "memory", ask)
+        agent = pool.add_replica("r0", engine)
+        engine.store.reserve("t", 64, adapter=False)
+        deadline = time.monotonic() + 20
+        while len(asked) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        away.clear()
+        while agent.serving.memory.staging_bytes != 64:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert "asked again each second" in caplog.text
 
 
 async def test_a_refusal_is_signed_and_what_was_refused_once_is_refused_again(

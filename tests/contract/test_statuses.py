@@ -434,6 +434,8 @@ async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
     math = next(policy for policy in got.policies if policy.policy == "math")
     assert math.HasField("trained_on_base_version")
     assert "math@3 (trained on base@0, served over base@1)" in _shown(got)
+    spec.trained_on_base_version = -1
+    await _fails(trainer.begin(adapter=spec), "INVALID_ARGUMENT", "INVALID_REQUEST")
     spec.ClearField("trained_on_base_version")
     error = await _fails(
         trainer.begin(adapter=spec, refuse_other_base=True), "FAILED_PRECONDITION", "BASE_MISMATCH"

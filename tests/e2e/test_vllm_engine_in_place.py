@@ -67,8 +67,8 @@ def test_bases_are_loaded_as_they_arrive(
         check(referee, engine.complete("kept", PROMPT, 12), qwen2.other, qwen2.adapters[0])
         push(engine, f"base@{number + 1}", qwen2.base)
         assert [engine.complete(name, PROMPT, 12) for name in ("tiny", "kept")] == before
-    assert times.memory is not None
-    assert (times.memory.staging_bytes, times.memory.retained_bases) == (0, ())
+    held = engine.call("memory")
+    assert (held.staging_bytes, held.retained_bases) == (0, ())
 
 
 def test_running_requests_wait_and_go_on(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from rollout_side.vllm_engine.worker_calls import Deadlines
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.staging_receiver import StageOrder
+from weft.contract.errors import TransferTimeoutError
+from weft.contract.names import PolicyVersion
 
 _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),
@@ -28,19 +35,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_restore", (), "TypeError"),
     ("weft_restored", (), "TypeError"),
     ("weft_discard", (), "TypeError"),
-    ("weft_memory", (1,), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
-
-
-_MEMORY = {
-    "transfer_ids",
-    "adapter_bytes",
-    "staging_bytes",
-    "retained_bases",
-    "spilled",
-    "pinned_base_bytes",
-}
 
 
 @pytest.mark.parametrize(("method", "args", "text"), _FAULTS, ids=[f[0] for f in _FAULTS])
@@ -52,10 +48,9 @@ def test_a_failing_method_answers_and_the_next_call_is_right(
     failed = [answer for answer in answers if not answer["ok"]]
     assert failed, answers
     assert text in failed[0]["error_message"]
-    memory = engine_tp2.rpc("weft_memory")
-    assert [a["ok"] for a in memory] == [True, True]
-    assert [a["rank"] for a in memory] == [0, 1]
-    assert all(set(a["value"]) == _MEMORY for a in memory)
+    held = engine_tp2.rpc("weft_pin_bases", [])
+    assert [a["ok"] for a in held] == [True, True]
+    assert [a["rank"] for a in held] == [0, 1]
 
 
 def test_one_rank_fails_and_the_other_drops_what_it_took(
@@ -77,3 +72,33 @@ def test_every_method_is_guarded() -> None:
     assert {name for name, _, _ in _FAULTS} == set(methods)
     assert all(name.startswith("weft_") for name in methods)
     assert all(hasattr(getattr(WeftWorker, name), "__wrapped__") for name in methods)
+
+
+def test_workers_that_were_stopped_go_on_where_they_were(
+    engine_tp2: EngineProcess, qwen2_tied: TinyModels
+) -> None:
+    """For longer than a call may take, a request and a push under way."""
+    engine, pids = engine_tp2, engine_tp2.facts["worker_pids"]
+    engine.push_base("base@70", qwen2_tied.base)
+    answer = engine.complete("tiny", [5, 6, 7], 200)
+    engine.call("_workers.__setattr__", "_deadlines", Deadlines(call_seconds=0.5))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.complete, "tiny", [5, 6, 7], 200)
+        try:
+            while not running.done() and not engine.call("num_requests"):
+                time.sleep(0.001)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            for late in (("pin_bases", [70]), ("apply_retained", PolicyVersion("base", 70))):
+                with pytest.raises(TransferTimeoutError, match="did not finish"):
+                    engine.call(*late)
+            assert engine.call("memory").retained_bases[0] == 70  # nobody is asked
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            engine.call("_workers.__setattr__", "_deadlines", Deadlines())
+        assert running.result(timeout=60) == answer
+    assert engine.call("dirty_reason") == ""
+    assert engine.rpc("weft_pin_bases", [])[1]["ok"]
+    engine.push_base("base@71", qwen2_tied.base)
+    assert engine.complete("tiny", [5, 6, 7], 200) == answer

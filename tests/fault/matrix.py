@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fault.strikes import VICTIM, Strike
+from tests.fault.strikes import HANG, HANG_SECONDS, POINTS, VICTIM, Strike
 from tests.integration.test_reform import ELEMENTS, NUM_TENSORS
 from tests.processes import members
 from weft.rpc.channel import open_channel
@@ -23,11 +23,13 @@ REPLICAS = ("replica-0", "replica-1", "replica-2")
 PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
 #: How long a stopped process stays stopped: longer than every limit below.
 STOP_SECONDS = 6.0
+#: Points of a push at which it still may go on without the victim.
+_BEFORE_COMMIT = POINTS.index("inside commit")
 #: How soon a replica ends by itself that has lost its worker.
 END_SECONDS = 10.0
 COORDINATOR = (
     "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
-    "--lease-seconds", "4", "--log-level", "warning",
+    "--lease-seconds", "4", "--stall-seconds", "2.5", "--log-level", "warning",
 )  # fmt: skip
 
 
@@ -129,6 +131,8 @@ class Case:
                 pushed[answer["version"]] = 2.0
         if died in self.trainer:  # whoever runs a trainer starts all its ranks again
             self.start_trainer(armed=False)
+        if self.strike.signal == HANG and POINTS.index(self.strike.point) < _BEFORE_COMMIT:
+            assert push_seconds < HANG_SECONDS, "the push has waited for a thread that hangs"
         last = self.push(3.0)
         recovery_seconds = last["ended"] - struck_at
         pushed[last["version"]] = 3.0
@@ -154,6 +158,8 @@ class Case:
     def _undo(self, struck_at: float, pid: int) -> None:
         """Start what was killed again, or let what was stopped go on."""
         name = self.strike.process
+        if self.strike.signal == HANG:
+            return  # it ends by itself, and the next push does not wait for that
         if self.strike.signal == "SIGSTOP":
             time.sleep(max(0.0, struck_at + STOP_SECONDS - time.time()))
             with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile

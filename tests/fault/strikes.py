@@ -27,6 +27,10 @@ POINTS = (
     "after commit",
 )
 SIGNALS = ("SIGKILL", "SIGSTOP")
+#: No signal: the thread that comes to the point hangs, and its process goes on beating.
+HANG = "HANG"
+#: For how long; many times what the coordinator of the matrix allows.
+HANG_SECONDS = 15.0
 #: The replica that is struck.
 VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
@@ -79,7 +83,10 @@ class Strike:
             words = self.target.read_text().split() if self.target.exists() else []
             pid, name = (int(words[0]), words[1]) if words else (os.getpid(), self.signal)
             self.struck.write_text(f"{time.time()} {pid}")
-            os.kill(pid, getattr(signal, name))
+            if name == HANG:
+                time.sleep(HANG_SECONDS)
+            else:
+                os.kill(pid, getattr(signal, name))
 
     def await_struck(self, timeout_seconds: float) -> tuple[float, int]:
         """When it struck (``time.time()``), and whom."""
@@ -192,6 +199,9 @@ def _worker(strike: Strike) -> None:
     import rollout_side.receiver
 
     match strike.point:
+        case "before begin" if strike.signal == HANG:
+            # The thread that will receive, before it does anything of the push.
+            _before(rollout_side.receiver._Group, "_prepare", strike)
         case "before begin":
             threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
         case "in rendezvous":
@@ -280,6 +290,7 @@ class Role:
     """Wraps functions of the victim's process."""
     points: tuple[str, ...] = POINTS
     """Those that it comes by."""
+    signals: tuple[str, ...] = SIGNALS
     in_place: bool = False
     """Whether the pool's replicas load bases as they come."""
 
@@ -290,7 +301,7 @@ ROLES = {
     # To another rank than the sender, all from the last bucket to the outcome is one wait.
     "trainer rank": Role("rank-1", _rank, tuple(p for p in POINTS if p != "inside commit")),
     "replica": Role(VICTIM, _replica),
-    "replica worker": Role(VICTIM, _worker),
+    "replica worker": Role(VICTIM, _worker, signals=(*SIGNALS, HANG)),
     "coordinator": Role("coordinator", _coordinator),
     "trainer sender, in place": Role("trainer", _trainer, _FROM_A_BUCKET[:3], in_place=True),
     "replica, in place": Role(VICTIM, _loading, _FROM_A_BUCKET, in_place=True),
@@ -303,5 +314,5 @@ CASES = [
     (name, point, signum)
     for name, role in ROLES.items()
     for point in role.points
-    for signum in SIGNALS
+    for signum in role.signals
 ]

@@ -56,7 +56,7 @@ _WORDS = [
     "rolled_back base@",
     "rolled_back math@",
     "version_pinned",
-    "NOT_RETAINED",
+    "retains no copy of it",
     "was never served",
     "version_retired",
     "by an operator",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rollout_side.engine import GroupSpec, SpillOrder
+from rollout_side.vllm_engine import adapter_hook
 from rollout_side.vllm_engine.answers import Answer
-from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.holdings_page import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.replica import GRACE_SECONDS, EngineParts, VllmReplica
 from rollout_side.vllm_engine.request_tracker import RequestTracker
 from rollout_side.vllm_engine.served_models import ServedModels
 from rollout_side.vllm_engine.started_with import StartedWith
@@ -28,6 +31,10 @@ from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
 
 BASE = PolicyVersion("base", 3)
+SPEC = GroupSpec(
+    coordinator="", trainer_id="t", group_id="g", token="", epoch=1, rank=1, size=2,
+    backend="gloo", host="",
+)  # fmt: skip
 
 
 def ok(rank: int = 0, **value: Any) -> Answer:
@@ -54,17 +61,6 @@ def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
     )
 
 
-#: What a worker holds, as it tells it.
-HELD: dict[str, Any] = {
-    "adapter_bytes": 0,
-    "staging_bytes": 100,
-    "transfer_ids": [],
-    "retained_bases": [3],
-    "spilled": [],
-    "pinned_base_bytes": 0,
-}
-
-
 class FakeEngine:
     """Records what is called; answers as told, per method."""
 
@@ -81,25 +77,29 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
         self.calls.append(method)
-        if method in self.hang:
-            await self.hang[method].wait()
+        await self._answer(method)
         if method in self.answers:
             return self.answers[method]()
         values = {
             "weft_handle": {"handle": b"h"},
-            "weft_keep_base": HELD,
             "weft_discard": {"changed": False, "kept": False},
             "weft_loaded": {"load_seconds": 2.0},
         }
         value = values.get(method, {})
         return [ok(rank, **value) for rank in range(self.num_ranks)]
 
+    async def _answer(self, method: str) -> None:
+        if method in self.hang:
+            await self.hang[method].wait()
+
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
         self.calls.append("pause")
+        await self._answer("pause")
 
     async def resume_scheduler_async(self) -> None:
         self.calls.append("resume")
+        await self._answer("resume")
 
     async def update_weight_version(self, text: str) -> None:
         self.calls.append(text)
@@ -114,12 +114,15 @@ def make_replica(
     engine: FakeEngine,
     load_seconds: float = 5.0,
     restore_seconds: float = 5.0,
+    call_seconds: float = 5.0,
     spills: bool = False,
     in_place: bool = False,
+    holdings: HoldingsPage | None = None,
 ) -> VllmReplica:
     serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
     parts: Any = EngineParts(
         engine=engine,
+        holdings=holdings or HoldingsPage(),
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
@@ -141,20 +144,27 @@ def make_replica(
         model_name="tiny",
         worker_pids=(),
         deadlines=Deadlines(
-            load_seconds=load_seconds, restore_seconds=restore_seconds, call_seconds=5.0
+            load_seconds=load_seconds,
+            restore_seconds=restore_seconds,
+            call_seconds=call_seconds,
         ),
         spills=spills,
     )
 
 
 async def test_a_restore_is_waited_for() -> None:
-    engine = FakeEngine(num_ranks=2)
-    replica = make_replica(engine, spills=True)
-    left = [False, False, True]
-    engine.answers["weft_restored"] = lambda: [ok(restored=left.pop(0)), ok(1, restored=True)]
-    await replica.restore("t", BASE, b"d", b"l")
-    assert engine.calls == ["weft_restore", *["weft_restored"] * 3]
-    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1, restored=True)]
+    engine, holdings = FakeEngine(num_ranks=2), HoldingsPage()
+    replica = make_replica(engine, spills=True, holdings=holdings)
+    restoring = asyncio.create_task(replica.restore("t", BASE, b"d", b"l"))
+    while "weft_restore" not in engine.calls:
+        await asyncio.sleep(0)
+    assert not restoring.done()
+    held = {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": ["t"], "retained_bases": []}
+    held |= {"spilled": [], "pinned_base_bytes": 0, "ended_restore": "t"}
+    HoldingsWriter(holdings.path).write(held)
+    await restoring
+    assert engine.calls == ["weft_restore", "weft_restored"]  # asked once
+    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1)]
     with pytest.raises(DigestMismatchError):
         await replica.restore("t", BASE, b"d", b"l")
     assert not replica.dirty_reason
@@ -163,7 +173,6 @@ async def test_a_restore_is_waited_for() -> None:
 async def test_a_restore_that_takes_too_long_is_dropped() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, restore_seconds=0.0, spills=True)
-    engine.answers["weft_restored"] = lambda: [ok(restored=False)]
     with pytest.raises(TransferTimeoutError):
         await replica.restore("t", BASE, b"d", b"l")
     assert engine.calls[-1] == "weft_discard"
@@ -188,8 +197,6 @@ async def test_a_switch_of_the_base() -> None:
         "weft_keep_base",
         "resume",
     ]
-    assert times.memory is not None
-    assert times.memory.retained_bases == (3,)
     assert times.pause_seconds >= times.load_seconds >= 0
 
 
@@ -265,6 +272,75 @@ async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("method", ["weft_pin_bases", "weft_join", "weft_spill", "weft_held"])
+async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) -> None:
+    """Stopped for longer than any call may take, and back."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01, spills=True)
+    away = engine.hang[method] = asyncio.Event()
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "weft_pin_bases": lambda: replica.pin_bases([3]),
+        "weft_join": lambda: replica.join_group(SPEC),
+        "weft_spill": lambda: replica.spill(SpillOrder()),
+        "weft_held": lambda: replica.manifest(BASE),
+    }
+    with pytest.raises(TransferTimeoutError, match=method):
+        await calls[method]()
+    assert replica.dirty_reason == ""
+    away.set()
+    del engine.hang[method]
+    if method != "weft_held":
+        await calls[method]()
+    await replica.apply_base("t", BASE, b"")
+
+
+async def test_a_pause_that_comes_late_is_taken_back() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["pause"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="pausing"):
+        await replica.apply_base("t", BASE, b"")
+    away.set()
+    assert engine.calls == ["pause", "resume"]  # the engine does them in this order
+    assert replica.dirty_reason == ""
+
+
+async def test_a_resume_that_is_late_after_a_load_is_dirty() -> None:
+    """Whoever asked is told of a failure, so nobody may take it for what it served."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["resume"] = asyncio.Event()
+    with pytest.raises(LoadFailedError, match="resuming"):
+        await replica.apply_base("t", BASE, b"")
+    assert "resuming" in replica.dirty_reason
+    away.set()
+    await asyncio.sleep(0)
+
+
+async def test_an_adapter_is_dropped_once_the_workers_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    def request(version: PolicyVersion, number: int) -> Any:
+        path = f"{adapter_hook.SCHEME}{version}"
+        return SimpleNamespace(lora_name=str(version), lora_path=path, lora_int_id=number)
+
+    monkeypatch.setattr(adapter_hook, "lora_request", request)
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    for version in (old, new):
+        await replica.load_adapter("t", version, "{}", b"")
+    assert not await replica.retire(old)
+    await asyncio.sleep(GRACE_SECONDS)
+    away = engine.hang["weft_drop_adapter"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="weft_drop_adapter"):
+        await replica.retire(old)
+    assert replica.dirty_reason == ""
+    away.set()
+    assert await replica.retire(old)
+
+
 async def test_an_interrupted_switch_is_dirty() -> None:
     engine = FakeEngine()
     replica = make_replica(engine)
@@ -286,7 +362,7 @@ async def test_a_dead_engine_is_a_dirty_one() -> None:
     def die() -> list[Answer]:
         raise RuntimeError("EngineCore encountered an issue")
 
-    engine.answers["weft_join"] = engine.answers["weft_memory"] = die
+    engine.answers["weft_pin_bases"] = die
     with pytest.raises(LoadFailedError, match="encountered an issue") as raised:
-        await make_replica(engine).memory()
+        await make_replica(engine).pin_bases([3])
     assert raised.value.metadata["dirty"] == "true"

@@ -32,6 +32,15 @@ def test_files_are_read_once_wherever_they_turn_out_to_lie(tmp_path: Path) -> No
     assert settled(started_with).state is CheckpointState.DIGESTED
 
 
+def test_files_that_were_still_on_their_way_are_looked_for_again(tmp_path: Path) -> None:
+    started_with = StartedWith("auto", DigestCache(None))
+    started_with.read(str(tmp_path), None)
+    assert settled(started_with).state is CheckpointState.NOT_COMPARED
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    started_with.read(str(tmp_path), None, is_loaded=True)
+    assert settled(started_with).state is CheckpointState.DIGESTED
+
+
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     started_with = StartedWith("safetensors", DigestCache(None))
     started_with.read(str(tmp_path), None)

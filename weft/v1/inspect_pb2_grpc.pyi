@@ -75,10 +75,10 @@ class InspectServiceStub:
     reader is told of several changes as one, and never misses how it stands at last;
     one that is very slow may be told the whole list again (`whole`). A message stays
     below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-    are READY are
-    listed; without a coordinator a reader goes on with the last list. One that was
-    restarted waits for as long as it takes it to give a replica up before it tells
-    its first list: until then a replica that is missing may be about to register.
+    are READY are listed; without a coordinator a reader goes on with the last list.
+    One that was restarted waits for as long as it takes it to give a replica up before
+    it tells its first list: until then a replica that is missing may be about to
+    register.
     Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
     """
 
@@ -129,10 +129,10 @@ class InspectServiceAsyncStub(InspectServiceStub):
     reader is told of several changes as one, and never misses how it stands at last;
     one that is very slow may be told the whole list again (`whole`). A message stays
     below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-    are READY are
-    listed; without a coordinator a reader goes on with the last list. One that was
-    restarted waits for as long as it takes it to give a replica up before it tells
-    its first list: until then a replica that is missing may be about to register.
+    are READY are listed; without a coordinator a reader goes on with the last list.
+    One that was restarted waits for as long as it takes it to give a replica up before
+    it tells its first list: until then a replica that is missing may be about to
+    register.
     Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
     """
 
@@ -228,10 +228,10 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         reader is told of several changes as one, and never misses how it stands at last;
         one that is very slow may be told the whole list again (`whole`). A message stays
         below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-        are READY are
-        listed; without a coordinator a reader goes on with the last list. One that was
-        restarted waits for as long as it takes it to give a replica up before it tells
-        its first list: until then a replica that is missing may be about to register.
+        are READY are listed; without a coordinator a reader goes on with the last list.
+        One that was restarted waits for as long as it takes it to give a replica up before
+        it tells its first list: until then a replica that is missing may be about to
+        register.
         Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
         """
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_side import inflow as inflow_module
 from rollout_side.in_place_load import InPlaceLoad
 from rollout_side.inflow import Inflow
 from rollout_side.store import WorkerStore
@@ -273,3 +274,36 @@ def assert_soon(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inflow_module, "SPEAK_SECONDS", 0.001)
+    inflow, said = make(), list[tuple[int, str]]()
+    inflow.tell(lambda bucket: said.append((bucket, threading.current_thread().name)))
+    put_all(inflow)
+    loaded = inflow.buckets()
+    next(loaded)
+    inflow.speak()  # between two tensors of a bucket
+    me = threading.current_thread().name
+    assert said == [(0, me), (0, me)]
+    waited, num_looks = threading.Event(), 0
+
+    def check() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 5:
+            waited.set()
+
+    receiver = in_thread(inflow.wait_complete, check)
+    assert waited.wait(WAIT_SECONDS)
+    assert {who for _, who in said} == {me}, "a loader that hangs is silent"
+    rest = list(loaded)
+    assert [bucket for bucket, who in said if who == me] == [0, 0, *range(1, COUNT)]
+    assert len(rest) == COUNT - 1
+    finishing = threading.Event()
+    inflow.tell(lambda bucket: finishing.set())
+    assert finishing.wait(WAIT_SECONDS), "the engine ends its layers, and cannot speak"
+    inflow.complete()
+    receiver.result(WAIT_SECONDS)

@@ -1,0 +1,156 @@
+"""A page of memory in which a worker says what it holds, and the replica's process reads it.
+
+vLLM's workers spin for a second after each ``collective_rpc``: asked every second, an idle
+replica kept a core a worker busy. So nobody asks; the worker writes when something has
+changed, and who wants to know looks. Neither ever waits for the other, and what was written
+last outlives the worker.
+
+The page is a ``memfd`` of the reader's, which the writer opens by path. It has two slots, written
+in turn: each a header (number, length, checksum) and JSON. The valid slot of the higher number is
+what holds; a slot that is being written, or was when its writer died, is not valid.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_side.engine import MemoryUse
+from weft.contract.names import PolicyVersion
+
+#: Of one value as JSON: some thousand spilled versions. Untouched memory is not taken.
+SLOT_BYTES = 4 * 2**20
+_HEADER = struct.Struct("<QII")
+_MOST_BYTES = SLOT_BYTES - _HEADER.size
+#: JSON has no bytes: they are written as {"hex": "00ff"}.
+_HEX = "hex"
+
+
+class HoldingsPage:
+    """The reader's end, which makes the page; usable from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("weft_holdings", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 2 * SLOT_BYTES)
+        self._map = mmap.mmap(self._fd, 2 * SLOT_BYTES, prot=mmap.PROT_READ)
+        self._lock = threading.Lock()
+        self._seen = 0
+        self._held = memory_use({})
+        self._ended_restore = ""
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user opens it, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def read(self) -> MemoryUse:
+        """What was written last; nothing is held before anything was. Costs next to nothing
+        where nothing has changed."""
+        with self._lock:
+            if self._fd < 0:
+                return self._held
+            for number, slot in sorted(((self._number(i), i) for i in (0, 1)), reverse=True):
+                if number <= self._seen:
+                    break
+                text = self._valid(slot, number)
+                if text is not None:
+                    value = json.loads(text, object_hook=_revived)
+                    self._seen, self._held = number, memory_use(value)
+                    self._ended_restore = value["ended_restore"]
+                    break
+            return self._held
+
+    def has_ended(self, transfer_id: str) -> bool:
+        """Whether the last restore was of this transfer, and has ended, well or not."""
+        self.read()
+        return self._ended_restore == transfer_id
+
+    def close(self) -> None:
+        """Give the memory back; a writer's end stays usable."""
+        with self._lock:
+            if self._fd >= 0:
+                self._map.close()
+                os.close(self._fd)
+                self._fd = -1
+
+    def _number(self, slot: int) -> int:
+        return int(_HEADER.unpack_from(self._map, slot * SLOT_BYTES)[0])
+
+    def _valid(self, slot: int, number: int) -> bytes | None:
+        """A slot's text, if it is whole and of that number."""
+        found, length, checksum = _HEADER.unpack_from(self._map, slot * SLOT_BYTES)
+        if found != number or length > _MOST_BYTES:
+            return None
+        begin = slot * SLOT_BYTES + _HEADER.size
+        text = self._map[begin : begin + length]
+        return text if _checksum(number, text) == checksum else None
+
+
+def memory_use(value: Mapping[str, Any]) -> MemoryUse:
+    """What a worker has written, as ``worker_state.memory_of`` made it; of a page that
+    nobody has written to, nothing."""
+    if not value:
+        return MemoryUse(adapter_bytes=0, staging_bytes=0)
+    return MemoryUse(
+        adapter_bytes=value["adapter_bytes"],
+        staging_bytes=value["staging_bytes"],
+        staged_transfer_ids=tuple(value["transfer_ids"]),
+        retained_bases=tuple(value["retained_bases"]),
+        spilled=tuple(map(PolicyVersion.parse, value["spilled"])),
+        pinned_base_bytes=value["pinned_base_bytes"],
+    )
+
+
+class HoldingsWriter:
+    """The writer's end; one a page, used by one thread at a time.
+
+    Args:
+        path: ``HoldingsPage.path``.
+
+    Raises:
+        OSError: The page's process is gone.
+    """
+
+    def __init__(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, 2 * SLOT_BYTES)
+        finally:
+            os.close(fd)
+        self._number = 0
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        """Replace what can be read.
+
+        Raises:
+            ValueError: It is too long; what was written before stays.
+        """
+        text = json.dumps(value, separators=(",", ":"), default=_plain).encode()
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"{len(text)} bytes do not fit into a page of {_MOST_BYTES}")
+        self._number += 1
+        begin = self._number % 2 * SLOT_BYTES
+        header, end = begin + _HEADER.size, begin + _HEADER.size + len(text)
+        self._map[header:end] = text
+        _HEADER.pack_into(self._map, begin, self._number, len(text), _checksum(self._number, text))
+
+
+def _checksum(number: int, text: bytes) -> int:
+    """Of a text under a number: an old header does not fit a new text."""
+    return zlib.crc32(text, number & 0xFFFFFFFF)
+
+
+def _plain(value: object) -> dict[str, str]:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} cannot be written into a page")
+    return {_HEX: value.hex()}
+
+
+def _revived(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value[_HEX]) if value.keys() == {_HEX} else value

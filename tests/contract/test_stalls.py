@@ -1,0 +1,88 @@
+"""Members that are alive and silent, and those that say that they work; on real streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import grpc
+import pytest
+
+from tests.contract.conftest import Pool
+from tests.contract.pool_fakes import FakeTrainer
+from weft.contract.errors import StalledError, WeftError
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2, rendezvous_pb2
+
+#: What the coordinator allows here.
+STALL_SECONDS = 0.6
+
+
+async def _fails(call: Awaitable[object]) -> WeftError:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    return error_from_rpc(raised.value)
+
+
+async def _state(trainer: FakeTrainer, replica_id: str) -> int:
+    pool = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    return next(int(r.state) for r in pool.replicas if r.replica_id == replica_id)
+
+
+async def test_a_silent_receiver_is_named_and_suspect_until_it_answers(pool: Pool) -> None:
+    await pool.restart(stall_seconds=STALL_SECONDS)
+    await pool.replica("r0")
+    silent = await pool.replica("r1")
+    trainer = await pool.trainer()
+    silent.attends = False
+    begun = await trainer.begin()
+    sending = asyncio.create_task(trainer.send(begun))
+    error = await _fails(trainer.wait(begun.transfer_id))
+    silent.join_error = WeftError("not yet")
+    await asyncio.gather(sending, return_exceptions=True)
+    assert isinstance(error, StalledError)
+    assert (error.status, error.metadata["member"]) == ("UNAVAILABLE", "r1")
+    assert "r1 makes no progress: it was to join the group" in error.message
+    await silent.heartbeat()
+    assert await _state(trainer, "r1") == inspect_pb2.REPLICA_STATE_SUSPECT
+    assert await silent.heartbeat(), "it serves what the pool serves"
+    transfer = await trainer.push()
+    assert list(transfer.replica_ids) == ["r0"]
+    assert not await silent.heartbeat()
+    joins = silent.calls.count("join")
+    silent.attends, silent.join_error = True, None
+    async with asyncio.timeout(10):
+        while await _state(trainer, "r1") == inspect_pb2.REPLICA_STATE_SUSPECT:
+            await silent.heartbeat()
+            await asyncio.sleep(0.05)
+    assert silent.calls.count("join") > joins, "it attended a probe"
+
+
+async def test_a_receiver_that_says_that_it_works_is_waited_for(pool: Pool) -> None:
+    await pool.restart(stall_seconds=STALL_SECONDS)
+    slow = await pool.replica("r0")
+    trainer = await pool.trainer()
+    slow.prepares = False
+    begun = await trainer.begin()
+    pushing = asyncio.create_task(trainer.send(begun))
+    outcome = asyncio.create_task(trainer.wait(begun.transfer_id))
+    async with asyncio.timeout(10):
+        while (begun.group.group_id, 1) not in slow.ranks:
+            await asyncio.sleep(0.01)
+        rank = slow.ranks[begun.group.group_id, 1]
+        while "prepare" not in rank.log:
+            await asyncio.sleep(0.01)
+    for step in range(12):
+        progress = rendezvous_pb2.Progress(
+            transfer_id=begun.transfer_id,
+            activity=rendezvous_pb2.ACTIVITY_ALLOCATING,
+            done=step,
+            total=12,
+        )
+        await rank.say(progress=progress)
+        await asyncio.sleep(STALL_SECONDS / 4)
+    assert not outcome.done()
+    error = await _fails(outcome)
+    assert isinstance(error, StalledError)
+    assert "last said that it was allocating 11 of 12 bytes" in error.message
+    await asyncio.gather(pushing, return_exceptions=True)
