@@ -18,8 +18,9 @@ DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed
 NOT_ON_CPU := torchvision torchaudio torchcodec triton
 
 SEEDS ?= 20000
+SECONDS ?= 60
 
-.PHONY: help install demo test test-fast sim matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -55,6 +56,9 @@ sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take
 
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_in_place.py tests/e2e/test_examples.py -m 'matrix or not matrix'
+
+fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 fault: install  ## The whole kill matrix on real processes; writes its table (8 minutes).
 	$(BIN)/python -m tests.fault

@@ -15,7 +15,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.drain import Drain
 from rollout_side.engine import Engine, GroupSpec, SendOrder
 from rollout_side.probe_orders import ProbeOrders
-from rollout_side.registration import Holdings, Identity, Registration, Told
+from rollout_side.registration import Holdings, Identity, OrderKey, Registration, Told
 from rollout_side.serving import Serving
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import StaleEpochError, WeftError
@@ -43,7 +43,8 @@ class Agent:
         self._aliases_hidden = False
         self._drain = Drain(engine.num_requests, self._close, self._is_needed)
         self._in_transfer = False
-        self._closed = ""
+        self._closed = self._ordered = ""
+        self._order = OrderKey(0, 0)
         self._pins_told: tuple[int, ...] = ()
         self._heard = asyncio.Event()
         self._probes = ProbeOrders(engine)
@@ -126,12 +127,57 @@ class Agent:
             and registration.ready.is_set()
             and not self.serving.dirty_reason
             and not self._drain.under_way
+            and not self.refusing
         )
 
+    @property
+    def refusing(self) -> str:
+        """Why new requests are refused now, by what the engine was told; empty while they
+        are taken. What mixed weights refuse is not in it."""
+        hidden = "bare names are refused: it was out of contact with the coordinator"
+        return self._closed or self._ordered or (hidden if self._aliases_hidden else "")
+
+    @property
+    def order_number(self) -> int:
+        """Of the newest order about that which was heard of its coordinator."""
+        return self._order.number
+
     def _holdings(self) -> Holdings:
+        # The order's number before what it says: on the loop's thread it is set after. One of
+        # a former coordinator says nothing to this one.
+        order, registration = self._order, self.registration
+        known = registration.coordinator_generation if registration else 0
+        number = order.number if order.generation == known else 0
         now, drain = self.serving, self._drain.note()
         checkpoint = self.engine.checkpoint
-        return Holdings(now.vector, now.memory, now.mixed_reason, drain, now.pins, checkpoint)
+        return Holdings(
+            now.vector,
+            now.memory,
+            now.mixed_reason,
+            drain,
+            now.pins,
+            checkpoint,
+            self.refusing,
+            number,
+        )
+
+    def order_refusal(self, order: OrderKey, reason: str) -> bool:
+        """Refuse new requests from now on, or take them again where ``reason`` is empty; an
+        older order than one that was heard changes nothing. Returns whether it did."""
+        if order < self._order:
+            return False
+        changes = reason != self._ordered
+        self._ordered = reason
+        self.engine.refuse_requests(self._closed or reason)
+        self._order = order
+        if changes:
+            _log.info("new requests are %s", f"refused: {reason}" if reason else "taken")
+        return changes
+
+    def hurry(self) -> None:
+        """Have the coordinator hear at once what is so now, and answer."""
+        if self.registration is not None:
+            self.registration.hurry()
 
     # -- leaving it in good order ----------------------------------------------
 
@@ -168,7 +214,8 @@ class Agent:
             self._in_transfer = told.in_transfer
         if told.drain is not None:
             self.drain(told.drain.seconds, told.drain.reason)
-        self.engine.refuse_requests(self._closed or told.refuse_reason)
+        if self.order_refusal(told.order, told.refuse_reason):
+            self.hurry()
         self._pins_told = told.pins
 
     def _close(self, reason: str) -> None:
@@ -187,6 +234,8 @@ class Agent:
             return
         self._aliases_hidden = not registration.in_contact
         await self.engine.hide_aliases(self._aliases_hidden)
+        if not self._aliases_hidden:
+            registration.hurry()
         _log.warning(
             "bare names are %s",
             "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
@@ -207,6 +256,9 @@ class Agent:
         def hear(told: Told) -> None:
             loop.call_soon_threadsafe(self._told, told)
 
+        def obey(order: OrderKey, reason: str) -> None:
+            loop.call_soon_threadsafe(self.order_refusal, order, reason)
+
         identity = Identity(
             address=self.address,
             capabilities=self.engine.capabilities,
@@ -219,6 +271,7 @@ class Agent:
             current=self._holdings,
             on_failed=fail,
             on_told=hear,
+            on_ordered=obey,
         )
         self.registration = registration
         await self.serving.look(self._pins_told)  # what is spilled, say, is registered

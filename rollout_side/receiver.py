@@ -183,8 +183,11 @@ class _Group:
             self._membership = Membership(
                 spec.coordinator, ticket, on_message=self._on_message, on_closed=self._on_closed
             )
-        except Exception:  # noqa: BLE001 (the edge of a thread)
+        except WeftError as error:
             # The coordinator sees that this rank never attends and gives up in time.
+            _log.warning("could not join group %s: %s", spec.group_id, error)
+            return
+        except Exception:  # noqa: BLE001 (the edge of a thread)
             _log.exception("could not join group %s", spec.group_id)
             return
         try:

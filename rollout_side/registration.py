@@ -82,6 +82,19 @@ class Holdings:
     """Pinned versions of the base that the engine knows to be so."""
     checkpoint: Checkpoint = _NOT_KNOWN
     """What the engine was started with."""
+    refusing: str = ""
+    """Why new requests are refused, mixed weights aside; empty while they are taken."""
+    order_number: int = 0
+    """Of the order by which they are."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Which of two orders to refuse requests is the newer one."""
+
+    generation: int
+    """Of the coordinator."""
+    number: int
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,8 @@ class Told:
     """Whether a transfer needs the replica."""
     refuse_reason: str
     """Why new requests are to be refused; empty when they are not."""
+    order: OrderKey
+    """That says so."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
 
@@ -112,6 +127,7 @@ class Registration:
             replica for good (another base model, no backend in common, or its id
             stays taken).
         on_told: Called on this object's thread with the answer to each heartbeat.
+        on_ordered: Called on it with what was said at registration of refusing requests.
     """
 
     def __init__(
@@ -122,6 +138,7 @@ class Registration:
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
         on_told: Callable[[Told], None],
+        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -131,6 +148,7 @@ class Registration:
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
         self._current, self._on_failed, self._on_told = current, on_failed, on_told
+        self._on_ordered = on_ordered
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
@@ -250,6 +268,7 @@ class Registration:
             spilled_versions=map(version_to_proto, now.memory.spilled),
             drain=_drain_to_proto(now.drain),
             checkpoint=checkpoint_to_proto(now.checkpoint),
+            refusing=now.refusing,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -262,6 +281,9 @@ class Registration:
             "registered as %s with coordinator generation %d",
             config.replica_id,
             self.coordinator_generation,
+        )
+        self._on_ordered(
+            OrderKey(self.coordinator_generation, response.order_number), response.refuse_reason
         )
         self.registered.set()
 
@@ -284,6 +306,8 @@ class Registration:
             drain=_drain_to_proto(now.drain),
             pinned_base_versions=now.pins,
             pinned_base_bytes=now.memory.pinned_base_bytes,
+            refusing=now.refusing,
+            order_number=now.order_number,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._heard_at = time.monotonic()
@@ -305,6 +329,7 @@ class Registration:
                     is_draining,
                     response.in_transfer,
                     response.refuse_reason,
+                    OrderKey(self.coordinator_generation, response.order_number),
                     tuple(response.pinned_base_versions),
                 )
             )

@@ -11,9 +11,11 @@ import grpc
 
 from rollout_side.agent import Agent
 from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.registration import OrderKey
 from rollout_side.serving import SpilledCopy
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.names import PolicyVersion, check_name
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
@@ -21,14 +23,34 @@ from weft.rpc.codec import (
     vector_to_proto,
     version_from_proto,
     version_to_proto,
-    versions_from_proto,
 )
 from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.v1 import publish_pb2
+from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
+    """A version that an order names.
+
+    Raises:
+        InvalidNameError: Its policy is none.
+    """
+    check_name(message.policy, "policy")
+    return version_from_proto(message)
+
+
+def _named(transfer_id: str) -> str:
+    """A transfer that an order names: the empty name is what engines call none by.
+
+    Raises:
+        InvalidRequestError: It is empty.
+    """
+    if not transfer_id:
+        raise InvalidRequestError("transfer_id must not be empty")
+    return transfer_id
 
 
 class ReplicaServicer(ReplicaServiceServicer):
@@ -64,8 +86,8 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent.check_incarnation(request.incarnation)
         with self._signed():
             times = await agent.serving.commit(
-                request.transfer_id,
-                version_from_proto(request.version),
+                _named(request.transfer_id),
+                _version(request.version),
                 request.adapter.config_json,
                 request.content_digest.value,
                 request.alias,
@@ -83,8 +105,8 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
         await agent.serving.load_in_place(
-            request.transfer_id,
-            version_from_proto(request.version),
+            _named(request.transfer_id),
+            _version(request.version),
             duration_from_proto(request.timeout),
         )
         return pb.LoadTransferResponse()
@@ -98,14 +120,14 @@ class ReplicaServicer(ReplicaServiceServicer):
         spilled = None
         if request.HasField("spilled"):
             spilled = SpilledCopy(
-                transfer_id=request.spilled.transfer_id,
+                transfer_id=_named(request.spilled.transfer_id),
                 config_json=request.spilled.adapter.config_json,
                 content_digest=request.spilled.content_digest.value,
                 layout_digest=request.spilled.layout_digest,
                 alias=request.spilled.alias,
             )
         with self._signed():
-            times = await agent.serving.switch(version_from_proto(request.version), spilled)
+            times = await agent.serving.switch(_version(request.version), spilled)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -116,7 +138,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     async def DescribeVersion(  # noqa: N802
         self, request: pb.DescribeVersionRequest, context: _Context
     ) -> AsyncIterator[pb.DescribeVersionResponse]:
-        manifest = await self._agent.engine.manifest(version_from_proto(request.version))
+        manifest = await self._agent.engine.manifest(_version(request.version))
         for chunk in manifest_to_chunks(manifest):
             yield pb.DescribeVersionResponse(chunk=chunk)
 
@@ -125,11 +147,12 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SendVersionResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
+        version = _version(request.version)
         order = SendOrder(
             group=self._spec("", request.group, None),
-            transfer_id=request.transfer_id,
-            policy=request.version.policy,
-            version=request.version.version,
+            transfer_id=_named(request.transfer_id),
+            policy=version.policy,
+            version=version.version,
             nonce=request.nonce,
             timeout_seconds=duration_from_proto(request.timeout),
         )
@@ -168,7 +191,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.DiscardTransferResponse:
         self._agent.check_generation(request.coordinator_generation)
         agent = self._agent
-        await agent.serving.discard(request.transfer_id)
+        await agent.serving.discard(_named(request.transfer_id))
         return pb.DiscardTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             incarnation=agent.config.incarnation,
@@ -179,11 +202,22 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        await agent.serving.retire(versions_from_proto(request.versions))
+        await agent.serving.retire([_version(version) for version in request.versions])
         return pb.RetireVersionsResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             draining=[version_to_proto(version) for version in sorted(agent.serving.draining)],
         )
+
+    async def RefuseRequests(  # noqa: N802
+        self, request: pb.RefuseRequestsRequest, context: _Context
+    ) -> pb.RefuseRequestsResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
+        order = OrderKey(request.coordinator_generation, request.order_number)
+        agent.order_refusal(order, request.refuse_reason)
+        agent.hurry()
+        return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context

@@ -288,6 +288,7 @@ class Delivery:
         """Tell the coordinator, best effort, and leave the group."""
         request = pb.AbortTransferRequest(
             transfer_id=begun.transfer_id,
+            policy=begun.version.policy,
             fencing_token=self._leases.held_token(begun.version.policy),
             message=f"the trainer gave up: {error!r}"[:500],
         )

@@ -63,8 +63,16 @@ def uncordon(coordinator: str, replica_id: str) -> None:
     """
     request = admin_pb2.UncordonRequest(replica_id=replica_id)
     with open_channel(coordinator) as channel, _typed():
-        AdminServiceStub(channel).Uncordon(request, timeout=_CALL_SECONDS)
-    Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
+        answer = AdminServiceStub(channel).Uncordon(request, timeout=_CALL_SECONDS)
+    if answer.state in (inspect_pb2.REPLICA_STATE_UNSPECIFIED, inspect_pb2.REPLICA_STATE_READY):
+        Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
+        return
+    state = inspect_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_")
+    words = state.lower().replace("_", " ")
+    Console().print(
+        f"[bold]{replica_id}[/] is no longer withdrawn; it is {words} ({answer.state_reason})",
+        soft_wrap=True,
+    )
 
 
 def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: float) -> None:

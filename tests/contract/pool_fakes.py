@@ -94,7 +94,8 @@ class FakeRank:
         self.stub = rendezvous_pb2_grpc.RendezvousServiceStub(self.channel)
         self.group = group
         self.rank = rank
-        self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=group.token)
+        token = [group.token, *group.further_tokens][rank - group.rank :][:1] or [group.token]
+        self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=token[0])
         self.log: list[str] = []
         self.released = 0
         self.call: Any = self.stub.Attend()
@@ -132,6 +133,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.capabilities = capabilities
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
+        self.refusing, self.order_number, self.obeys = "", 0, True
         self.retained: list[int] = []
         self.spilled: list[types_pb2.PolicyVersion] = []
         self.switches: list[replica_pb2.SwitchVersionRequest] = []
@@ -147,6 +149,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
         self.calls: list[str] = []
+        self.joins: list[replica_pb2.JoinGroupRequest] = []
         self.ranks: dict[tuple[str, int], FakeRank] = {}
         self.tasks: list[asyncio.Task[None]] = []
         self.manifests: dict[bytes, Manifest] = {}
@@ -165,6 +168,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         return self
 
     async def register(self) -> registry_pb2.RegisterResponse:
+        self.order_number = 0
         response = await self.registry.Register(
             registry_pb2.RegisterRequest(
                 replica_id=self.replica_id,
@@ -176,8 +180,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 model_name="tiny",
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                refusing=self.refusing,
             )
         )
+        self._obey(response.refuse_reason, response.order_number)
         if response.reference_wanted:
             chunks = reference_to_chunks(REFERENCE)
             await self.registry.PutReference(
@@ -193,9 +199,16 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 version_vector=vector_to_proto(self.vector),
                 retained_base_versions=self.retained,
                 spilled_versions=self.spilled,
+                refusing=self.refusing,
+                order_number=self.order_number,
             )
         )
+        self._obey(response.refuse_reason, response.order_number)
         return bool(response.ready)
+
+    def _obey(self, reason: str, number: int) -> None:
+        if number >= self.order_number and self.obeys:
+            self.refusing, self.order_number = reason, number
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -210,6 +223,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def JoinGroup(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("join")
+        self.joins.append(request)
         if self.join_error:
             raise self.join_error
         if self.attends:
@@ -268,6 +282,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.calls.append("discard")
         return replica_pb2.DiscardTransferResponse(
             version_vector=vector_to_proto(self.vector), incarnation=self.incarnation
+        )
+
+    async def RefuseRequests(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls.append("refuse")
+        self._obey(request.refuse_reason, request.order_number)
+        return replica_pb2.RefuseRequestsResponse(
+            refusing=self.refusing, order_number=self.order_number
         )
 
     async def RetireVersions(self, request: Any, context: Any) -> Any:  # noqa: N802

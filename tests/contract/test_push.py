@@ -205,7 +205,10 @@ async def test_abort_wakes_everyone(pool: Pool) -> None:
     while (await sender.hear()).WhichOneof("message") != "start":
         pass
     request = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id, fencing_token=trainer.token, message="enough"
+        transfer_id=begun.transfer_id,
+        policy="math",
+        fencing_token=trainer.token,
+        message="enough",
     )
     await trainer.stub.AbortTransfer(request)
     await trainer.stub.AbortTransfer(request)
@@ -360,7 +363,7 @@ async def test_what_every_replica_refuses_has_failed(
     assert served == 1
     assert {r.state for r in pooled.replicas} == {inspect_pb2.REPLICA_STATE_READY}
     abort = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id, fencing_token=trainer.token
+        transfer_id=begun.transfer_id, policy=trainer.policy, fencing_token=trainer.token
     )
     await trainer.stub.AbortTransfer(abort)
     for replica in replicas:
@@ -422,10 +425,12 @@ async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
     error = await _fails(after.wait(cut.transfer_id))
     assert error.reason == "TRANSFER_ABORTED"
     assert "restarted" in error.message
-    abort = publish_pb2.AbortTransferRequest(transfer_id=cut.transfer_id)
+    abort = publish_pb2.AbortTransferRequest(transfer_id=cut.transfer_id, policy="math")
     await after.stub.AbortTransfer(abort)
-    abort = publish_pb2.AbortTransferRequest(transfer_id=first.transfer_id)
+    abort = publish_pb2.AbortTransferRequest(transfer_id=first.transfer_id, policy="math")
     assert (await _fails(after.stub.AbortTransfer(abort))).reason == "ALREADY_COMMITTED"
+    abort.policy = "code"
+    assert (await _fails(after.stub.AbortTransfer(abort))).reason == "LEASE_FENCED"
     transfer = await after.push()
     assert transfer.version.version == 3
     assert transfer.epoch == 2

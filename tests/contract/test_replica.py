@@ -184,6 +184,35 @@ def _load(transfer_id: str = "t1", **fields: Any) -> replica_pb2.LoadTransferReq
     )
 
 
+_NAMELESS = types_pb2.PolicyVersion(version=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "reason"),
+    [
+        ("DiscardTransfer", {}, "INVALID_REQUEST"),
+        ("LoadTransfer", {"version": BASE_1}, "INVALID_REQUEST"),
+        ("CommitTransfer", {"version": BASE_1}, "INVALID_REQUEST"),
+        ("CommitTransfer", {"transfer_id": "t"}, "INVALID_NAME"),
+        ("CommitTransfer", {"transfer_id": "t", "version": _NAMELESS}, "INVALID_NAME"),
+        ("SwitchVersion", {}, "INVALID_NAME"),
+        ("SwitchVersion", {"version": {"policy": "base", "version": 2**63 - 1}}, "INVALID_REQUEST"),
+        ("SwitchVersion", {"version": BASE_1, "spilled": {}}, "INVALID_REQUEST"),
+        ("DescribeVersion", {"version": {"policy": "../up"}}, "INVALID_NAME"),
+        ("RetireVersions", {"versions": [BASE_1, _NAMELESS]}, "INVALID_NAME"),
+    ],
+)
+async def test_an_order_that_names_nothing(
+    served: Served, method: str, fields: dict[str, Any], reason: str
+) -> None:
+    await served.commit("base@1")
+    request = getattr(replica_pb2, f"{method}Request")(**fields)
+    refused = await _refused(getattr(served.stub, method)(request))
+    assert refused == f"INVALID_ARGUMENT/{reason}"
+    assert served.agent.serving.vector.base == 1
+    assert not served.agent.serving.draining
+
+
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
     assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"

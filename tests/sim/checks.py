@@ -54,7 +54,7 @@ class Checks:
         self._served: dict[str, list[int]] = {}
         self._cloned: dict[tuple[str, str, str], set[int]] = {}
         self._newest_epoch = 0
-        self._tokens: set[str] = set()
+        self._secrets: set[str] = set()
 
     # -- decisions -----------------------------------------------------------------
 
@@ -157,10 +157,10 @@ class Checks:
         """Members are let in, and may be told of it."""
         if group.epoch <= self._newest_epoch:
             fail(f"epoch {group.epoch} after {self._newest_epoch}")
-        if group.token in self._tokens:
-            fail(f"the token of {group.group_id} was another group's")
+        if group.secret in self._secrets:
+            fail(f"the secret of {group.group_id} was another group's")
         self._newest_epoch = group.epoch
-        self._tokens.add(group.token)
+        self._secrets.add(group.secret)
 
     def _retired(
         self, state: State, effect: effects.CallRetire | effects.SaveRetired, *, by_order: bool

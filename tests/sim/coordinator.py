@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 TICK_SECONDS = 0.25
-_CALL_SECONDS = {"join": 10.0, "load": 30.0, "discard": 5.0, "retire": 10.0}
+_CALL_SECONDS = {"join": 10.0, "load": 30.0, "discard": 5.0, "retire": 10.0, "refuse": 5.0}
 _DESCRIBE_SECONDS = 10.0
 _Switch = effects.CallCommit | effects.CallSwitch
 _ReplicaCall = (
@@ -34,6 +34,7 @@ _ReplicaCall = (
     | effects.CallSend
     | effects.CallDiscard
     | effects.CallRetire
+    | effects.CallRefuse
     | _Switch
 )
 
@@ -149,6 +150,16 @@ class SimCoordinator(Process):
                         None
                         if f
                         else events.DiscardAnswered(effect.replica_id, effect.transfer_id, *v)
+                    ),
+                )
+            case effects.CallRefuse():
+                self._call(
+                    "refuse",
+                    effect,
+                    lambda v, f: (
+                        None
+                        if f
+                        else events.RefuseAnswered(effect.replica_id, effect.incarnation, *v)
                     ),
                 )
             case effects.CallRetire():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Process
 from weft.contract.errors import (
     NotFoundError,
+    NotReadyError,
     PeerUnavailableError,
     TransferTimeoutError,
     WeftError,
@@ -170,7 +171,7 @@ class SimOperator(Process):
             yield 4.0
             for name in sorted(self.world.replicas):
                 self._putting_back(name)
-                with contextlib.suppress(NotFoundError):
+                with contextlib.suppress(NotFoundError, NotReadyError):
                     yield from self._until_answered("uncordon", replica_id=name)
 
     def _until_answered(self, method: str, **args: Any) -> Generator[Any, Any, None]:

@@ -11,6 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator import effects, events
 from weft.coordinator.demands import publish_again_version
 from weft.coordinator.replica import Replica
+from weft.coordinator.standing import is_routable
 from weft.coordinator.state import State
 from weft.coordinator.values import Errand, Phase
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Beyond the time after which an owner is asked: a few ticks, and a slow disk.
 _SLACK_SECONDS = 3.0
+#: For a replica that is in contact: calls and answers that are lost and late, a few times.
+_ENFORCED_SECONDS = 15.0
 _CHANGES = (Errand.PUSH, Errand.ROLLBACK)
 
 
@@ -36,6 +39,7 @@ class OperatorChecks:
         self._world = world
         self._retired: set[PolicyVersion] = set()
         self._unheld_since: dict[PolicyVersion, float] = {}
+        self._answers_since: dict[str, float] = {}
 
     def stepped(self, before: State, event: events.Event, state: State) -> None:
         """After every event."""
@@ -45,6 +49,30 @@ class OperatorChecks:
         self._check_clones(state)
         if isinstance(event, events.Tick):
             self._check_asked(state)
+            self._check_enforced(state)
+        self._check_open(state)
+
+    def _check_open(self, state: State) -> None:
+        """Who is routed takes requests, at once and not with its next heartbeat."""
+        for replica in state.replicas.values():
+            process = self._world.replicas[replica.replica_id]
+            is_it = process.alive and process.incarnation == replica.incarnation
+            if is_it and is_routable(state, replica) and process.refusing:
+                fail(f"{replica.replica_id} is ready and refuses requests: {process.refusing}")
+
+    def _check_enforced(self, state: State) -> None:
+        """Who is quarantined by order refuses requests soon, where it can be told."""
+        now, answers = self._world.clock.now, {}
+        for name, process in self._world.replicas.items():
+            replica = state.replicas.get(name)
+            if replica is None or replica.lost or replica.incarnation != process.incarnation:
+                continue
+            thawed = process.alive and process.frozen_until < now
+            if state.is_quarantined(name) and thawed and not process.refusing:
+                answers[name] = self._answers_since.get(name, now)
+                if now > answers[name] + _ENFORCED_SECONDS:
+                    fail(f"{name} is quarantined and answers requests")
+        self._answers_since = answers
 
     def _check_taken(self, before: State, state: State) -> None:
         """What a transfer takes when its turn comes."""

@@ -72,6 +72,8 @@ class SimReplica(Process):
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
         self.ready = self.is_known = False
+        self.refusing = ""
+        self.order = (0, 0)
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
@@ -119,8 +121,11 @@ class SimReplica(Process):
                     staged=self._memory[1],
                     pins_obeyed=frozenset(self._pins),
                     drain=note,
+                    refusing=self.refusing,
+                    order_number=self.order[1],
                 )
                 self.ready = answer.ready
+                self._obey(self._generation, answer.order_number, answer.refuse_reason)
                 self._pins_told = answer.pinned_bases
                 self.drain.hear(answer, is_noted=note is not None)
                 yield interval
@@ -145,12 +150,19 @@ class SimReplica(Process):
             retained=self._memory[0],
             dirty_reason=self.dirty_reason,
             drain=self.drain.note(),
+            refusing=self.refusing,
         )
         self._generation = answer.generation
+        self._obey(answer.generation, answer.order_number, answer.refuse_reason)
         if answer.reference_wanted:
             fingerprint = CAPABILITIES.base_fingerprint
             yield self._call("put_reference", fingerprint=fingerprint)
         return float(answer.heartbeat_seconds)
+
+    def _obey(self, generation: int, number: int, reason: str) -> None:
+        """Refuse requests, or take them again, unless a newer order was heard."""
+        if (generation, number) >= self.order:
+            self.order, self.refusing = (generation, number), reason
 
     def _call(self, method: str, **args: Any) -> Future:
         return self.world.network.call(self, "coordinator", method, 2.0, **args)
@@ -181,6 +193,12 @@ class SimReplica(Process):
                 self._load_in_place(order, future)
             case effects.CallDiscard():
                 future = self.spawn(self._discard(order.transfer_id))
+            case effects.CallRefuse():
+                if order.incarnation != self.incarnation:
+                    future.set(error=StaleEpochError("another process of it is meant"))
+                    return future, None
+                self._obey(args["generation"], order.number, order.reason)
+                future.set((self.refusing, self.order[1]))
             case effects.CallRetire():
                 self._retire(order.versions)
                 future.set(self.vector)

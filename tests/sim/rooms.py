@@ -34,7 +34,7 @@ class Rooms:
         room = self.rooms.get(group_id)
         if room is None:
             stream.end(StaleEpochError(f"group {group_id} was dropped"))
-        elif room.group.token != token:
+        elif token != room.group.token_of(rank):
             stream.end(NotAllowedError("wrong token"))
         elif rank in room.links:
             stream.end(RequestConflictError(f"rank {rank} attends already"))

@@ -223,7 +223,13 @@ class SimTrainer(Process):
         if isinstance(error, TransferTimeoutError):
             token = self.tokens.get(push.policy, 0)
             with contextlib.suppress(WeftError):
-                yield self._call("abort", 2.0, transfer_id=push.transfer_id, fencing_token=token)
+                yield self._call(
+                    "abort",
+                    2.0,
+                    transfer_id=push.transfer_id,
+                    policy=push.policy,
+                    fencing_token=token,
+                )
         if self.sender is not None:
             self.sender.close()
             self.sender = None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.contract.adapter_numbers import check_numbers
+from weft.contract.adapter_types import check_types, shown
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
 from weft.contract.reference import Reference, is_output_layer
@@ -88,18 +89,21 @@ def parse_config(config_json: str) -> dict[str, Any]:
         config = json.loads(config_json)
     except ValueError as error:
         raise InvalidAdapterError(f"the adapter config is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidAdapterError("the adapter config is nested too deeply") from None
     if not isinstance(config, dict):
         raise InvalidAdapterError("the adapter config is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise InvalidAdapterError(
-            f"peft_type is {config.get('peft_type')!r}; only LORA can be served"
+            f"peft_type is {shown(config.get('peft_type'))}; only LORA can be served"
         )
     if not _is_positive_int(config.get("r")):
-        raise InvalidAdapterError(f"r is {config.get('r')!r}; it must be a positive integer")
+        raise InvalidAdapterError(f"r is {shown(config.get('r'))}; it must be a positive integer")
     if not isinstance(config.get("lora_alpha"), int | float):
         raise InvalidAdapterError(
-            f"lora_alpha is {config.get('lora_alpha')!r}; it must be a number"
+            f"lora_alpha is {shown(config.get('lora_alpha'))}; it must be a number"
         )
+    check_types(config)
     check_numbers(config)
     return config
 
@@ -116,17 +120,19 @@ def check_settings(config: Mapping[str, Any]) -> None:
     """
     for key, advice in _REFUSED.items():
         if config.get(key):
-            raise InvalidAdapterError(f"{key}={config[key]!r}: {advice}", metadata={"setting": key})
+            raise InvalidAdapterError(
+                f"{key}={shown(config[key])}: {advice}", metadata={"setting": key}
+            )
     if config.get("bias", "none") != "none":
         raise InvalidAdapterError(
-            f"bias={config['bias']!r}: trained biases are not served by vLLM; use bias='none'",
+            f"bias={shown(config['bias'])}: trained biases are not served by vLLM; use bias='none'",
             metadata={"setting": "bias"},
         )
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
         raise InvalidAdapterError(
-            f"init_lora_weights={start!r} changes the base weights; convert it to a plain LoRA "
-            "with PEFT's path_initial_model_for_weight_conversion, or push it merged",
+            f"init_lora_weights={shown(start)} changes the base weights; convert it to a plain "
+            "LoRA with PEFT's path_initial_model_for_weight_conversion, or push it merged",
             metadata={"setting": "init_lora_weights"},
         )
 

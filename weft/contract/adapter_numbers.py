@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from weft.contract.adapter_types import shown
 from weft.contract.errors import InvalidAdapterError
 
 #: What scalings are multiplied in at best; a larger one is infinite there.
@@ -60,9 +61,9 @@ def _alpha(setting: str, value: object) -> float:
 
 
 def _refused(setting: str, value: object, wanted: str) -> InvalidAdapterError:
-    shown = "an integer of many digits" if _is_huge(value) else repr(value)[:80]
+    text = "an integer of many digits" if _is_huge(value) else shown(value)
     return InvalidAdapterError(
-        f"{setting} is {shown}; it must be {wanted}", metadata={"setting": setting[:200]}
+        f"{setting} is {text}; it must be {wanted}", metadata={"setting": setting[:200]}
     )
 
 

@@ -193,6 +193,7 @@ REASONS: dict[str, type[WeftError]] = {
     "NOT_RETAINED": NotReadyError,
     "VERSION_IN_USE": NotReadyError,
     "TRANSFER_UNDER_WAY": NotReadyError,
+    "NOT_WITHDRAWN": NotReadyError,
     "REPLICAS_IN_CONTACT": NotReadyError,
     "MANIFEST_UNKNOWN": NotReadyError,
     "ALREADY_COMMITTED": NotReadyError,

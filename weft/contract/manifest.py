@@ -32,6 +32,8 @@ MAX_TOTAL_BYTES = 2**50
 #: Digest algorithms by number, as in ``weft.v1.DigestAlgorithm``.
 XXH3_64 = 1
 WSUM64 = 2
+#: Of a ``ContentDigest``, whatever the algorithm.
+DIGEST_BYTES = 8
 DIGEST_NAMES = {XXH3_64: "xxh3_64", WSUM64: "wsum64"}
 
 _TRAILER = struct.Struct("<QQQQ")

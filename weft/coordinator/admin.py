@@ -21,7 +21,7 @@ from weft.rpc.codec import (
     version_from_proto,
     version_to_proto,
 )
-from weft.v1 import admin_pb2, admin_pb2_grpc
+from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -117,8 +117,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.UncordonRequest, context: Context
     ) -> admin_pb2.UncordonResponse:
         """Source: protos/weft/v1/admin.proto."""
-        await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
-        return admin_pb2.UncordonResponse()
+        answer = await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
+        assert isinstance(answer, effects.StandingAnswer)
+        return admin_pb2.UncordonResponse(
+            state=inspect_pb2.ReplicaState.ValueType(int(answer.standing or 0)),
+            state_reason=answer.why,
+        )
 
     async def GetBase(
         self, request: admin_pb2.GetBaseRequest, context: Context

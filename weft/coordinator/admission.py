@@ -322,7 +322,7 @@ def _new_group(change: Change, transfer: Transfer, replicas: Sequence[Replica]) 
     change.emit(SaveEpoch(epoch))
     group = Group(
         transfer.ids.group_id,
-        transfer.ids.token,
+        transfer.ids.group_secret,
         epoch,
         transfer.trainer_id,
         transfer.session_id,

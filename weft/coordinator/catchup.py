@@ -233,7 +233,7 @@ def _start_clone(change: Change, transfer: Transfer, source: Replica, replica: R
     nth = transfer.num_interruptions
     group = Group(
         f"{transfer.ids.group_id}.{nth}" if nth else transfer.ids.group_id,
-        reform.derived_token(transfer, nth) if nth else transfer.ids.token,
+        reform.derived_secret(transfer, nth) if nth else transfer.ids.group_secret,
         epoch,
         transfer.trainer_id,
         "",

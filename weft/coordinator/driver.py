@@ -253,6 +253,7 @@ class Driver:
                 | effects.CallRestore()
                 | effects.CallDiscard()
                 | effects.CallRetire()
+                | effects.CallRefuse()
             ):
                 self._caller.start(effect)
 

@@ -15,6 +15,7 @@ from weft.coordinator.values import (
     BoundCheckpoint,
     ContentDigest,
     Failure,
+    Standing,
     VersionRecord,
 )
 
@@ -143,6 +144,9 @@ class RegisterAnswer:
     heartbeat_seconds: float
     reference_wanted: bool
     generation: int
+    refuse_reason: str = ""
+    """As of HeartbeatAnswer."""
+    order_number: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,16 @@ class HeartbeatAnswer:
     """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
     """Why it must refuse new requests; empty when it must not."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
+
+
+@dataclass(frozen=True)
+class StandingAnswer:
+    """To Uncordon: where the replica stands, if it is in the pool, and why."""
+
+    standing: Standing | None
+    why: str
 
 
 @dataclass(frozen=True)
@@ -198,6 +212,7 @@ Answer = (
     | RollbackAnswer
     | RebindAnswer
     | RetentionAnswer
+    | StandingAnswer
     | Transfer
     | Done
 )
@@ -367,6 +382,17 @@ class CallDiscard:
 
 
 @dataclass(frozen=True)
+class CallRefuse:
+    """RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True)
 class CallRetire:
     """RetireVersions."""
 
@@ -440,6 +466,7 @@ Effect = (
     | CallRestore
     | CallDiscard
     | CallRetire
+    | CallRefuse
     | CloseChannel
     | CheckFit
     | LookUp

@@ -112,10 +112,11 @@ class AwaitTransfer:
 
 @dataclass(frozen=True)
 class AbortTransfer:
-    """A trainer gives a transfer up."""
+    """A trainer gives a transfer of its policy up."""
 
     ticket: int
     transfer_id: str
+    policy: str
     fencing_token: int
     message: str
 
@@ -146,6 +147,8 @@ class Register:
     spilled: frozenset[PolicyVersion] = frozenset()
     drain: DrainNote | None = None
     checkpoint: Checkpoint = NOT_TOLD
+    refusing: str = ""
+    """Why it refuses new requests; empty while it is open."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,9 @@ class Heartbeat:
     drain: DrainNote | None = None
     pins_obeyed: frozenset[int] = frozenset()
     pinned_bytes: int = 0
+    refusing: str = ""
+    order_number: int = 0
+    """Of the order by which it refuses requests, or takes them."""
 
 
 @dataclass(frozen=True)
@@ -322,6 +328,16 @@ class DiscardAnswered:
     vector: VersionVector
 
 
+@dataclass(frozen=True)
+class RefuseAnswered:
+    """A replica says what it enforces, by which order."""
+
+    replica_id: str
+    incarnation: str
+    refusing: str
+    order_number: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
     """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
@@ -446,6 +462,7 @@ Event = (
     | CommitAnswered
     | RetireAnswered
     | DiscardAnswered
+    | RefuseAnswered
     | LookedUp
     | Rollback
     | Pin

@@ -7,7 +7,7 @@ decision needs becomes an event.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -21,6 +21,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft.contract.manifest import DIGEST_BYTES
 from weft.coordinator import events
 from weft.coordinator.progress import Word
 from weft.coordinator.store import GroupStore
@@ -137,7 +138,8 @@ class _Room:
 
     def __init__(self, group: Group) -> None:
         self.group_id = group.group_id
-        self.token = group.token.encode()
+        # By digest, so that how long a look-up takes tells nothing of a token.
+        self.ranks = {_digest(group.token_of(rank)): rank for rank in range(group.size)}
         self.size = group.size
         self.store = GroupStore()
         self.links: dict[int, RankLink] = {}
@@ -157,6 +159,10 @@ class _Room:
         if not words and not new:
             return None
         return events.RanksHeard(self.group_id, words, transfer_id, new)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
 
 class Hub:
@@ -192,39 +198,45 @@ class Hub:
         for group_id in list(self._rooms):
             self.drop_group(group_id, why)
 
-    def _room(self, group_id: str, token: str) -> _Room:
+    def _room(self, group_id: str, token: str) -> tuple[_Room, int]:
+        """A group, and the rank that the token is of."""
         room = self._rooms.get(group_id)
         if room is None:
             why = self._dropped.get(group_id, "it is not known here (any more)")
             raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
-        if not hmac.compare_digest(room.token, token.encode()):
+        rank = room.ranks.get(_digest(token))
+        if rank is None:
             raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
-        return room
+        return room, rank
 
     def store(self, group_id: str, token: str) -> GroupStore:
-        """A group's store.
+        """A group's store, for any of its ranks.
 
         Raises:
             NotAllowedError, StaleEpochError: Wrong token; no such group.
         """
-        return self._room(group_id, token).store
+        return self._room(group_id, token)[0].store
 
     def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
-        """The layout of a transfer of the group."""
-        return self._room(group_id, token).layouts.get(digest)
+        """The layout of a transfer of the group, for any of its ranks."""
+        return self._room(group_id, token)[0].layouts.get(digest)
 
     def attend(self, group_id: str, token: str, rank: int) -> RankLink:
         """Open a rank's stream.
 
         Raises:
-            NotAllowedError, StaleEpochError: Wrong token; no such group.
+            NotAllowedError, StaleEpochError: Not the rank's own token; no such group.
             InvalidRequestError: ``PROTOCOL``: the group has no such rank.
             RequestConflictError: The rank attends already.
         """
-        room = self._room(group_id, token)
+        room, authorised = self._room(group_id, token)
         if rank >= room.size:
             raise InvalidRequestError(
                 f"rank {rank} of a group of {room.size} members", reason="PROTOCOL"
+            )
+        if rank != authorised:
+            raise NotAllowedError(
+                f"the token is of rank {authorised} of group {group_id[:64]!r}, not of rank {rank}"
             )
         if rank in room.links:
             raise RequestConflictError(f"rank {rank} attends already")
@@ -309,6 +321,11 @@ class Hub:
                 f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
             )
         given = staged.content_digest
+        if len(given.value) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"rank {link.rank} has a digest of {len(given.value)} bytes; it has {DIGEST_BYTES}",
+                reason="PROTOCOL",
+            )
         digest = ContentDigest(int(given.algorithm), given.value, given.size_bytes)
         self._post(events.RankStaged(link.group_id, staged.transfer_id, link.rank, digest))
 

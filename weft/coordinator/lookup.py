@@ -32,7 +32,7 @@ def fresh_ids() -> FreshIds:
         transfer_id=f"t-{secrets.token_hex(8)}",
         nonce=secrets.randbits(64),
         group_id=f"g-{secrets.token_hex(8)}",
-        token=secrets.token_urlsafe(32),
+        group_secret=secrets.token_urlsafe(32),
         secret=secrets.token_urlsafe(32),
     )
 

@@ -43,6 +43,7 @@ from weft.coordinator.standing import (
 )
 from weft.coordinator.state import State
 from weft.coordinator.values import Failure, Phase, Standing
+from weft.coordinator.withdrawals import heard, refuse_reason
 
 __all__ = [
     "announce_standings",
@@ -114,6 +115,7 @@ def register(change: Change, event: events.Register) -> None:
             spilled=event.spilled,
             drain=drains.noted(old, event.drain, change.now),
             checkpoint=event.checkpoint,
+            refusing=event.refusing,
         )
     )
     checkpoints.note(change, replica)
@@ -121,6 +123,8 @@ def register(change: Change, event: events.Register) -> None:
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,
         change.state.generation,
+        refuse_reason(change.state, replica.replica_id),
+        change.state.order_number,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -199,6 +203,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         pins_obeyed=event.pins_obeyed,
         pinned_bytes=event.pinned_bytes,
     )
+    replica = heard(change.state, replica, event.refusing, event.order_number)
     # While it loads in place its weights are mixed, as they must be.
     loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
@@ -220,18 +225,15 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
-    drain, order = replica.drain, state.withdrawn.get(name)
+    drain = replica.drain
     return HeartbeatAnswer(
         ready=is_routable(state, replica),
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
         in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
         pinned_bases=state.pinned_bases,
-        refuse_reason=(
-            f"an operator quarantined this replica: {order.reason}"
-            if order and order.standing is Standing.QUARANTINED
-            else ""
-        ),
+        refuse_reason=refuse_reason(state, name),
+        order_number=state.order_number,
     )
 
 

@@ -16,7 +16,7 @@ from weft.coordinator.driver import Driver
 from weft.coordinator.lookup import fresh_ids
 from weft.coordinator.manifests import ManifestCache, ReferenceCache
 from weft.coordinator.standing import in_contact, reachable, shared_backends
-from weft.coordinator.step import already_committed
+from weft.coordinator.step import already_committed, not_its_owner
 from weft.coordinator.transfer import Transfer
 from weft.coordinator.uploads import Uploads
 from weft.coordinator.values import PolicyKind, VersionRecord, VersionState
@@ -219,12 +219,18 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Source: protos/weft/v1/publish.proto."""
         record = self._forgotten(request.transfer_id)
         if record is not None:
+            if record.version.policy != request.policy:
+                raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)
             if record.state not in (VersionState.ABORTED, VersionState.FAILED):
                 raise already_committed(str(record.version))
             return publish_pb2.AbortTransferResponse()
         await self._driver.call(
             lambda ticket: events.AbortTransfer(
-                ticket, request.transfer_id, request.fencing_token, request.message
+                ticket,
+                request.transfer_id,
+                request.policy,
+                request.fencing_token,
+                request.message,
             )
         )
         return publish_pb2.AbortTransferResponse()

@@ -87,7 +87,7 @@ def _reform(
     renewed = replace(
         group,
         group_id=f"{transfer.ids.group_id}.{num_reforms}",
-        token=derived_token(transfer, num_reforms),
+        secret=derived_secret(transfer, num_reforms),
         epoch=epoch,
         members=members_of([(m.replica_id, m.incarnation, m.num_receivers) for m in survivors]),
         attending=frozenset(),
@@ -134,8 +134,8 @@ def _reform(
     )
 
 
-def derived_token(transfer: Transfer, nth: int) -> str:
-    """The token of a transfer's further group: as unguessable as the secret, which no
+def derived_secret(transfer: Transfer, nth: int) -> str:
+    """The secret of a transfer's further group: as unguessable as its own, which no
     member of any group is ever told."""
     return hashlib.sha256(f"{transfer.ids.secret}.{nth}".encode()).hexdigest()
 

@@ -65,6 +65,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
                 drain=_drain_note(request),
                 checkpoint=checkpoint,
+                refusing=request.refusing,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -72,6 +73,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             heartbeat_interval=duration_to_proto(answer.heartbeat_seconds),
             reference_wanted=answer.reference_wanted,
             coordinator_generation=answer.generation,
+            refuse_reason=answer.refuse_reason,
+            order_number=answer.order_number,
         )
 
     async def PutReference(
@@ -118,6 +121,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 _drain_note(request),
                 frozenset(request.pinned_base_versions),
                 request.pinned_base_bytes,
+                request.refusing,
+                request.order_number,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -126,6 +131,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             in_transfer=answer.in_transfer,
             refuse_reason=answer.refuse_reason,
             pinned_base_versions=answer.pinned_bases,
+            order_number=answer.order_number,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason

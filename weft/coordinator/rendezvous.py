@@ -25,7 +25,7 @@ _HELLO_SECONDS: Final = 10.0
 
 
 class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
-    """For the members of side groups; authorised by the group's token."""
+    """For the members of side groups; authorised by their ranks' tokens."""
 
     def __init__(self, hub: Hub, manifests: ManifestCache) -> None:
         self._hub = hub

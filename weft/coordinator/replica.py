@@ -104,6 +104,17 @@ class Replica:
     """Of those copies."""
     checkpoint: Checkpoint = NOT_TOLD
     """What it was started with."""
+    refusing: str = ""
+    """Why it refuses new requests, as it said last; empty while it is open."""
+    order_number: int = 0
+    """Of the order that it said that by."""
+    order_due: int = 0
+    """Of the newest order that it must have heard to be what it is to be."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has said that it takes requests, and was ordered nothing else since."""
+        return not self.refusing and self.order_number >= self.order_due
 
     @property
     def in_contact(self) -> bool:

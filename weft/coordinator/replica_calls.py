@@ -36,6 +36,7 @@ _JOIN_SECONDS: Final = 10.0
 _LOAD_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
+_REFUSE_SECONDS: Final = 5.0
 _BEGUN_AT_ONCE: Final = 16
 # Before the second batch: the time that an answer takes to leave a quiet loop.
 _HEAD_START_SECONDS: Final = 0.005
@@ -50,6 +51,7 @@ ReplicaCall = (
     | effects.CallRestore
     | effects.CallDiscard
     | effects.CallRetire
+    | effects.CallRefuse
 )
 
 
@@ -111,6 +113,8 @@ class ReplicaCaller:
                 await self._discard(call)
             case effects.CallRetire():
                 await self._retire(call)
+            case effects.CallRefuse():
+                await self._refuse(call)
 
     def close_channel(self, address: str) -> None:
         """Let go of an address; calls under way have a second to end."""
@@ -315,6 +319,27 @@ class ReplicaCaller:
             return
         vector = vector_from_proto(response.version_vector)
         self._post(events.RetireAnswered(call.replica_id, call.incarnation, vector))
+
+    async def _refuse(self, call: effects.CallRefuse) -> None:
+        request = replica_pb2.RefuseRequestsRequest(
+            coordinator_generation=self._generation,
+            incarnation=call.incarnation,
+            refuse_reason=call.reason,
+            order_number=call.number,
+        )
+        try:
+            response = await self._stub(call.address).RefuseRequests(
+                request, timeout=_REFUSE_SECONDS
+            )
+        except grpc.RpcError as error:
+            _log.info("replica %s hears with its next heartbeat what it is to refuse: %s",
+                      call.replica_id, error_from_rpc(error))  # fmt: skip
+            return
+        self._post(
+            events.RefuseAnswered(
+                call.replica_id, call.incarnation, response.refusing, response.order_number
+            )
+        )
 
 
 def _failure(error: grpc.RpcError, replica_id: str) -> Failure:

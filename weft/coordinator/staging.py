@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.contract.manifest import DIGEST_NAMES
 from weft.coordinator import abort, events, in_place, reform
 from weft.coordinator.change import Change
 from weft.coordinator.commit import commit
 from weft.coordinator.effects import SendPrepare, SendStart
 from weft.coordinator.state import State
 from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import Errand, Failure, Phase
+from weft.coordinator.values import ContentDigest, Errand, Failure, Phase
 
 JUDGE_AFTER_SECONDS = 0.5
 
@@ -108,9 +109,8 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
     transfer, group = found
     member = group.member_name(event.rank)
     known = next(iter(transfer.staged.items()), None)
-    if event.digest.size_bytes != transfer.layout.total_bytes:
-        what = f"{event.digest.size_bytes} bytes, the manifest has {transfer.layout.total_bytes}"
-        abort.abort(change, transfer, _mismatch(member, what))
+    if wrong := _not_of_its_layout(transfer, event.digest):
+        abort.abort(change, transfer, _mismatch(member, wrong))
     elif known and known[1] != event.digest:
         what = (
             f"the digest {event.digest.value.hex()}, {group.member_name(known[0])} "
@@ -122,6 +122,18 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
         transfer = change.put_transfer(replace(transfer, staged=staged))
         if len(staged) == group.size:
             commit(change, transfer, event.digest)
+
+
+def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
+    """What is wrong with a digest by itself, whoever else agrees; empty when nothing is."""
+    layout = transfer.layout
+    if digest.size_bytes != layout.total_bytes:
+        return f"{digest.size_bytes} bytes, the manifest has {layout.total_bytes}"
+    wanted = layout.manifest.digest_algorithm if layout.manifest else digest.algorithm
+    if digest.algorithm != wanted:
+        names = [DIGEST_NAMES.get(number, str(number)) for number in (digest.algorithm, wanted)]
+        return f"a digest by {names[0]}, the manifest says {names[1]}"
+    return ""
 
 
 def _mismatch(member: str, what: str) -> Failure:

@@ -24,18 +24,18 @@ def place(state: State, replica: Replica) -> Standing:
         return Standing.CORDONED
     if replica.suspect is not None:
         return Standing.SUSPECT
-    pending = lacks(state, replica) or doubt(state, replica)
-    return Standing.PENDING_WEIGHTS if pending else Standing.READY
+    serves = replica.is_open and not lacks(state, replica) and not doubt(state, replica)
+    return Standing.READY if serves else Standing.PENDING_WEIGHTS
 
 
 def is_routable(state: State, replica: Replica) -> bool:
-    """Whether requests may be sent to a replica: it serves what the pool serves. The engine
-    of a suspect answers like any other."""
+    """Whether requests may be sent to a replica: it serves what the pool serves, and is
+    open. The engine of a suspect answers like any other."""
     match place(state, replica):
         case Standing.READY:
             return True
         case Standing.SUSPECT:
-            return not lacks(state, replica) and not doubt(state, replica)
+            return replica.is_open and not lacks(state, replica) and not doubt(state, replica)
     return False
 
 
@@ -46,7 +46,8 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     order = state.withdrawn.get(replica.replica_id)
     suspicion = replica.suspect.why if replica.suspect else ""
     if order and order.standing is Standing.QUARANTINED:
-        why = _joined(_by_operator(order), replica.dirty_reason, suspicion)
+        late = "" if replica.refusing else "it has not said yet that it refuses requests"
+        why = _joined(_by_operator(order), late, replica.dirty_reason, suspicion)
         return Standing.QUARANTINED, why
     if replica.dirty_reason:
         repair = [f"it needs {v}{text}" for v in wants(state, replica)
@@ -57,9 +58,18 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     missing = _joined(_missing(state, replica), doubt(state, replica))
     if order:
         return Standing.CORDONED, _joined(_by_operator(order), suspicion, missing)
+    missing = _joined(missing, _closed(replica))
     if suspicion:
         return Standing.SUSPECT, _joined(suspicion, missing)
     return (Standing.PENDING_WEIGHTS, missing) if missing else (Standing.READY, "")
+
+
+def _closed(replica: Replica) -> str:
+    """Why it does not answer requests; empty where it is open."""
+    if replica.is_open:
+        return ""
+    said = f", it said last: {replica.refusing}" if replica.refusing else ""
+    return f"it has not said yet that it takes requests{said}"
 
 
 def _by_operator(order: Withdrawn) -> str:

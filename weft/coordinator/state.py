@@ -181,6 +181,8 @@ class State:
     """Committed versions that nobody is known to serve. Bounded; not durable."""
     withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
     """By replica, of the pool or not; durable."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
 
     @cached_property
     def vector(self) -> VersionVector:

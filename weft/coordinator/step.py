@@ -43,7 +43,8 @@ from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, Effect
 from weft.coordinator.standing import reachable
 from weft.coordinator.state import State
-from weft.coordinator.values import Failure, Phase
+from weft.coordinator.transfer import Transfer
+from weft.coordinator.values import Errand, Failure, Phase
 
 
 def step(state: State, event: events.Event, now: float) -> tuple[State, list[Effect]]:
@@ -164,6 +165,8 @@ def _apply(change: Change, event: events.Event) -> None:
             withdrawals.withdraw(change, event)
         case events.Uncordon():
             withdrawals.uncordon(change, event)
+        case events.RefuseAnswered():
+            withdrawals.order_answered(change, event)
         case events.DrainReplica():
             drains.drain(change, event)
         case events.RebindBase():
@@ -197,10 +200,8 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
     transfer = state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
     if transfer is None:
         change.refuse([event.ticket], unknown_transfer(event.transfer_id))
-    elif transfer.fencing_token != event.fencing_token:
-        error = LeaseFencedError(
-            f"token {event.fencing_token} does not own transfer {event.transfer_id}"
-        )
+    elif not _owns(transfer, event):
+        error = not_its_owner(event.transfer_id, event.policy, event.fencing_token)
         change.refuse([event.ticket], error)
     elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
         change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
@@ -210,6 +211,19 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
             failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
             abort.abort(change, transfer, failure)
         change.reply(event.ticket, Done())
+
+
+def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
+    """Whether it is a push of that policy under that token: each policy counts its own."""
+    given = (event.policy, event.fencing_token)
+    return transfer.errand is Errand.PUSH and given == (transfer.policy, transfer.fencing_token)
+
+
+def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:
+    """The failure of giving up what is another's."""
+    return LeaseFencedError(
+        f"token {token} of policy {policy[:80]!r} does not own transfer {transfer_id[:80]!r}"
+    )
 
 
 def unknown_transfer(transfer_id: str) -> NotFoundError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +36,8 @@ class Group:
     """A side group: the sender (rank 0) and the receivers of its members."""
 
     group_id: str
-    token: str = field(repr=False)
+    secret: str = field(repr=False)
+    """What the tokens of its ranks are derived from; never sent."""
     epoch: int
     trainer_id: str
     session_id: str
@@ -49,6 +52,11 @@ class Group:
     def size(self) -> int:
         """Number of ranks."""
         return 1 + sum(member.num_receivers for member in self.members)
+
+    def token_of(self, rank: int) -> str:
+        """What authorises one rank, in this epoch; it tells nothing of another's."""
+        text = f"{self.group_id} {self.epoch} {rank}"
+        return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
     @property
     def complete(self) -> bool:
@@ -72,9 +80,10 @@ class FreshIds:
     transfer_id: str
     nonce: int
     group_id: str
-    token: str = field(repr=False)
+    group_secret: str = field(repr=False)
+    """Of the transfer's first group."""
     secret: str = field(repr=False)
-    """Tokens of further groups of the transfer are derived from it; never sent."""
+    """The secrets of its further groups are derived from it; never sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

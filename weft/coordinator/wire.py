@@ -75,10 +75,14 @@ def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
 
 
 def group_to_proto(group: Group, rank: int) -> publish_pb2.GroupPlan:
-    """A group as its member ``rank`` must know it."""
+    """A group as its member that begins at ``rank`` must know it, with the tokens of that
+    member's ranks alone."""
+    num_ranks = next((m.num_receivers for m in group.members if m.first_rank == rank), 1)
+    token, *further = [group.token_of(rank + i) for i in range(num_ranks)]
     return publish_pb2.GroupPlan(
         group_id=group.group_id,
-        token=group.token,
+        token=token,
+        further_tokens=further,
         epoch=group.epoch,
         rank=rank,
         size=group.size,

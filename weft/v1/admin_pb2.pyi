@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from weft.v1 import inspect_pb2 as _inspect_pb2
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -449,12 +450,21 @@ class UncordonResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    STATE_FIELD_NUMBER: _builtins.int
+    STATE_REASON_FIELD_NUMBER: _builtins.int
+    state: _inspect_pb2.ReplicaState.ValueType
+    """Where it stands now; unspecified where it is not in the pool."""
+    state_reason: _builtins.str
+    """Why it is not ready; empty when it is."""
     def __init__(
         self,
+        *,
+        state: _inspect_pb2.ReplicaState.ValueType = ...,
+        state_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "state_reason", b"state_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,9 +156,9 @@ class AdminServiceServicer(object):
     def Cordon(self, request, context):
         """Takes a replica out of service, so that it can come back at once: it stays in
         the pool, goes on receiving pushes and may send clones, but none is sent to it
-        (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
-        with the next heartbeat. Its running requests finish, and what is sent to it all
-        the same is answered. Durable, and of the name: it outlives restarts of the
+        (one under way ends), and it is not ready: it leaves the routes at once, and is
+        told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
+        requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
         an operator stays so.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
@@ -170,8 +170,9 @@ class AdminServiceServicer(object):
     def Quarantine(self, request, context):
         """Takes a replica out of service because its answers are not to be trusted:
         nothing is pushed to it or cloned from it, clones from and to it end at once, and
-        it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
-        repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+        it is told at once to refuse new requests (HTTP 503); its running requests finish.
+        Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
+        and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
         and the replica then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
         INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
@@ -182,9 +183,12 @@ class AdminServiceServicer(object):
 
     def Uncordon(self, request, context):
         """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
-        too. A drain cannot be taken back.
+        too. The replica is told at once, and is ready, and routed, once it has said that
+        it takes requests. A drain cannot be taken back. Answers where the replica stands.
         Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
-        (it is not in the pool, and nothing was ordered for it).
+        (it is not in the pool, and nothing was ordered for it);
+        FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
+        keeps it out of service: mixed weights, a drain, a thread that hangs).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

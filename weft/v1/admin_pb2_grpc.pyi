@@ -82,9 +82,9 @@ class AdminServiceStub:
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
     the pool, goes on receiving pushes and may send clones, but none is sent to it
-    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
-    with the next heartbeat. Its running requests finish, and what is sent to it all
-    the same is answered. Durable, and of the name: it outlives restarts of the
+    (one under way ends), and it is not ready: it leaves the routes at once, and is
+    told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
+    requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
     an operator stays so.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
@@ -92,17 +92,21 @@ class AdminServiceStub:
     Quarantine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]
     """Takes a replica out of service because its answers are not to be trusted:
     nothing is pushed to it or cloned from it, clones from and to it end at once, and
-    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
-    repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+    it is told at once to refuse new requests (HTTP 503); its running requests finish.
+    Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
+    and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
     INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
     """
     Uncordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]
     """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
-    too. A drain cannot be taken back.
+    too. The replica is told at once, and is ready, and routed, once it has said that
+    it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
-    (it is not in the pool, and nothing was ordered for it).
+    (it is not in the pool, and nothing was ordered for it);
+    FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
+    keeps it out of service: mixed weights, a drain, a thread that hangs).
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Lets a replica leave the pool in good order: at once it is not ready and no
@@ -186,9 +190,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
     the pool, goes on receiving pushes and may send clones, but none is sent to it
-    (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
-    with the next heartbeat. Its running requests finish, and what is sent to it all
-    the same is answered. Durable, and of the name: it outlives restarts of the
+    (one under way ends), and it is not ready: it leaves the routes at once, and is
+    told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
+    requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
     coordinator and of the replica, until Uncordon. A replica that is quarantined by
     an operator stays so.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
@@ -196,17 +200,21 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Quarantine: _aio.UnaryUnaryMultiCallable[_admin_pb2.QuarantineRequest, _admin_pb2.QuarantineResponse]  # type: ignore[assignment]
     """Takes a replica out of service because its answers are not to be trusted:
     nothing is pushed to it or cloned from it, clones from and to it end at once, and
-    it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
-    repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+    it is told at once to refuse new requests (HTTP 503); its running requests finish.
+    Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
+    and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
     and the replica then catches up.
     Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
     INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
     """
     Uncordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.UncordonRequest, _admin_pb2.UncordonResponse]  # type: ignore[assignment]
     """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
-    too. A drain cannot be taken back.
+    too. The replica is told at once, and is ready, and routed, once it has said that
+    it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
-    (it is not in the pool, and nothing was ordered for it).
+    (it is not in the pool, and nothing was ordered for it);
+    FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
+    keeps it out of service: mixed weights, a drain, a thread that hangs).
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Lets a replica leave the pool in good order: at once it is not ready and no
@@ -317,9 +325,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.CordonResponse, _abc.Awaitable[_admin_pb2.CordonResponse]]:
         """Takes a replica out of service, so that it can come back at once: it stays in
         the pool, goes on receiving pushes and may send clones, but none is sent to it
-        (one under way ends), and it is not ready: it leaves the routes at once, and its health service "weft.ready" is NOT_SERVING
-        with the next heartbeat. Its running requests finish, and what is sent to it all
-        the same is answered. Durable, and of the name: it outlives restarts of the
+        (one under way ends), and it is not ready: it leaves the routes at once, and is
+        told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
+        requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
         coordinator and of the replica, until Uncordon. A replica that is quarantined by
         an operator stays so.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN.
@@ -333,8 +341,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.QuarantineResponse, _abc.Awaitable[_admin_pb2.QuarantineResponse]]:
         """Takes a replica out of service because its answers are not to be trusted:
         nothing is pushed to it or cloned from it, clones from and to it end at once, and
-        it refuses new requests (HTTP 503); its running requests finish. Durable like Cordon, and in its place. A
-        repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
+        it is told at once to refuse new requests (HTTP 503); its running requests finish.
+        Until it has said that it does, Replica.state_reason says so. Durable like Cordon,
+        and in its place. A repair does not end it (unlike the quarantine of mixed weights): Uncordon does,
         and the replica then catches up.
         Idempotent: the newest reason stands. Statuses: NOT_FOUND/REPLICA_UNKNOWN;
         INVALID_ARGUMENT/INVALID_REQUEST (no reason was given).
@@ -347,9 +356,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UncordonResponse, _abc.Awaitable[_admin_pb2.UncordonResponse]]:
         """Ends what Cordon or Quarantine ordered; of a name that is not in the pool now,
-        too. A drain cannot be taken back.
+        too. The replica is told at once, and is ready, and routed, once it has said that
+        it takes requests. A drain cannot be taken back. Answers where the replica stands.
         Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
-        (it is not in the pool, and nothing was ordered for it).
+        (it is not in the pool, and nothing was ordered for it);
+        FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
+        keeps it out of service: mixed weights, a drain, a thread that hangs).
         """
 
     @_abc_1.abstractmethod

@@ -33,8 +33,8 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_UNSPECIFIED: _ReplicaState.ValueType  # 0
     """Never sent."""
     REPLICA_STATE_PENDING_WEIGHTS: _ReplicaState.ValueType  # 1
-    """In contact, but lacks weights that the pool serves; it must not be routed
-    to.
+    """In contact, but lacks weights that the pool serves, or has not said that it takes
+    requests (again); it must not be routed to.
     """
     REPLICA_STATE_READY: _ReplicaState.ValueType  # 2
     """Serves everything that the pool serves."""
@@ -61,8 +61,8 @@ class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
 REPLICA_STATE_UNSPECIFIED: ReplicaState.ValueType  # 0
 """Never sent."""
 REPLICA_STATE_PENDING_WEIGHTS: ReplicaState.ValueType  # 1
-"""In contact, but lacks weights that the pool serves; it must not be routed
-to.
+"""In contact, but lacks weights that the pool serves, or has not said that it takes
+requests (again); it must not be routed to.
 """
 REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 """Serves everything that the pool serves."""

@@ -580,10 +580,13 @@ class GroupPlan(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    FURTHER_TOKENS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Name of the group; changes with its membership."""
     token: _builtins.str
-    """Unguessable; authorises RendezvousService for this group alone."""
+    """Unguessable, and this rank's own: authorises its stream, and the group's store and
+    manifests. Another epoch of the group has other tokens.
+    """
     epoch: _builtins.int
     """Generation of membership; a larger one replaces a smaller one."""
     rank: _builtins.int
@@ -592,6 +595,12 @@ class GroupPlan(_message.Message):
     """Number of members; 2 to 16,384."""
     backend: _builtins.str
     """"nccl" or "gloo"."""
+    @_builtins.property
+    def further_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tokens of the ranks that follow, where one member has several: of a replica's
+        receivers after the first, in order.
+        """
+
     def __init__(
         self,
         *,
@@ -601,10 +610,11 @@ class GroupPlan(_message.Message):
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
         backend: _builtins.str = ...,
+        further_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "group_id", b"group_id", "rank", b"rank", "size", b"size", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "further_tokens", b"further_tokens", "group_id", b"group_id", "rank", b"rank", "size", b"size", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -894,22 +904,26 @@ class AbortTransferRequest(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """From BeginTransferResponse."""
     fencing_token: _builtins.int
     """The lease's token."""
     message: _builtins.str
     """Why, for the log and for the transfer's record."""
+    policy: _builtins.str
+    """The lease's policy; tokens of different policies may be equal."""
     def __init__(
         self,
         *,
         transfer_id: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
         message: _builtins.str = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "message", b"message", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "message", b"message", "policy", b"policy", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,7 +183,8 @@ class PublishServiceServicer(object):
     def AbortTransfer(self, request, context):
         """Gives up a transfer that has not been committed; its version stays unused.
         Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
-        FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED.
+        FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
+        token, or no push).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

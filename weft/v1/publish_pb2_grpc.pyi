@@ -107,7 +107,8 @@ class PublishServiceStub:
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
     """Gives up a transfer that has not been committed; its version stays unused.
     Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
-    FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED.
+    FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
+    token, or no push).
     """
 
 @_typing.type_check_only
@@ -189,7 +190,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Gives up a transfer that has not been committed; its version stays unused.
     Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
-    FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED.
+    FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
+    token, or no push).
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -316,7 +318,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_publish_pb2.AbortTransferResponse, _abc.Awaitable[_publish_pb2.AbortTransferResponse]]:
         """Gives up a transfer that has not been committed; its version stays unused.
         Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
-        FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED.
+        FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
+        token, or no push).
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

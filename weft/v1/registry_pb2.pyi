@@ -275,6 +275,7 @@ class RegisterRequest(_message.Message):
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    REFUSING_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -287,6 +288,11 @@ class RegisterRequest(_message.Message):
     """Name of the served model in the OpenAI API."""
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
+    refusing: _builtins.str
+    """Why it refuses new requests now, by an order or because it is out of contact or
+    about to end; empty while it is open. (What mixed weights refuse is said in
+    dirty_reason.)
+    """
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -330,10 +336,11 @@ class RegisterRequest(_message.Message):
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         drain: Global___Drain | None = ...,
         checkpoint: Global___Checkpoint | None = ...,
+        refusing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "http_url", b"http_url", "incarnation", b"incarnation", "model_name", b"model_name", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,12 +355,18 @@ class RegisterResponse(_message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     REFERENCE_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     reference_wanted: _builtins.bool
     """Whether PutReference must be called before a push can be accepted."""
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator; orders of an older one are
     refused.
     """
+    refuse_reason: _builtins.str
+    """See HeartbeatResponse.refuse_reason."""
+    order_number: _builtins.int
+    """See HeartbeatResponse.order_number."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often to call Heartbeat."""
@@ -364,10 +377,12 @@ class RegisterResponse(_message.Message):
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         reference_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
+        refuse_reason: _builtins.str = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "heartbeat_interval", b"heartbeat_interval", "reference_wanted", b"reference_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,6 +446,8 @@ class HeartbeatRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
+    REFUSING_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -441,6 +458,12 @@ class HeartbeatRequest(_message.Message):
     """See RegisterRequest.dirty_reason."""
     pinned_base_bytes: _builtins.int
     """Bytes of the copies of those that it holds."""
+    refusing: _builtins.str
+    """See RegisterRequest.refusing."""
+    order_number: _builtins.int
+    """The order_number of what it enforces: that of the newest order it has heard of
+    this coordinator generation; 0 for none.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -483,10 +506,12 @@ class HeartbeatRequest(_message.Message):
         drain: Global___Drain | None = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         pinned_base_bytes: _builtins.int = ...,
+        refusing: _builtins.str = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -503,14 +528,20 @@ class HeartbeatResponse(_message.Message):
     IN_TRANSFER_FIELD_NUMBER: _builtins.int
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
-    """Whether the replica may be routed to: it holds everything the pool serves, and
-    is neither withdrawn from service nor draining.
+    """Whether the replica may be routed to: it holds everything the pool serves, is
+    neither withdrawn from service nor draining, and has said that it is open.
     """
     in_transfer: _builtins.bool
     """Whether a transfer needs it: a replica that drains stays until it does not."""
     refuse_reason: _builtins.str
     """Why it must refuse new requests; empty when it must not."""
+    order_number: _builtins.int
+    """Grows with every order to refuse requests or to take them again, within a
+    coordinator generation (see ReplicaService.RefuseRequests): what carries an
+    older one came late and is not obeyed.
+    """
     @_builtins.property
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
@@ -527,10 +558,11 @@ class HeartbeatResponse(_message.Message):
         in_transfer: _builtins.bool = ...,
         refuse_reason: _builtins.str = ...,
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        order_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "in_transfer", b"in_transfer", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

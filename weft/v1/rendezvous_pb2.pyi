@@ -81,7 +81,7 @@ class GroupCredential(_message.Message):
     group_id: _builtins.str
     """The group."""
     token: _builtins.str
-    """Its token."""
+    """The caller's token: its rank's own (see GroupPlan.token)."""
     def __init__(
         self,
         *,

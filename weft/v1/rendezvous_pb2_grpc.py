@@ -28,7 +28,7 @@ if _version_not_supported:
 class RendezvousServiceStub(object):
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     def __init__(self, channel):
@@ -57,7 +57,7 @@ class RendezvousServiceStub(object):
 class RendezvousServiceServicer(object):
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     def CallStore(self, request, context):
@@ -88,8 +88,9 @@ class RendezvousServiceServicer(object):
         """A rank's stream: the rank reports, the coordinator directs. It stays open
         as long as the group is kept; when it breaks, the rank is dead.
         Not idempotent: a rank attends once.
-        Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
-        dropped); ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
+        Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
+        ABORTED/EPOCH_FENCED (the group was dropped);
+        ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
         INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,7 +126,7 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
 class RendezvousService(object):
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     @staticmethod

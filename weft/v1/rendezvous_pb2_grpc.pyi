@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class RendezvousServiceStub:
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     @_typing.overload
@@ -56,8 +56,9 @@ class RendezvousServiceStub:
     """A rank's stream: the rank reports, the coordinator directs. It stays open
     as long as the group is kept; when it breaks, the rank is dead.
     Not idempotent: a rank attends once.
-    Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
-    dropped); ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
+    Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
+    ABORTED/EPOCH_FENCED (the group was dropped);
+    ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
     """
 
@@ -65,7 +66,7 @@ class RendezvousServiceStub:
 class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,15 +90,16 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """A rank's stream: the rank reports, the coordinator directs. It stays open
     as long as the group is kept; when it breaks, the rank is dead.
     Not idempotent: a rank attends once.
-    Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
-    dropped); ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
+    Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
+    ABORTED/EPOCH_FENCED (the group was dropped);
+    ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
     """
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     """For the members of a side group: its key-value store, its manifests, and one
     stream for each rank. No payload passes here. Every call is authorised by
-    the group's token, which it carries in its request.
+    the token of one of the group's ranks, which it carries in its request.
     """
 
     @_abc_1.abstractmethod
@@ -137,8 +139,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """A rank's stream: the rank reports, the coordinator directs. It stays open
         as long as the group is kept; when it breaks, the rank is dead.
         Not idempotent: a rank attends once.
-        Statuses: PERMISSION_DENIED/BAD_TOKEN; ABORTED/EPOCH_FENCED (the group was
-        dropped); ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
+        Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
+        ABORTED/EPOCH_FENCED (the group was dropped);
+        ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
         INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
         """
 

@@ -580,6 +580,66 @@ class SwitchVersionResponse(_message.Message):
 Global___SwitchVersionResponse: _TypeAlias = SwitchVersionResponse  # noqa: Y015
 
 @_typing.final
+class RefuseRequestsRequest(_message.Message):
+    """Orders to refuse requests, or to take them again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REFUSE_REASON_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
+    refuse_reason: _builtins.str
+    """Why new requests are to be refused; empty to take them again."""
+    order_number: _builtins.int
+    """See HeartbeatResponse.order_number."""
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        refuse_reason: _builtins.str = ...,
+        order_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "order_number", b"order_number", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefuseRequestsRequest: _TypeAlias = RefuseRequestsRequest  # noqa: Y015
+
+@_typing.final
+class RefuseRequestsResponse(_message.Message):
+    """It was heard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSING_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    refusing: _builtins.str
+    """See RegisterRequest.refusing."""
+    order_number: _builtins.int
+    """See HeartbeatRequest.order_number."""
+    def __init__(
+        self,
+        *,
+        refusing: _builtins.str = ...,
+        order_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order_number", b"order_number", "refusing", b"refusing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefuseRequestsResponse: _TypeAlias = RefuseRequestsResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the status."""
 

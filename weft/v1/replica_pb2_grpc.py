@@ -28,7 +28,9 @@ if _version_not_supported:
 class ReplicaServiceStub(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def __init__(self, channel):
@@ -77,6 +79,11 @@ class ReplicaServiceStub(object):
                 request_serializer=weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.FromString,
                 _registered_method=True)
+        self.RefuseRequests = channel.unary_unary(
+                '/weft.v1.ReplicaService/RefuseRequests',
+                request_serializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weft.v1.ReplicaService/GetStatus',
                 request_serializer=weft_dot_v1_dot_replica__pb2.GetStatusRequest.SerializeToString,
@@ -87,7 +94,9 @@ class ReplicaServiceStub(object):
 class ReplicaServiceServicer(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def JoinGroup(self, request, context):
@@ -193,6 +202,18 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RefuseRequests(self, request, context):
+        """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+        when an operator has taken the replica out of service or put it back; each answer
+        to a heartbeat repeats it. The replica sends a heartbeat at once.
+        Idempotent: an order with a smaller number than one of this generation that was
+        heard before changes nothing. Answers what is enforced.
+        Statuses: ABORTED/EPOCH_FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """What the replica is and serves.
         Idempotent: reads only.
@@ -244,6 +265,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     request_deserializer=weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.FromString,
                     response_serializer=weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.SerializeToString,
             ),
+            'RefuseRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.RefuseRequests,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.SerializeToString,
+            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=weft_dot_v1_dot_replica__pb2.GetStatusRequest.FromString,
@@ -260,7 +286,9 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 class ReplicaService(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @staticmethod
@@ -469,6 +497,33 @@ class ReplicaService(object):
             '/weft.v1.ReplicaService/SwitchVersion',
             weft_dot_v1_dot_replica__pb2.SwitchVersionRequest.SerializeToString,
             weft_dot_v1_dot_replica__pb2.SwitchVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RefuseRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/RefuseRequests',
+            weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,7 +29,9 @@ GRPC_VERSION: str
 class ReplicaServiceStub:
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @_typing.overload
@@ -107,6 +109,14 @@ class ReplicaServiceStub:
     no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
     to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
+    RefuseRequests: _grpc.UnaryUnaryMultiCallable[_replica_pb2.RefuseRequestsRequest, _replica_pb2.RefuseRequestsResponse]
+    """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+    when an operator has taken the replica out of service or put it back; each answer
+    to a heartbeat repeats it. The replica sends a heartbeat at once.
+    Idempotent: an order with a smaller number than one of this generation that was
+    heard before changes nothing. Answers what is enforced.
+    Statuses: ABORTED/EPOCH_FENCED.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
     """What the replica is and serves.
     Idempotent: reads only.
@@ -116,7 +126,9 @@ class ReplicaServiceStub:
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -191,6 +203,14 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
     to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
     """
+    RefuseRequests: _aio.UnaryUnaryMultiCallable[_replica_pb2.RefuseRequestsRequest, _replica_pb2.RefuseRequestsResponse]  # type: ignore[assignment]
+    """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+    when an operator has taken the replica out of service or put it back; each answer
+    to a heartbeat repeats it. The replica sends a heartbeat at once.
+    Idempotent: an order with a smaller number than one of this generation that was
+    heard before changes nothing. Answers what is enforced.
+    Statuses: ABORTED/EPOCH_FENCED.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
     """What the replica is and serves.
     Idempotent: reads only.
@@ -199,7 +219,9 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    to switch that are meant for another process of the replica. One that is about a
+    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
+    INVALID_NAME.
     """
 
     @_abc_1.abstractmethod
@@ -319,6 +341,20 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
         no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
         to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
+        """
+
+    @_abc_1.abstractmethod
+    def RefuseRequests(
+        self,
+        request: _replica_pb2.RefuseRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.RefuseRequestsResponse, _abc.Awaitable[_replica_pb2.RefuseRequestsResponse]]:
+        """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+        when an operator has taken the replica out of service or put it back; each answer
+        to a heartbeat repeats it. The replica sends a heartbeat at once.
+        Idempotent: an order with a smaller number than one of this generation that was
+        heard before changes nothing. Answers what is enforced.
+        Statuses: ABORTED/EPOCH_FENCED.
         """
 
     @_abc_1.abstractmethod

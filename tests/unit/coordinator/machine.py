@@ -26,6 +26,7 @@ from weft.coordinator.values import (
     PolicyKind,
     VersionRecord,
 )
+from weft.coordinator.withdrawals import refuse_reason
 
 E = TypeVar("E")
 
@@ -88,6 +89,8 @@ class Machine:
                         spilled=replica.spilled,
                         pins_obeyed=replica.pins_obeyed,
                         pinned_bytes=replica.pinned_bytes,
+                        refusing=refuse_reason(self.state, replica.replica_id),
+                        order_number=self.state.order_number,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:

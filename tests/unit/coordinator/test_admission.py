@@ -33,7 +33,7 @@ def test_versions_only_grow_and_an_aborted_one_is_not_used_again() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
     first = m.begin()
-    m.do(events.AbortTransfer(60, f"t{first}", 1, ""))
+    m.do(events.AbortTransfer(60, f"t{first}", "math", 1, ""))
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED)
     assert [r.version.version for r in saved_versions(m) if r.state is VersionState.STAGING] == [
@@ -242,7 +242,7 @@ def test_the_next_one_starts_when_one_is_aborted() -> None:
     first = m.begin("a")
     second = m.begin("b")
     assert not m.answered(second)
-    m.do(events.AbortTransfer(60, f"t{first}", m.tokens["a"], "enough"))
+    m.do(events.AbortTransfer(60, f"t{first}", "a", m.tokens["a"], "enough"))
     assert m.answered(second)
 
 

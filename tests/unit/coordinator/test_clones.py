@@ -83,7 +83,7 @@ def test_a_clone_goes_on_after_the_push_from_what_was_verified() -> None:
     assert transfer.phase is Phase.FORMING
     second = m.state.groups[transfer.group_id]
     assert second.group_id != first.group_id
-    assert second.token != first.token
+    assert second.secret != first.secret
     assert second.epoch > first.epoch
     (send,), (join,) = m.found(effects.CallSend), m.found(effects.CallJoin)
     assert (send.transfer_id, join.transfer_id) == (f"t{clone}", f"t{clone}")

@@ -15,7 +15,7 @@ def _begun(phase: Phase) -> tuple[Machine, int]:
 
 
 def _abort(m: Machine, ticket: int) -> None:
-    m.do(events.AbortTransfer(0, f"t{ticket}", m.tokens["math"], "no more"))
+    m.do(events.AbortTransfer(0, f"t{ticket}", "math", m.tokens["math"], "no more"))
 
 
 def _discards(found: list[effects.CallDiscard]) -> set[tuple[str, str]]:

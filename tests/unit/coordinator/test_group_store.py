@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -142,32 +143,49 @@ def _group() -> Group:
     return Group("g", "secret", 1, "t1", "s1", "gloo", (Member("r0", "i1", 1, 1),))
 
 
+def _token(rank: int) -> str:
+    return _group().token_of(rank)
+
+
+def test_tokens_are_a_ranks_own_in_one_epoch() -> None:
+    group = _group()
+    renewed = dataclasses.replace(group, epoch=2)
+    other = dataclasses.replace(group, group_id="g1")
+    tokens = {g.token_of(rank) for g in (group, renewed, other) for rank in range(3)}
+    assert len(tokens) == 9
+    assert not any(group.secret in token for token in tokens)
+
+
 async def test_who_may_attend() -> None:
     posted: list[events.Event] = []
     hub = Hub(posted.append)
     with pytest.raises(StaleEpochError):
-        hub.attend("g", "secret", 0)
+        hub.attend("g", _token(0), 0)
     hub.open_group(_group())
     with pytest.raises(NotAllowedError):
         hub.attend("g", "guess", 0)
+    with pytest.raises(NotAllowedError):
+        hub.attend("g", _group().secret, 0)
+    with pytest.raises(NotAllowedError):
+        hub.attend("g", _token(0), 1)
     with pytest.raises(InvalidRequestError):
-        hub.attend("g", "secret", 2)
-    link = hub.attend("g", "secret", 1)
+        hub.attend("g", _token(1), 2)
+    link = hub.attend("g", _token(1), 1)
     with pytest.raises(RequestConflictError):
-        hub.attend("g", "secret", 1)
+        hub.attend("g", _token(1), 1)
     hub.leave(link, "broke")
     hub.leave(link, "broke")
     assert posted == [events.RankAttends("g", 1), events.RankGone("g", 1, "broke")]
-    hub.attend("g", "secret", 1)
+    hub.attend("g", _token(1), 1)
     hub.drop_group("g", "enough")
     with pytest.raises(StaleEpochError, match="enough"):
-        hub.attend("g", "secret", 1)
+        hub.attend("g", _token(1), 1)
 
 
 async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
     hub = Hub(lambda event: None)
     hub.open_group(_group())
-    link = hub.attend("g", "secret", 0)
+    link = hub.attend("g", _token(0), 0)
     assert (await link.next()).WhichOneof("message") == "welcome"
     for n in range(1, 10_001):
         link.release("t", n)

@@ -158,7 +158,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
         known.requests[f"q{ticket}"] = known.last_version
         known.versions[known.last_version] = VersionState.STAGING
         if end == "aborted":
-            self.m.do(events.AbortTransfer(0, answer.transfer_id, known.token, ""))
+            self.m.do(events.AbortTransfer(0, answer.transfer_id, policy, known.token, ""))
             known.versions[known.last_version] = VersionState.ABORTED
         elif end == "restarted":
             self.restart()

@@ -160,7 +160,7 @@ def test_stale_token_cannot_begin_or_abort() -> None:
     m.acquire("math", "t2")
     ticket = m.run_to(Phase.STAGING)
     assert m.error(m.begin(fencing_token=1)).reason == "LEASE_FENCED"
-    m.do(events.AbortTransfer(80, f"t{ticket}", 1, "zombie"))
+    m.do(events.AbortTransfer(80, f"t{ticket}", "math", 1, "zombie"))
     assert m.error(80).reason == "LEASE_FENCED"
     assert m.transfer(ticket).phase is Phase.STAGING
 

@@ -121,7 +121,7 @@ def test_a_base_that_engines_were_started_with_is_not_retained() -> None:
 def test_a_version_that_was_aborted_was_never_served() -> None:
     m = _pushed("math", 1, "r0")
     pushing = m.run_to(Phase.STAGING)
-    m.do(events.AbortTransfer(0, f"t{pushing}", m.tokens["math"], ""))
+    m.do(events.AbortTransfer(0, f"t{pushing}", "math", m.tokens["math"], ""))
     assert m.error(m.roll_back("math", 2)).reason == "VERSION_UNKNOWN"
 
 

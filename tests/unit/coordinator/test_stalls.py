@@ -432,7 +432,7 @@ def test_a_probe_whose_stream_breaks_is_made_anew() -> None:
     m.pass_time(3.0)
     again = _probes(m)[-1].group
     assert again.group_id != call.group.group_id
-    assert again.token != call.group.token
+    assert again.secret != call.group.secret
     assert again.epoch > call.group.epoch
 
 

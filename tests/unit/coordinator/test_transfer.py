@@ -10,7 +10,7 @@ from tests.unit.coordinator.machine import DIGEST, DIRTY, GONE, LOAD_FAILED, Mac
 from weft.coordinator import effects, events
 from weft.coordinator.effects import SendAbort
 from weft.coordinator.membership import standing
-from weft.coordinator.values import Phase, Standing, VersionState
+from weft.coordinator.values import ContentDigest, Phase, Standing, VersionState
 
 
 def _pushing(phase: Phase, *replica_ids: str, **settings: float) -> tuple[Machine, int, int]:
@@ -174,25 +174,50 @@ def test_a_deadline_names_who_is_missing(phase: Phase, prepared: bool, what: str
 def test_abort_by_its_trainer_is_idempotent_until_the_commit() -> None:
     m, ticket, waiter = _pushing(Phase.STAGING)
     for i in (60, 61):
-        m.do(events.AbortTransfer(i, f"t{ticket}", 1, "changed my mind"))
+        m.do(events.AbortTransfer(i, f"t{ticket}", "math", 1, "changed my mind"))
         assert isinstance(m.answer(i), effects.Done)
     assert m.error(waiter).reason == "TRANSFER_ABORTED"
     done = m.run_to(Phase.COMMITTING)
-    m.do(events.AbortTransfer(62, f"t{done}", 1, "too late"))
+    m.do(events.AbortTransfer(62, f"t{done}", "math", 1, "too late"))
     assert m.error(62).reason == "ALREADY_COMMITTED"
+
+
+def test_a_token_of_another_policy_gives_up_nothing() -> None:
+    m, ticket, _ = _pushing(Phase.STAGING)
+    m.acquire("code", "t2")
+    assert m.tokens["code"] == m.tokens["math"]  # every policy counts its own
+    m.do(events.AbortTransfer(60, f"t{ticket}", "code", m.tokens["code"], "mine"))
+    assert m.error(60).reason == "LEASE_FENCED"
+    assert m.transfer(ticket).phase is Phase.STAGING
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        replace(DIGEST, algorithm=2),
+        replace(DIGEST, algorithm=0),
+        replace(DIGEST, size_bytes=DIGEST.size_bytes + 1),
+    ],
+)
+def test_a_digest_that_cannot_be_of_the_layout_is_no_agreement(digest: ContentDigest) -> None:
+    m, ticket, waiter = _pushing(Phase.STAGING)
+    for rank in range(m.state.groups[m.transfer(ticket).group_id].size):
+        m.stage(ticket, rank, digest)
+    assert m.error(waiter).reason == "DIGEST_MISMATCH"
+    _is_aborted(m, ticket)
 
 
 def test_unknown_transfers() -> None:
     m = Machine()
     m.do(events.AwaitTransfer(1, "nope"))
-    m.do(events.AbortTransfer(2, "nope", 1, ""))
+    m.do(events.AbortTransfer(2, "nope", "math", 1, ""))
     assert m.error(1).reason == m.error(2).reason == "TRANSFER_UNKNOWN"
 
 
 def test_late_words_of_an_ended_transfer_are_ignored() -> None:
     m, ticket, _ = _pushing(Phase.STAGING)
     group_id = m.transfer(ticket).group_id
-    m.do(events.AbortTransfer(60, f"t{ticket}", 1, ""))
+    m.do(events.AbortTransfer(60, f"t{ticket}", "math", 1, ""))
     before = m.state
     for event in (
         events.RankStaged(group_id, f"t{ticket}", 1, DIGEST),

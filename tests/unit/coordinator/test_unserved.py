@@ -257,7 +257,7 @@ def test_they_are_bounded() -> None:
 def test_what_failed_may_be_given_up_and_its_staged_bytes_are_dropped() -> None:
     m, ticket, _ = _committing()
     m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
-    m.do(events.AbortTransfer(88, f"t{ticket}", m.tokens["math"], "late"))
+    m.do(events.AbortTransfer(88, f"t{ticket}", "math", m.tokens["math"], "late"))
     assert isinstance(m.answer(88), effects.Done)
     m.state = dataclasses.replace(m.state, history={})
     failed = {f"t{ticket}": m.record(PolicyVersion("math", 2))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from weft.coordinator import effects, events
 from weft.coordinator.catalog import Catalog
 from weft.coordinator.membership import standing
 from weft.coordinator.replica import Withdrawn
+from weft.coordinator.routes import routes
 from weft.coordinator.values import Errand, Phase, Standing
+from weft.coordinator.withdrawals import refuse_reason
 
 
 def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
@@ -50,6 +53,8 @@ def _beat(
             0,
             replica.retained,
             drain=note,
+            refusing=refuse_reason(m.state, replica_id),
+            order_number=m.state.order_number,
         )
     )
     answer = m.answer(ticket)
@@ -130,8 +135,12 @@ def test_nothing_goes_to_a_replica_that_an_operator_quarantined() -> None:
     assert m.error(_withdraw(m, "r1", Standing.QUARANTINED)).reason == "INVALID_REQUEST"
     m.answer(_withdraw(m, "r1", Standing.QUARANTINED, "answers nonsense"))
     m.answer(_withdraw(m, "r1", Standing.CORDONED, "does not loosen it"))
-    assert _standing(m, "r1") == (Standing.QUARANTINED, "by an operator: answers nonsense")
+    assert _standing(m, "r1") == (
+        Standing.QUARANTINED,
+        "by an operator: answers nonsense; it has not said yet that it refuses requests",
+    )
     assert _beat(m, "r1").refuse_reason.endswith("answers nonsense")
+    assert _standing(m, "r1") == (Standing.QUARANTINED, "by an operator: answers nonsense")
     assert _targets(m, "base") == _targets(m) == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -241,3 +250,140 @@ def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
     (ticket,) = m.answer_look_ups()
     assert m.transfer(ticket).source == "r0"
     assert _beat(m, "r0").in_transfer
+
+
+# -- READY means that it answers -------------------------------------------------
+
+
+def _refuse_calls(m: Machine) -> list[tuple[str, str, int]]:
+    return [(c.replica_id, c.reason, c.number) for c in m.ever(effects.CallRefuse)]
+
+
+def _says(m: Machine, replica_id: str, refusing: str, number: int) -> None:
+    m.do(events.RefuseAnswered(replica_id, "i1", refusing, number))
+
+
+def _routed(m: Machine) -> list[str]:
+    return [replica.replica_id for replica in routes(m.state)]
+
+
+def _open_pool() -> Machine:
+    m = Machine()
+    for name in ("r0", "r1"):
+        m.register(name, http_url=f"http://{name}")
+    m.do(events.ReferenceKnown("f" * 64))
+    return m
+
+
+def test_a_usual_start_needs_no_heartbeat_more() -> None:
+    m = _open_pool()
+    assert _routed(m) == ["r0", "r1"]  # with Register already
+
+
+def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> None:
+    m = _open_pool()
+    why = "an operator quarantined this replica: nonsense"
+    m.answer(_withdraw(m, "r1", Standing.QUARANTINED, "nonsense"))
+    assert _refuse_calls(m) == [("r1", why, 1)]
+    assert _standing(m, "r1")[1].endswith("it has not said yet that it refuses requests")
+    _says(m, "r1", why, 1)
+    assert _standing(m, "r1") == (Standing.QUARANTINED, "by an operator: nonsense")
+    answer = m.answer(_uncordon(m, "r1"))
+    assert _refuse_calls(m)[1:] == [("r1", "", 2)]
+    assert isinstance(answer, effects.StandingAnswer)
+    assert answer.standing is Standing.PENDING_WEIGHTS
+    assert why in answer.why
+    assert _routed(m) == ["r0"]
+    _says(m, "r1", "", 2)
+    assert _standing(m, "r1") == (Standing.READY, "")
+    assert _routed(m) == ["r0", "r1"]
+
+
+def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> None:
+    m = _open_pool()
+    _withdraw(m, "r1", Standing.QUARANTINED, "nonsense")
+    _uncordon(m, "r1")  # before the replica has heard of anything: two calls race
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    _says(m, "r1", "", 0)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    answer = _beat(m, "r1")
+    assert (answer.refuse_reason, answer.order_number, answer.ready) == ("", 2, True)
+    assert _standing(m, "r1")[0] is Standing.READY
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 2**53])
+def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
+    m = _open_pool()
+    _withdraw(m, "r1", Standing.QUARANTINED, "nonsense")
+    _uncordon(m, "r1")
+    _says(m, "r1", "", 2)
+    vector = m.state.replicas["r1"].vector
+    m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="late", order_number=number))
+    assert _standing(m, "r1")[0] is Standing.READY
+    m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
+    assert _standing(m, "r1")[0] is Standing.READY
+
+
+def test_one_that_refuses_by_itself_is_not_ready() -> None:
+    m = _open_pool()
+    vector = m.state.replicas["r1"].vector
+    m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="bare names are refused"))
+    assert _standing(m, "r1") == (
+        Standing.PENDING_WEIGHTS,
+        "it has not said yet that it takes requests, it said last: bare names are refused",
+    )
+    assert _routed(m) == ["r0"]
+    assert _beat(m, "r1").ready
+    assert _routed(m) == ["r0", "r1"]
+
+
+def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> None:
+    m = _open_pool()
+    _withdraw(m, "r0", Standing.QUARANTINED, "nonsense")
+    answer = m.answer(m.register("r0"))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
+    again = _registered(m, "r1")
+    m.do(dataclasses.replace(again, refusing="an operator quarantined it"))
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    answer = m.answer(900)
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert answer.refuse_reason == ""
+
+
+def _registered(m: Machine, replica_id: str) -> events.Register:
+    replica = m.state.replicas[replica_id]
+    return events.Register(
+        ticket=900,
+        replica_id=replica_id,
+        incarnation=replica.incarnation,
+        address=replica.address,
+        http_url=replica.http_url,
+        model_name=replica.model_name,
+        capabilities=replica.capabilities,
+        vector=replica.vector,
+    )
+
+
+def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
+    m = _open_pool()
+    _withdraw(m, "r1", Standing.CORDONED)
+    assert _refuse_calls(m) == [("r1", "", 0)]
+    answer = m.answer(_uncordon(m, "r1"))
+    assert answer == effects.StandingAnswer(Standing.READY, "")
+    assert _refuse_calls(m)[1:] == [("r1", "", 0)]
+
+
+def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
+    m = _open_pool()
+    vector = m.state.replicas["r0"].vector
+    m.do(events.Heartbeat(0, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
+    error = m.error(_uncordon(m, "r0"))
+    assert (error.reason, "the engine broke" in error.message) == ("NOT_WITHDRAWN", True)
+    _drain(m, "r1", reason="old card")
+    assert m.error(_uncordon(m, "r1")).reason == "NOT_WITHDRAWN"
+    _withdraw(m, "r1", Standing.CORDONED)  # the name may come back: the order goes
+    answer = m.answer(_uncordon(m, "r1"))
+    assert isinstance(answer, effects.StandingAnswer)
+    assert answer.standing is Standing.DRAINING
+    assert not m.state.withdrawn

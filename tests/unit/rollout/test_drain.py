@@ -14,7 +14,7 @@ from rollout_side.agent import Agent
 from rollout_side.config import AgentConfig
 from rollout_side.drain import Draining
 from rollout_side.main import _Stop
-from rollout_side.registration import Told
+from rollout_side.registration import OrderKey, Told
 from tests.pool import EngineDouble
 
 
@@ -22,6 +22,8 @@ class Registered:
     """A registration of which the coordinator answers; counts hurried heartbeats."""
 
     is_known = True
+
+    coordinator_generation = 0
 
     def __init__(self) -> None:
         self.hurried = 0
@@ -46,7 +48,9 @@ def agent(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 def _told(agent: Agent, **changes: Any) -> None:
     fields = {"drain": None, "is_draining": False, "in_transfer": False}
-    agent._told(Told(**fields | {"refuse_reason": "", "pins": ()} | changes))
+    agent._told(
+        Told(**fields | {"refuse_reason": "", "order": OrderKey(0, 0), "pins": ()} | changes)
+    )
 
 
 async def test_an_order_begins_it_and_hurries_one_heartbeat(

@@ -1,0 +1,1 @@
+"""Generated requests against live services: see ``tests.fuzz.run``."""
