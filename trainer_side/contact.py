@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -19,7 +20,10 @@ _log = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
 # What one try at a plain connection, made to learn why, may take.
 _PROBE_SECONDS = 2.0
+# A connection to a port that is closed fails within a moment; one that is open needs a
+# moment more than that.
 _POLL_SECONDS = 0.5
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Contact:
@@ -43,7 +47,9 @@ class Contact:
         connect_seconds: float,
         probe: Callable[[str], str] | None = None,
     ) -> None:
-        self._channel, self._target = channel, target
+        self._target = target
+        # Of the health service, whose empty request asks for the server as a whole.
+        self._check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         self._connect_seconds = connect_seconds
         self._probe = probe or why_unreachable
         self._was_reached = False
@@ -61,29 +67,13 @@ class Contact:
             PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: never reached in its time.
                 ``COORDINATOR_AWAY``: reached before, and not again until ``deadline``.
         """
-        connected = threading.Event()
-
-        def note(state: grpc.ChannelConnectivity) -> None:
-            if state is grpc.ChannelConnectivity.READY:
-                connected.set()
-
-        self._channel.subscribe(note, try_to_connect=True)
-        try:
-            self._wait(connected, deadline)
-        finally:
-            self._channel.unsubscribe(note)
-
-    def _wait(self, connected: threading.Event, deadline: float) -> None:
         began = time.monotonic()
         end = deadline if self._was_reached else min(deadline, began + self._connect_seconds)
         logged_at, why = float("-inf"), ""
-        # A connection to a port that is closed fails within a moment; one that is open needs
-        # a moment more than that.
-        while not connected.wait(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
+        while not self._answers(min(_POLL_SECONDS, end - time.monotonic())):
             now = time.monotonic()
             if now >= end:
-                why = why or self._learn_why(0.5)
-                raise self._failure(why, now - began)
+                raise self._failure(why or self._learn_why(0.5), now - began)
             if now - logged_at >= LOG_SECONDS:
                 logged_at, why = now, self._learn_why(end - now)
                 _log.warning(
@@ -99,6 +89,18 @@ class Contact:
                 time.monotonic() - began,
             )
         self._was_reached = True
+
+    def _answers(self, seconds: float) -> bool:
+        """Whether a gRPC server answers within so long, whatever it says.
+
+        A call, not the channel's connectivity: that may be of a connection that is gone,
+        and is watched by a thread of grpcio's that fails when the channel is closed.
+        """
+        try:
+            self._check(b"", timeout=max(0.05, seconds), wait_for_ready=True)
+        except grpc.RpcError as error:
+            return error.code() not in _NO_ANSWER
+        return True
 
     def _learn_why(self, seconds: float) -> str:
         """The probe's answer; looking a host's name up may take longer than we have."""

@@ -56,6 +56,9 @@ class FromFile:
             yield index, memory[: len(wire)]
         memory.fill_(0x7F)
 
+    def speak(self) -> None:
+        """As ``Arriving.speak``: nobody listens here."""
+
     def buckets_of(self, part: str) -> list[int]:
         """Where the tensors lie whose names have this part."""
         return sorted({s.bucket for s in self.manifest.tensors if part in s.meta.name})

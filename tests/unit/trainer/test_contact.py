@@ -77,7 +77,7 @@ def test_a_coordinator_that_starts_later_is_waited_for_and_then_known(
         # Reached once: an outage is waited for till the push's deadline, and named so.
         server.stop(0).wait()
         with pytest.raises(PeerUnavailableError, match="the push's time is up") as caught:
-            Contact.wait(contact, time.monotonic() + 0.2)
+            contact.wait(time.monotonic() + 0.2)
         assert caught.value.reason == "COORDINATOR_AWAY"
     finally:
         starting.join()
