@@ -214,6 +214,7 @@ class SimReplica(Process):
             return future, None
         match order:
             case effects.CallJoin():
+                self._hear_epoch(order.group)
                 self.spawn(self._take_order_to_join(order, future))
             case effects.CallSend():
                 self._send(order, future)
@@ -282,7 +283,6 @@ class SimReplica(Process):
             yield 1.0
 
     def _join(self, group: Group, first_rank: int) -> None:
-        self._hear_epoch(group)
         for index in range(self.kind.num_receivers):
             old = self.receivers.get((group.trainer_id, index))
             if old is not None:

@@ -36,15 +36,14 @@ def replica_registers(change: Change, event: events.Register) -> None:
     """Go on above what a replica has heard."""
     state = change.state
     generation, epoch = event.last_generation, event.last_epoch
-    if state.epoch < epoch <= MAX_NUMBER:
-        change.state = replace(change.state, epoch=epoch)
-        change.emit(SaveEpoch(epoch))
     # The same, and of another: that one's catalog does not know of us, or ours of it.
     is_ours = event.last_coordinator_id == state.coordinator_id
     is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
     if is_behind:
         change.state = replace(change.state, generation=generation + 1)
         change.emit(SaveGeneration(generation + 1))
+        # An order of the former coordinator may be on its way to it yet.
+        epoch += LEAP
         change.announce(
             "catalog_behind",
             event.replica_id,
@@ -53,6 +52,9 @@ def replica_registers(change: Change, event: events.Register) -> None:
             f"on from here, numbers leap by {LEAP:,}",
         )
         _leap_all(change)
+    if state.epoch < epoch <= MAX_NUMBER:
+        change.state = replace(change.state, epoch=epoch)
+        change.emit(SaveEpoch(epoch))
 
 
 def _leap_all(change: Change) -> None:
