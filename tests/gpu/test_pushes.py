@@ -158,14 +158,19 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         for each in pools:
             each.work.mkdir()
             each.start()
-        pools[0].launch("pushed", gpus, began_with, *args)
+        # What they have done is read in their logs. Two that start at once on one GPU take
+        # each other's memory for their own, so those of a GPU start in turn.
+        verbose = ("--log-level", "debug")
+        pools[0].launch("pushed", gpus, began_with, *args, options=verbose)
         pools[1].launch("fresh", own, path, *args, *fresh_lora)
+        pushed = [Pushed(pools[0], pools[0].url("pushed"))]
+        fresh = pools[1].url("fresh")
         for pool in pools[2:]:
-            options = ("--staging", "in-place")
+            options = ("--staging", "in-place", *verbose)
             pool.launch("pushed", gpus, began_with, *args, options=options)
             if lora and not DRY:
                 pool.launch("late", "0", began_with, *args, options=options)
-        pushed = [Pushed(pool, pool.url("pushed")) for pool in (pools[0], *pools[2:])]
+            pushed.append(Pushed(pool, pool.url("pushed")))
         late = pools[-1].url("late") if "late" in pools[-1].replicas else ""
         if late:
             pools[-1].set_apart("late")
@@ -174,7 +179,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
             pushed[0],
             pushed[1] if pushed[1:] else None,
             late,
-            pools[1].url("fresh"),
+            fresh,
             model,
             adapter,
         )

@@ -110,7 +110,7 @@ def test_a_coordinator_that_is_restarted_serves_what_was_gone_back_to(
     pool.stop_coordinator()
     pool.start_coordinator()
     until(lambda: _all_serve(pool, 1, math=AdapterVersions((1, 2), 1)))
-    assert "math@1 (pinned: 2)" in weft(pool, "status")
+    assert "(pinned: 2)" in weft(pool, "status")
     pool.remove_replica("replica-1")
     late = EngineDouble(weights(Model()), retain_base=1)
     pool.add_replica("replica-1", late)
