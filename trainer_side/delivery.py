@@ -87,6 +87,8 @@ class Delivery:
         self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
         self._put: set[bytes] = set()
+        #: What the push under way was begun with.
+        self._request: pb.BeginTransferRequest | None = None
 
     def describe(self, deadline: float) -> pb.DescribeTargetResponse:
         """What the pool serves, and of its backends the one to use; blocks until a
@@ -165,6 +167,7 @@ class Delivery:
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
         )
+        self._request = request
         fenced = False
         while True:
             request.fencing_token = self._leases.token(policy, kind, deadline)
@@ -220,7 +223,7 @@ class Delivery:
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
-                sender = self._sender_for(begun.group)
+                sender = self._sender_for(begun, deadline)
                 self._send(sender, begun, source, manifest, check_finite, deadline)
             return self._outcome(begun, deadline, sender)
         except BaseException as error:
@@ -250,15 +253,45 @@ class Delivery:
                 deadline=deadline,
                 progress=progress,
                 check_finite=check_finite,
+                find_group=lambda known: self._group_now(begun, known, deadline),
             )
 
-    def _sender_for(self, group: pb.GroupPlan) -> Sender:
+    def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
+        group = begun.group
         if self._sender is not None:
             if self._sender.usable and self._sender.ticket.group_id == group.group_id:
                 return self._sender
             self._sender.close()
             self._sender = None
-        ticket = GroupTicket(
+        while True:
+            try:
+                self._sender = Sender(self._target, self._ticket(group))
+                return self._sender
+            except (StaleEpochError, PeerUnavailableError):
+                moved = self._group_now(begun, group.group_id, deadline)
+                if moved is None:
+                    raise
+                group = moved
+
+    def _group_now(
+        self, begun: pb.BeginTransferResponse, known: str, deadline: float
+    ) -> pb.GroupPlan | None:
+        """The place in the group that a transfer goes on in, if it was re-formed before this
+        rank came to the group that it knows: there nobody can tell it any more."""
+        if self._request is None:
+            return None
+        request = self._request
+        try:  # asked again, begin answers what has become of the same transfer
+            answer = self._call(
+                lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
+            )
+        except WeftError:
+            return None
+        is_other = answer.HasField("group") and answer.group.group_id != known
+        return answer.group if is_other and answer.transfer_id == begun.transfer_id else None
+
+    def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
+        return GroupTicket(
             group_id=group.group_id,
             token=group.token,
             epoch=group.epoch,
@@ -268,8 +301,6 @@ class Delivery:
             host=self._host,
             device=self._lane.device_of(group.backend),
         )
-        self._sender = Sender(self._target, ticket)
-        return self._sender
 
     def _outcome(
         self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None

@@ -48,6 +48,10 @@ class _Direction:
     error: WeftError | None = None
 
 
+#: The place in the group that a transfer goes on in now, if it is another than this one.
+FindGroup = Callable[[str], publish_pb2.GroupPlan | None]
+
+
 class _Reformed(Exception):
     """Members were lost; the transfer goes on in another group."""
 
@@ -175,12 +179,17 @@ class _Push:
     deadline: float
     progress: Progress | None
     check_finite: bool
+    find_group: FindGroup
     spoiled: bool = False
     """Whether the source has failed, or gave what must not be sent: no other group helps."""
     digests: list[int] = field(default_factory=list)
     """Of the buckets packed so far."""
     num_released: int = 0
     """Buckets that every receiver has verified, in whatever epoch."""
+
+
+def _was_dropped(error: Exception) -> bool:
+    return isinstance(error, WeftError) and error.reason == "EPOCH_FENCED"
 
 
 class Sender:
@@ -219,6 +228,7 @@ class Sender:
         deadline: float,
         progress: Progress | None = None,
         check_finite: bool = False,
+        find_group: FindGroup = lambda group_id: None,
     ) -> bytes:
         """Send every bucket, each kept until all receivers have verified it.
 
@@ -233,6 +243,8 @@ class Sender:
             deadline: ``time.monotonic()`` at which to give up.
             progress: See ``Progress``.
             check_finite: Look at each bucket as it was packed for NaN and infinities.
+            find_group: Asked with the id of a group that was dropped before this rank came
+                to it: nobody could tell it there where the transfer goes on.
 
         Returns:
             The content digest.
@@ -243,7 +255,7 @@ class Sender:
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        push = _Push(source, transfer_id, nonce, deadline, progress, check_finite)
+        push = _Push(source, transfer_id, nonce, deadline, progress, check_finite, find_group)
         self._packer = self._packer_for(manifest)
         self._last_push = push
         return self._carry(push)
@@ -286,6 +298,8 @@ class Sender:
                 break
             except Exception as error:
                 moves = isinstance(error, _Reformed | WeftError) and not push.spoiled
+                if moves and epoch.successor is None and _was_dropped(error):
+                    epoch.successor = push.find_group(epoch.ticket.group_id)
                 if moves and epoch.successor is not None:
                     push.num_released = max(push.num_released, epoch.direction.num_released)
                     settled = self._rejoin(epoch)

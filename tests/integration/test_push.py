@@ -16,7 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+import trainer_side.delivery
 import trainer_side.packer
+import weft.transport.membership
 from tests.integration.models import HIDDEN, Model, lora, peft_of, same, until, weights
 from tests.pool import EngineDouble, running_pool
 from trainer_side import Publisher
@@ -183,6 +185,43 @@ def test_an_empty_pool_is_a_typed_error_at_the_deadline(publisher):
         publisher.push_base(Model(1), timeout_seconds=0.5)
     assert caught.value.reason in ("POOL_EMPTY", "DEADLINE")
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("late", ["before it forms", "as it attends"])
+def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
+    late, pool, engines, publisher, monkeypatch
+):
+    """The group is formed anew while nobody can tell its sender, who is not there yet."""
+    lost = []
+
+    def lose_one():
+        if not lost:
+            lost.append("replica-1")
+            pool.remove_replica("replica-1")
+
+    real = trainer_side.delivery.Sender
+
+    def slow(target, ticket):
+        if late == "before it forms":
+            lose_one()
+            return real(target, ticket)
+        sender = object.__new__(real)
+        attend = weft.transport.membership.Attendance
+
+        def attendance(*args, **kwargs):
+            lose_one()
+            return attend(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(weft.transport.membership, "Attendance", attendance)
+            sender.__init__(target, ticket)
+        return sender
+
+    monkeypatch.setattr(trainer_side.delivery, "Sender", slow)
+    assert str(publisher.push_base(Model(1), require=1)) == "base@1"
+    assert lost
+    assert publisher.last_report.num_replicas == 1
+    assert same(engines[0].base, weights(Model(1)))
 
 
 def test_minimum_number_of_replicas(pool, engines, publisher):

@@ -28,6 +28,9 @@ class Sending:
     num_released: int = 0
 
 
+FindGroup = Callable[[str], Generator[Any, Any, Group | None]]
+
+
 class Reformed(Exception):
     """Members were lost; the transfer goes on in another group."""
 
@@ -162,8 +165,14 @@ class Sender:
         """Leave the group."""
         self.epoch.close(WeftError("the sender was closed"))
 
-    def carry(self, sending: Sending) -> Generator[Any, Any, None]:
-        """Send everything, in as many groups as it takes."""
+    def carry(
+        self, sending: Sending, find_group: FindGroup | None = None
+    ) -> Generator[Any, Any, None]:
+        """Send everything, in as many groups as it takes.
+
+        Args:
+            find_group: As the real sender's.
+        """
         while True:
             epoch = self.epoch
             try:
@@ -172,6 +181,8 @@ class Sender:
             except Reformed:
                 pass
             except WeftError as error:
+                if epoch.successor is None and find_group and error.reason == "EPOCH_FENCED":
+                    epoch.successor = yield from find_group(epoch.group.group_id)
                 if epoch.successor is None:
                     epoch.give_up(sending.transfer_id, error)
                     raise

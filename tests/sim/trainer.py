@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
@@ -137,7 +138,7 @@ class SimTrainer(Process):
         sender = self._sender_for(begun.group)
         try:
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
-                yield from sender.carry(sending)
+                yield from sender.carry(sending, partial(self._group_now, push, layout))
             yield from self._outcome(push, sender, sending)
         except WeftError as error:
             yield from self._give_up(push, error)
@@ -154,19 +155,7 @@ class SimTrainer(Process):
             group_id = self.sender.epoch.group.group_id if self.sender and is_kept else ""
             self.world.checks.leases.asking(self, push, token)
             try:
-                begun: BeginAnswer = yield self._call(
-                    "begin",
-                    self._left(push),
-                    request_id=push.request_id,
-                    policy=push.policy,
-                    fencing_token=token,
-                    session_id=self.session,
-                    layout=layout,
-                    adapter=None if push.policy == BASE_POLICY else SPEC,
-                    min_replicas=push.min_replicas,
-                    group_id=group_id,
-                    time_left=self._left(push),
-                )
+                begun: BeginAnswer = yield self._begin_call(push, layout, token, group_id)
             except LeaseFencedError:
                 self.tokens.pop(push.policy, None)
                 if fenced:
@@ -185,6 +174,33 @@ class SimTrainer(Process):
                 last_version = max(last_version, begun.version.version)
                 self._last[push.policy] = last_version, last_token
                 return begun
+
+    def _begin_call(self, push: Push, layout: Layout, token: int, group_id: str) -> Future:
+        return self._call(
+            "begin",
+            self._left(push),
+            request_id=push.request_id,
+            policy=push.policy,
+            fencing_token=token,
+            session_id=self.session,
+            layout=layout,
+            adapter=None if push.policy == BASE_POLICY else SPEC,
+            min_replicas=push.min_replicas,
+            group_id=group_id,
+            time_left=self._left(push),
+        )
+
+    def _group_now(
+        self, push: Push, layout: Layout, known: str
+    ) -> Generator[Any, Any, Group | None]:
+        """As ``Delivery._group_now``."""
+        token = self.tokens.get(push.policy, 0)
+        try:
+            begun: BeginAnswer = yield self._begin_call(push, layout, token, "")
+        except WeftError:
+            return None
+        is_other = begun.group is not None and begun.group.group_id != known
+        return begun.group if is_other and begun.transfer_id == push.transfer_id else None
 
     def _token(self, policy: str) -> Generator[Any, Any, int]:
         if policy not in self.tokens:
