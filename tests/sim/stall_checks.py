@@ -28,8 +28,7 @@ class StallChecks:
         """Nobody who hangs holds a transfer."""
         for transfer in state.transfers.values():
             if transfer.phase in (Phase.FORMING, Phase.STAGING):
-                if 0 in state.groups[transfer.group_id].attending:
-                    self._check_members(transfer)  # who waits for the sender owes nothing
+                self._check_members(transfer)
                 self._check_trainer(state, transfer)
 
     def _check_members(self, transfer: Transfer) -> None:
