@@ -124,7 +124,9 @@ class Serving:
         alias: int,
         facts: VersionFacts | None,
     ) -> SwitchTimes:
-        if self._serves(version, content_digest):
+        is_loading = self._engine.loading == transfer_id  # in place: only this makes it whole
+        if not is_loading and self._serves(version, content_digest):
+            await self._forget_staged(transfer_id)
             return SwitchTimes()
         if transfer_id in self._failed:
             raise NotReadyError(f"{version} failed to load here before; push it again")
@@ -144,6 +146,16 @@ class Serving:
             times.pause_seconds,
         )
         return times
+
+    async def _forget_staged(self, transfer_id: str) -> None:
+        """Drop the bytes of a version that is served already: an order that is repeated
+        late, once the version is retired, must not switch back to it."""
+        await self._look_at_memory()
+        if transfer_id in self.memory.staged_transfer_ids:
+            try:
+                await self._engine.discard(transfer_id)
+            except WeftError as error:  # the coordinator orders it again with a heartbeat
+                _log.warning("could not drop what was staged of %s: %s", transfer_id, error)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float

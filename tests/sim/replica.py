@@ -341,6 +341,7 @@ class SimReplica(Process):
     def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
         version = call.version
         if self._serves(version, call.content_digest):
+            self.store.discard(call.transfer_id)
             return
         if call.transfer_id in self.failed:
             raise NotReadyError(f"{call.transfer_id} failed to load here before")

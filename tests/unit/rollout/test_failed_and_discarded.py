@@ -16,16 +16,30 @@ from rollout_side.store import WorkerStore
 from tests.pool import EngineDouble
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
-from weft.contract.names import PolicyVersion
+from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.versions import AdapterVersions
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (4,))])
 BASE = PolicyVersion("base", 1)
 
 
-def _stage(store: WorkerStore, transfer_id: str) -> None:
-    segment = store.reserve(transfer_id, MANIFEST.wire_bytes, adapter=False)
-    store.put_staged(StagedVersion(transfer_id, BASE, MANIFEST, segment, b"digest"))
+class _LoadingInPlace(EngineDouble):
+    loading = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.applied: list[str] = []
+
+    async def apply_base(self, transfer_id: str, *_: Any) -> SwitchTimes:
+        self.applied.append(transfer_id)
+        return SwitchTimes()
+
+
+def _stage(store: WorkerStore, transfer_id: str, version: PolicyVersion = BASE) -> None:
+    is_adapter = version.policy != BASE_POLICY
+    segment = store.reserve(transfer_id, MANIFEST.wire_bytes, adapter=is_adapter)
+    store.put_staged(StagedVersion(transfer_id, version, MANIFEST, segment, b"digest"))
 
 
 async def test_a_commit_that_failed_does_not_succeed_when_it_is_repeated() -> None:
@@ -41,6 +55,33 @@ async def test_a_commit_that_failed_does_not_succeed_when_it_is_repeated() -> No
     _stage(engine.store, "t2")
     await agent.serving.commit("t2", BASE, "", b"digest")
     assert agent.serving.vector.base == 1
+
+
+async def test_a_repeated_commit_does_not_bring_back_what_was_retired() -> None:
+    """A clone of what is served already, whose order comes again after a later version."""
+    engine = EngineDouble({"w": torch.zeros(4)})
+    serving = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine).serving
+    old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    for transfer_id, version in (("t1", old), ("clone", old), ("t2", new)):
+        _stage(engine.store, transfer_id, version)
+        await serving.commit(transfer_id, version, "{}", b"digest")
+    await serving.retire([old])
+    assert engine.store.usage().transfer_ids == ()
+    with pytest.raises(NotReadyError):
+        await serving.commit("clone", old, "{}", b"digest", alias=1)
+    assert serving.vector.adapters["math"] == AdapterVersions(versions=(2,), alias=2)
+
+
+async def test_a_base_that_is_loading_in_place_is_not_served_yet() -> None:
+    """A clone in place of the number that is served: its commit is what ends the load."""
+    engine = _LoadingInPlace({"w": torch.zeros(4)})
+    serving = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine).serving
+    await serving.commit("t1", BASE, "", b"digest")
+    await serving.commit("t1", BASE, "", b"digest")
+    assert engine.applied == ["t1"]
+    engine.loading = "clone"
+    await serving.commit("clone", BASE, "", b"digest")
+    assert engine.applied == ["t1", "clone"]
 
 
 async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
