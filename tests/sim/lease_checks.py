@@ -33,7 +33,6 @@ class LeaseChecks:
         self._holders: dict[tuple[str, int], tuple[str, str]] = {}
         self._newest_token: dict[str, int] = {}
         self._asked: dict[str, set[tuple[str, int]]] = {}
-        self._told: dict[tuple[str, str], int] = {}
 
     def catalog_lost(self) -> None:
         """The coordinator knows only what it hears, and what an older copy has."""
@@ -57,11 +56,12 @@ class LeaseChecks:
         if lease.fencing_token < newest:
             fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
         self._newest_token[answer.policy] = lease.fencing_token
-        # Whatever became of the catalog, a session that tells what it had is given more.
-        key = answer.policy, lease.session_id
-        if lease.fencing_token < self._told.get(key, 0):
-            fail(f"{lease.trainer_id} was told token {lease.fencing_token} after {self._told[key]}")
-        self._told[key] = lease.fencing_token
+
+    def acquired(self, trainer: SimTrainer, policy: str, token: int, last_token: int) -> None:
+        """A trainer has heard its token. Whatever became of the catalog, one that tells
+        what it had is given more."""
+        if token < last_token:
+            fail(f"{trainer.name} was told token {token} of {policy} after {last_token}")
 
     def saving(self, save: effects.SavePolicy) -> None:
         """A policy is about to be saved."""

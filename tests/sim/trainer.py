@@ -217,6 +217,7 @@ class SimTrainer(Process):
                 last_token=last_token,
             )
             self.tokens[policy] = token = answer.lease.fencing_token
+            self.world.checks.leases.acquired(self, policy, token, last_token)
             self._last[policy] = max(last_version, answer.last_version), max(last_token, token)
         return self.tokens[policy]
 

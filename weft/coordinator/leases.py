@@ -35,6 +35,10 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
             change.refuse([event.ticket], _owned(policy, lease, change.now))
             return
         lease = None
+    if lease and lease.fencing_token < event.last_token <= numbering.MAX_NUMBER:
+        # Given to an earlier call of this session, which did not know of the token yet that
+        # a catalog gave which is lost: a session's tokens only grow.
+        lease = None
     if lease is None:
         _expire(change, policy, event)
         policy = numbering.trainer_asks(change, policy, event)

@@ -192,6 +192,15 @@ def test_a_trainer_is_not_given_what_it_had_before() -> None:
     assert machine.tokens["math"] == 12 + LEAP, "its lease goes on"
 
 
+def test_a_call_that_comes_late_does_not_take_back_a_token() -> None:
+    """The catalog is lost between two calls of one session; the first is repeated after it."""
+    machine = Machine().pool("r0")
+    machine.acquire("math", last_version=0, last_token=1)
+    late = machine.tokens["math"]
+    machine.acquire("math", last_version=1002, last_token=2001)
+    assert late < 2001 < machine.tokens["math"]
+
+
 def test_policies_that_nobody_spoke_of_leap_too() -> None:
     machine = Machine()
     machine.register("r0", last_generation=4)
