@@ -369,9 +369,12 @@ class Checks:
                 self._committed(version, record.transfer_id, record.content_digest)
 
     def _failed(self, version: PolicyVersion) -> None:
-        """It is withdrawn: nobody serves it, and nobody will (see ``loaded``)."""
+        """It is withdrawn: nobody serves it, and nobody will (see ``loaded``). One that was
+        not heard yet may have the number of a catalog that was lost, with other bytes."""
+        digest = self._digests.get(version)
         for replica in self._world.replicas.values():
-            if replica.alive and replica.vector.holds(version):
+            is_it = replica.vector.holds(version) and replica.served.get(version) == digest
+            if replica.alive and is_it:
                 fail(f"{version} has failed and {replica.name} serves it")
 
     def _committed(self, version: PolicyVersion, transfer_id: str, digest: ContentDigest) -> None:

@@ -61,7 +61,7 @@ class Data:
         self.epoch: Epoch | None = None
         self.broken = Future()
         self._operations: list[Future] = []
-        self._num_sent = 0
+        self.num_sent = 0
 
     def operation(self, number: int) -> Future:
         """What comes with it: a bucket's index and content."""
@@ -71,8 +71,8 @@ class Data:
 
     def send(self, bucket: int, content: bytes) -> None:
         """The sender's next operation."""
-        self.operation(self._num_sent).set((bucket, content))
-        self._num_sent += 1
+        self.operation(self.num_sent).set((bucket, content))
+        self.num_sent += 1
 
     def break_off(self, error: WeftError) -> None:
         """The members' connections break; each learns it where it waits."""

@@ -119,8 +119,13 @@ class Faults:
         if world.coordinator.alive:
             return
         restored = self._backup.copy() if world.random.random() < 0.5 else CatalogModel()
-        known = {record.transfer_id for record in restored.versions.values()}
-        lost = {record.transfer_id for record in world.catalog.versions.values()} - known
+        # What was under way when the copy was made may have been committed since.
+        known = {record.transfer_id: record.state for record in restored.versions.values()}
+        lost = {
+            record.transfer_id
+            for record in world.catalog.versions.values()
+            if known.get(record.transfer_id) is not record.state
+        }
         world.trace("coordinator", f"has lost its catalog but {len(known)} versions")
         world.catalog = restored
         world.checks.catalog_lost(lost)

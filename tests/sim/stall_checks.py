@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft.coordinator.state import State
-from weft.coordinator.transfer import Transfer
+from weft.coordinator.transfer import Group, Transfer
 from weft.coordinator.values import Errand, Phase
 
 if TYPE_CHECKING:
@@ -28,17 +28,39 @@ class StallChecks:
         """Nobody who hangs holds a transfer."""
         for transfer in state.transfers.values():
             if transfer.phase in (Phase.FORMING, Phase.STAGING):
-                self._check_members(transfer)
+                self._check_members(transfer, state.groups[transfer.group_id])
                 self._check_trainer(state, transfer)
 
-    def _check_members(self, transfer: Transfer) -> None:
+    def _check_members(self, transfer: Transfer, group: Group) -> None:
         if transfer.loading:
             return  # they may have until the deadline
         longest = self._world.settings.stall_seconds + _SLACK_SECONDS
         for name in transfer.held:
-            replica = self._world.replicas[name]
-            if min(replica.worker.frozen_for(), self._age(transfer)) > longest:
+            hangs_for = self._world.replicas[name].worker.frozen_for()
+            is_late = min(hangs_for, self._age(transfer)) > longest
+            if is_late and self._is_waited_for(transfer, group, name):
                 fail(f"{transfer.transfer_id} goes on with {name}, whose worker hangs")
+
+    def _is_waited_for(self, transfer: Transfer, group: Group, name: str) -> bool:
+        """Whether a replica has yet to do what was asked of it. One that has verified all
+        that was sent waits itself: for a sender whose link to another is cut, say."""
+        is_source = name == transfer.source
+        members = [member for member in group.members if member.replica_id == name]
+        ranks = {m.first_rank + index for m in members for index in range(m.num_receivers)}
+        if transfer.phase is Phase.FORMING and not transfer.prepare_sent:
+            return not ({0} if is_source else ranks) <= group.attending
+        if transfer.phase is Phase.FORMING:
+            return not ranks <= transfer.prepared.keys()
+        first = min(transfer.prepared.values())
+        data = self._world.data.get((group.group_id, transfer.transfer_id))
+        num_sent = first + (data.num_sent if data else 0)
+        told = transfer.watch.num_verified
+        verified = {rank: told.get(rank, first) for rank in range(group.size)}
+        if is_source:
+            return all(verified[rank] >= num_sent for rank in range(1, group.size))
+        if num_sent == transfer.layout.num_buckets:
+            return not ranks <= transfer.staged.keys()
+        return any(verified[rank] < num_sent for rank in ranks - transfer.staged.keys())
 
     def _check_trainer(self, state: State, transfer: Transfer) -> None:
         trainer = self._world.trainers.get(transfer.trainer_id)
