@@ -304,7 +304,9 @@ ROLES = {
     "replica worker": Role(VICTIM, _worker, signals=(*SIGNALS, HANG)),
     "coordinator": Role("coordinator", _coordinator),
     "trainer sender, in place": Role("trainer", _trainer, _FROM_A_BUCKET[:3], in_place=True),
-    "replica, in place": Role(VICTIM, _loading, _FROM_A_BUCKET, in_place=True),
+    "replica, in place": Role(
+        VICTIM, _loading, _FROM_A_BUCKET, signals=(*SIGNALS, HANG), in_place=True
+    ),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
 }
 #: Those of ``tests.fault.real``, with vLLM.
