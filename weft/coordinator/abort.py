@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.coordinator import in_place, setbacks
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard

@@ -13,7 +13,6 @@ back nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from weft.contract.adapter import parse_config
 from weft.contract.errors import (
@@ -26,6 +25,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.coordinator import (
     abort,
     catchup,

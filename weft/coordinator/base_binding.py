@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import BaseMismatchError, NotReadyError
+from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change

@@ -14,8 +14,8 @@ replica switches. A failure changes nothing but the time of the next attempt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft.coordinator import abort, events, reform, setbacks
 from weft.coordinator.change import Change

@@ -6,9 +6,9 @@ Local to a call of ``step``; the rules share it so that each can be short.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from weft.contract.errors import WeftError
+from weft.contract.frozen import replace
 from weft.coordinator.effects import Announce, Answer, Effect, Refuse, Reply
 from weft.coordinator.replica import Replica
 from weft.coordinator.state import FitKey, Policy, State

@@ -8,10 +8,9 @@ version is brought to all, whatever they were started with.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.checkpoint import CheckpointState, differing_files
 from weft.contract.errors import NotFoundError
+from weft.contract.frozen import replace
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done, SaveCheckpoint

@@ -9,8 +9,7 @@ is not ended again.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.holders import takes_clones, wants

@@ -13,8 +13,7 @@ going back could serve two truths.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.coordinator import abort, catchup, events, holdings, leftovers, rollback, unserved
 from weft.coordinator.change import Change
 from weft.coordinator.discard import discard

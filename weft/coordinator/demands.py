@@ -6,8 +6,7 @@ must last a while: of a pool that restarts, another replica may bring it yet.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.change import Change
 from weft.coordinator.holders import wants, who_publishes

@@ -10,8 +10,8 @@ call of a dead process can replace the living one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard

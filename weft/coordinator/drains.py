@@ -8,9 +8,8 @@ restarted knows again.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import InvalidRequestError, NotFoundError
+from weft.contract.frozen import replace
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import Done

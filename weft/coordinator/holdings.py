@@ -9,8 +9,8 @@ catalog does not know at all is *unrecorded* until ``adoption`` decides.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.replica import Replica

@@ -11,9 +11,9 @@ because of one replica, whatever its trainer requires: that is asked when it beg
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from weft.contract.errors import with_lost_weights
+from weft.contract.frozen import replace
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallLoad
 from weft.coordinator.replica import Replica

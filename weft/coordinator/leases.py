@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
@@ -11,6 +9,7 @@ from weft.contract.errors import (
     PolicyOwnedError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft.coordinator import abort, events, numbering
 from weft.coordinator.change import Change

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
@@ -12,6 +10,7 @@ from weft.contract.errors import (
     RequestConflictError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator import (
     abort,

@@ -8,10 +8,10 @@ leapt over: by ``LEAP``, for not everybody may have been heard yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
 from weft.contract.errors import InvalidNameError
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft.coordinator import events
 from weft.coordinator.change import Change

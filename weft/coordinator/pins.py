@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from weft.contract.errors import (
     InvalidRequestError,
@@ -11,6 +10,7 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from weft.contract.adapter import check_adapter
 from weft.contract.errors import (
@@ -14,6 +13,7 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.contract.group import MAX_GROUP_SIZE
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, name_in_the_way

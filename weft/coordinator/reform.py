@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.coordinator import abort, in_place
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallDiscard, CallJoin, OpenGroup, SaveEpoch, SendReform

@@ -6,8 +6,6 @@ replicas told. It waits for its turn like a push, since it takes every replica.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import (
     BaseMismatchError,
     NotFoundError,
@@ -15,6 +13,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import clones, events
 from weft.coordinator.change import Change

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.change import Change
 from weft.coordinator.replica import Setback

@@ -8,8 +8,7 @@ stream that really broke.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.contract.manifest import DIGEST_NAMES
 from weft.coordinator import abort, events, in_place, reform
 from weft.coordinator.change import Change

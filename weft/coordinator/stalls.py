@@ -26,8 +26,8 @@ until the push's deadline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.coordinator import abort, events, reform, suspects
 from weft.coordinator.change import Change
 from weft.coordinator.progress import Watch

@@ -6,14 +6,13 @@ monotonic clock. A race is a list of events in some order.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import (
     LeaseFencedError,
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
 )
+from weft.contract.frozen import replace
 from weft.coordinator import (
     abort,
     admission,

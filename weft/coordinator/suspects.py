@@ -11,8 +11,8 @@ broke; a thread that is stuck attends by itself once it is free.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 
+from weft.contract.frozen import replace
 from weft.coordinator import abort, events
 from weft.coordinator.change import Change
 from weft.coordinator.effects import CallJoin, OpenGroup, SaveEpoch

@@ -19,8 +19,7 @@ None of this is durable: after a restart of the coordinator the version stays CO
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator import events
 from weft.coordinator.change import Change

@@ -7,9 +7,8 @@ answer to a heartbeat may overtake each other: the newest counts, on both sides.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.contract.errors import InvalidRequestError, NotReadyError
+from weft.contract.frozen import replace
 from weft.coordinator import events
 from weft.coordinator.change import Change
 from weft.coordinator.drains import unknown_replica
