@@ -13,11 +13,13 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from weft.coordinator.values import PolicyKind, Standing, VersionState
 
 _CHECKSUM_BYTES: Final = 8
+_DOUBLE: Final = struct.Struct("<d")
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,43 @@ class Table:
 
     def checksum(self, values: Sequence[Any]) -> bytes:
         """Of a row: BLAKE2b over its table's name and every value, with type and length."""
-        total = hashlib.blake2b(self.name.encode(), digest_size=_CHECKSUM_BYTES)
+        parts = [self.name.encode()]
         for value in values:
             kind, data = _encode(value)
-            total.update(struct.pack("<cQ", kind, len(data)) + data)
-        return total.digest()
+            parts += kind, len(data).to_bytes(8, "little"), data
+        return hashlib.blake2b(b"".join(parts), digest_size=_CHECKSUM_BYTES).digest()
+
+    # Written with every push: made once.
+
+    @cached_property
+    def update_query(self) -> str:
+        """Takes a row with its checksum, then the row's identity."""
+        names, marks = self._row
+        return f"UPDATE {self.name} SET ({names})=({marks}){_where(self.identity)}"
+
+    @cached_property
+    def insert_query(self) -> str:
+        """Takes a row with its checksum."""
+        names, marks = self._row
+        return f"INSERT INTO {self.name} ({names}) VALUES ({marks})"
+
+    @property
+    def _row(self) -> tuple[str, str]:
+        columns = (*self.columns, "checksum")
+        return ",".join(columns), ",".join("?" * len(columns))
 
 
 def _encode(value: Any) -> tuple[bytes, bytes]:
-    match value:
-        case None:
-            return b"n", b""
-        case int():
-            return b"i", str(value).encode()
-        case float():
-            return b"f", struct.pack("<d", value)
-        case str():
-            return b"s", value.encode(errors="surrogateescape")
-        case _:
-            return b"b", bytes(value)
+    kind = type(value)
+    if kind is str:
+        return b"s", value.encode(errors="surrogateescape")
+    if kind is int:
+        return b"i", b"%d" % value
+    if value is None:
+        return b"n", b""
+    if kind is float:
+        return b"f", _DOUBLE.pack(value)
+    return b"b", bytes(value)
 
 
 META: Final = Table(
@@ -162,14 +182,9 @@ class Rows:
         values = table.values(given)
         row = (*values, table.checksum(values))
         own = dict(zip(table.columns, values, strict=True))
-        names = ",".join((*table.columns, "checksum"))
-        marks = ",".join("?" * len(row))
-        written = self._execute(
-            f"UPDATE {table.name} SET ({names})=({marks}){_where(table.identity)}",
-            (*row, *(own[name] for name in table.identity)),
-        )
-        if not written.rowcount:
-            self._execute(f"INSERT INTO {table.name} ({names}) VALUES ({marks})", row)
+        identity = (own[name] for name in table.identity)
+        if not self._execute(table.update_query, (*row, *identity)).rowcount:
+            self._execute(table.insert_query, row)
             self._count(table, 1)
 
     def change(self, table: Table, where: Mapping[str, Any], **changes: Any) -> None:
