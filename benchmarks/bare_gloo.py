@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollout_side.segment import HostSegment
+from rollout_side.memory.segment import HostSegment
 
 _AHEAD = 2
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe
+from trainer_side.backend_selection import plan_for
 from trainer_side.finite import check_finite
-from trainer_side.lane import plan_for
 from trainer_side.packer import Packer
-from trainer_side.source import CastRule, tensor_source
+from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import GLOO, NCCL
 from weft.contract.manifest import Manifest

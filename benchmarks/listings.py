@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from tests.unit.coordinator.large_pool import large_pool
+from tests.unit.coordinator.messages.large_pool import large_pool
 from weft.contract.names import PolicyVersion
-from weft.coordinator.catalog import Catalog
-from weft.coordinator.driver import Driver
-from weft.coordinator.feed import Feed, RouteFeed
-from weft.coordinator.hub import Hub
-from weft.coordinator.inspect import InspectServicer
-from weft.coordinator.state import State
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.driver import Driver
+from weft.coordinator.runtime.live_groups import Hub
+from weft.coordinator.runtime.watchers import Feed, RouteFeed
+from weft.coordinator.services.inspect import InspectServicer
 from weft.rpc.channel import open_aio_channel
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub, add_InspectServiceServicer_to_server

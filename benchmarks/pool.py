@@ -26,8 +26,8 @@ from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
 from tests.unit.coordinator.machine import Machine
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator import events
-from weft.coordinator.values import Layout
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.values import Layout
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks

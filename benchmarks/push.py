@@ -71,7 +71,7 @@ def _doubles(
 ) -> Iterator[None]:
     with ExitStack() as stack:
         for i in range(count):
-            args = ("-m", "tests.replica_process", target, f"replica-{i}",
+            args = ("-m", "tests.doubles.replica_process", target, f"replica-{i}",
                     str(num_tensors), str(elements))  # fmt: skip
             process = Process(f"double-{count}-{i}", args, work, {})
             stack.callback(process.stop)

@@ -27,12 +27,12 @@ from torch import nn
 
 from benchmarks.machine import describe
 from tests.trainers.kinds import wrap
-from trainer_side.content import ModelBase
+from trainer_side.lockstep import LedSource, follow
 from trainer_side.packer import Packer
 from trainer_side.params.params import WholeParams
 from trainer_side.ranks import SENDER, ranks_of
-from trainer_side.source import CastRule, ParamsSource
-from trainer_side.together import LedSource, follow
+from trainer_side.sources.content import ModelBase
+from trainer_side.sources.source import CastRule, ParamsSource
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.manifest import Manifest
 from weft.contract.tensors import DataType

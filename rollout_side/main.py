@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rollout_side.agent import Agent
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import BackendChoice
-from rollout_side.memory import Staging
-from rollout_side.servicer import ReplicaServicer
-from rollout_side.spill_folder import SpillSettings
-from rollout_side.vllm_engine import bridges
-from rollout_side.vllm_engine.launch import open_engine
-from rollout_side.vllm_engine.replica import VllmReplica
+from rollout_side.memory.placement import Staging
+from rollout_side.spill.folder import SpillSettings
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.server.launch import open_engine
+from rollout_side.vllm_engine.server.replica import VllmReplica
 from weft.contract.errors import InvalidRequestError
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# As /proc shows a segment of rollout_side.segment.
+# As /proc shows a segment of rollout_side.memory.segment.
 _SEGMENT = re.compile(r"/memfd:weft\b")
 
 

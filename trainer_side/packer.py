@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainer_side.finite import check_finite
-from trainer_side.source import Source
+from trainer_side.sources.source import Source
 from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
 from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, window

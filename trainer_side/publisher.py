@@ -26,17 +26,17 @@ from trainer_side.arguments import (
     check_ranks,
     check_seconds,
 )
+from trainer_side.backend_selection import BackendChoice, Lane
 from trainer_side.background import Background, Waiting
-from trainer_side.content import Content, Model, adapter_content, base_content
-from trainer_side.delivery import Delivery
-from trainer_side.lane import BackendChoice, Lane
 from trainer_side.notices import Notices
 from trainer_side.origin import BaseOptions, OnBaseChange
 from trainer_side.params.choose import Kind
 from trainer_side.params.snapshot import HostMemory
+from trainer_side.pool_client import Delivery
 from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
+from trainer_side.sources.content import Content, Model, adapter_content, base_content
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
 from weft.transport.host import check_target

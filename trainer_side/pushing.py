@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer_side.adapter_source import Adapter
-from trainer_side.content import Content
-from trainer_side.delivery import Delivery
-from trainer_side.lane import Plan, plan_for
+from trainer_side.backend_selection import Plan, plan_for
+from trainer_side.lockstep import LedSource, follow
 from trainer_side.origin import BaseOptions, Origin, Origins
 from trainer_side.outcome import missing_replicas
+from trainer_side.pool_client import Delivery
 from trainer_side.ranks import SENDER, Ranks, agreeing
-from trainer_side.source import Source
-from trainer_side.together import LedSource, follow
+from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.content import Content
+from trainer_side.sources.source import Source
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import (

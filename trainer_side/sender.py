@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from trainer_side.packer import Packer
-from trainer_side.source import Source
+from trainer_side.sources.source import Source
 from weft.contract.errors import (
     PeerUnavailableError,
     TransferTimeoutError,
@@ -24,7 +24,7 @@ from weft.contract.errors import (
 from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
-from weft.transport.membership import GroupTicket, Membership
+from weft.transport.member import GroupTicket, Membership
 from weft.transport.speaking import speaking_time
 from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import rendezvous_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.contract.pool_fakes import CAPABILITIES, FakeReplica, FakeTrainer
+from tests.doubles.replicas import CAPABILITIES, FakeReplica, FakeTrainer
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
 

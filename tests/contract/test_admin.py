@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import CAPABILITIES, LOAD_FAILED
+from tests.doubles.replicas import CAPABILITIES, LOAD_FAILED
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
 from weft.rpc.status import error_from_rpc

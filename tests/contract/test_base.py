@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import REFERENCE, FakeReplica
+from tests.doubles.replicas import REFERENCE, FakeReplica
 from weft.contract.errors import NotReadyError
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.status import error_from_rpc

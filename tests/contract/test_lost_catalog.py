@@ -13,15 +13,15 @@ import grpc
 import pytest
 from rich.console import Console
 
+from rollout_side.agent.registration import Holdings, Identity, Registration
 from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
-from rollout_side.registration import Holdings, Identity, Registration
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import CAPABILITIES, REFERENCE, FakeReplica, FakeTrainer
+from tests.doubles.replicas import CAPABILITIES, REFERENCE, FakeReplica, FakeTrainer
 from weft.contract.errors import BaseMismatchError, CapacityError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
-from weft.coordinator.numbering import LEAP
+from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.status import status_from_error
@@ -185,7 +185,7 @@ def _registration(server: grpc.Server, registry: Registry, failed: list[WeftErro
 def test_a_replica_outlives_a_coordinator_that_fails(
     server: grpc.Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollout_side.registration._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_side.agent.registration._RETRY_SECONDS", 0.01)
     failed: list[WeftError] = []
     error = WeftError("the coordinator failed on this call; read its log")
     registry = Registry([error, error, CapacityError("too many calls", reason="TOO_SLOW")])

@@ -14,10 +14,11 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import FakeReplica
 from tests.contract.test_replica import Served, served
 from tests.contract.test_statuses import _fails
-from weft.coordinator import preflight, uploads
+from tests.doubles.replicas import FakeReplica
+from weft.coordinator.decisions.transfers import preflight
+from weft.coordinator.services import uploads
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.server import bind
 from weft.rpc.status import error_from_rpc

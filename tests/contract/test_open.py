@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from rollout_side.agent import Agent
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
-from rollout_side.servicer import ReplicaServicer
 from tests.contract.conftest import Pool
-from tests.pool import EngineDouble
+from tests.doubles.pool import EngineDouble
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.server import Servicer, bind, make_server
 from weft.rpc.status import error_from_rpc

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import BASE_MANIFEST, LEFT_DIRTY, LOAD_FAILED
+from tests.doubles.replicas import BASE_MANIFEST, LEFT_DIRTY, LOAD_FAILED
 from trainer_side.outcome import missing_replicas
 from weft.contract.errors import (
     CapacityError,

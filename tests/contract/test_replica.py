@@ -15,13 +15,13 @@ import pytest_asyncio
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rollout_side.agent import Agent
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
-from rollout_side.inflow import Inflow
-from rollout_side.servicer import ReplicaServicer
-from rollout_side.staged import StagedVersion
-from tests.pool import EngineDouble, running_pool
+from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.versions import StagedVersion
+from tests.doubles.pool import EngineDouble, running_pool
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import TransferTimeoutError
 from weft.contract.names import PolicyVersion

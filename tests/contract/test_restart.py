@@ -11,15 +11,15 @@ from typing import Any
 import pytest_asyncio
 import torch
 
-from rollout_side.agent import Agent
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import SpillOrder
-from rollout_side.servicer import ReplicaServicer
-from rollout_side.spill_folder import SpillSettings
-from rollout_side.staged import StagedVersion
+from rollout_side.memory.versions import StagedVersion
+from rollout_side.spill.folder import SpillSettings
 from tests.contract.conftest import Pool
 from tests.contract.test_replica import MANIFEST, Served, _refused
-from tests.pool import EngineDouble
+from tests.doubles.pool import EngineDouble
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.rpc.channel import open_aio_channel

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import FakeTrainer
+from tests.doubles.replicas import FakeTrainer
 from weft.contract.errors import StalledError, WeftError
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2, rendezvous_pb2

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.contract.conftest import Pool
-from tests.contract.pool_fakes import (
+from tests.doubles.replicas import (
     ADAPTER_MANIFEST,
     CAPABILITIES,
     REFERENCE,
@@ -38,7 +38,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator import store
+from weft.coordinator.runtime import group_store
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
 from weft.rpc.status import error_from_rpc
@@ -523,7 +523,7 @@ async def test_call_store(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     error = await _fails(late, "DEADLINE_EXCEEDED", "DEADLINE")
     assert isinstance(error, TransferTimeoutError)
     await _fails(_store(rank), "INVALID_ARGUMENT", "PROTOCOL")
-    monkeypatch.setattr(store, "MAX_STORE_BYTES", 10)
+    monkeypatch.setattr(group_store, "MAX_STORE_BYTES", 10)
     full = _store(rank, set=rendezvous_pb2.StoreSet(keys=["b"], values=[b"x" * 11]))
     await _fails(full, "RESOURCE_EXHAUSTED", "STORE_FULL")
 

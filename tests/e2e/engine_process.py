@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from rollout_side.engine import SwitchTimes
-from rollout_side.memory import Staging
+from rollout_side.memory.placement import Staging
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
 from weft.contract.names import PolicyVersion
@@ -221,7 +221,7 @@ def _child(pipe: Connection, argv: list[str], staging: Staging) -> None:
 
 
 async def _serve(pipe: Connection, argv: list[str], staging: Staging) -> None:
-    from rollout_side.vllm_engine.launch import open_engine
+    from rollout_side.vllm_engine.server.launch import open_engine
 
     try:
         replica = await open_engine(

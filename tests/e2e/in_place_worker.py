@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rollout_side.vllm_engine.answers import guarded
-from rollout_side.vllm_engine.in_place import load_in_place
-from rollout_side.vllm_engine.worker import WeftWorker
+from rollout_side.vllm_engine.loading.streaming import load_in_place
+from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.worker.extension import WeftWorker
 from tests.e2e.arriving_file import FromFile
 from weft.contract.names import PolicyVersion
 

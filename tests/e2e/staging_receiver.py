@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import GroupSpec
-from rollout_side.inflow import Inflow
-from rollout_side.staged import StagedVersion, bucket_starts
-from rollout_side.store import WorkerStore
-from rollout_side.vllm_engine import bridges
+from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import StagedVersion, bucket_starts
+from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import WeftError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_side.vllm_engine.launch import open_engine
+from rollout_side.vllm_engine.server.launch import open_engine
 from tests.models import save_config
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.worker_calls import Deadlines
+from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.staging_receiver import StageOrder
@@ -66,7 +66,7 @@ def test_one_rank_fails_and_the_other_drops_what_it_took(
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's and torch's own, at import
 def test_every_method_is_guarded() -> None:
-    from rollout_side.vllm_engine.worker import WeftWorker
+    from rollout_side.vllm_engine.worker.extension import WeftWorker
 
     methods = [name for name in vars(WeftWorker) if not name.startswith("__")]
     assert {name for name, _, _ in _FAULTS} == set(methods)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.answers import check_answers
+from rollout_side.vllm_engine.worker.answers import check_answers
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.test_vllm_engine_adapters import PROMPT, check

@@ -86,7 +86,7 @@ class Case:
             args.append("--worker")
         if self.strike.in_place:
             args.append("--in-place")
-        process = self._start(name, "tests.replica_process", *args, armed=armed)
+        process = self._start(name, "tests.doubles.replica_process", *args, armed=armed)
         process.line(lambda text: text == "ready", 60)
 
     def start_trainer(self, *, armed: bool) -> None:

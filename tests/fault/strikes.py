@@ -144,8 +144,8 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 
 def _trainer(strike: Strike) -> None:
-    from trainer_side.delivery import Delivery
     from trainer_side.packer import Packer
+    from trainer_side.pool_client import Delivery
     from trainer_side.pushing import Pushing
     from trainer_side.sender import Sender
     from weft.transport.attendance import Attendance
@@ -183,8 +183,8 @@ def _rank(strike: Strike) -> None:
 
 
 def _replica(strike: Strike) -> None:
-    from rollout_side.agent import Agent
-    from tests.pool import EngineDouble
+    from rollout_side.agent.agent import Agent
+    from tests.doubles.pool import EngineDouble
 
     match strike.point:
         case "before begin":
@@ -196,16 +196,16 @@ def _replica(strike: Strike) -> None:
 
 
 def _worker(strike: Strike) -> None:
-    import rollout_side.receiver
+    import rollout_side.receive.receiver
 
     match strike.point:
         case "before begin" if strike.signal == HANG:
             # The thread that will receive, before it does anything of the push.
-            _before(rollout_side.receiver._Group, "_prepare", strike)
+            _before(rollout_side.receive.receiver._Group, "_prepare", strike)
         case "before begin":
             threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
         case "in rendezvous":
-            _before(rollout_side.receiver, "Membership", strike)
+            _before(rollout_side.receive.receiver, "Membership", strike)
         case _:
             _receiving(strike)
 
@@ -218,13 +218,13 @@ def _at_once(strike: Strike) -> None:
 
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
-    import rollout_side.landing
-    from rollout_side.store import WorkerStore
-    from tests.pool import EngineDouble
+    import rollout_side.receive.landing
+    from rollout_side.memory.store import WorkerStore
+    from tests.doubles.pool import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(rollout_side.landing, "payload_digest", strike, _count(BUCKET, strike))
+            _before(rollout_side.receive.landing, "payload_digest", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":
@@ -235,8 +235,8 @@ def _receiving(strike: Strike) -> None:
 
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
-    from rollout_side.arrival import InPlaceArrival
-    from tests.pool import EngineDouble
+    from rollout_side.receive.arrival import InPlaceArrival
+    from tests.doubles.pool import EngineDouble
 
     match strike.point:
         case "at a bucket":
@@ -251,7 +251,7 @@ def _loading(strike: Strike) -> None:
 
 
 def _vllm_replica(strike: Strike) -> None:
-    from rollout_side.vllm_engine.replica import VllmReplica
+    from rollout_side.vllm_engine.server.replica import VllmReplica
 
     match strike.point:
         case "inside commit":  # the workers have loaded, the KV cache is still the old one
@@ -259,10 +259,11 @@ def _vllm_replica(strike: Strike) -> None:
 
 
 def _coordinator(strike: Strike) -> None:
-    from weft.coordinator import driver, effects, events, hub
+    from weft.coordinator.decisions import effects, events
+    from weft.coordinator.runtime import driver, live_groups
 
     if strike.point == "at a bucket":
-        _before(hub.Hub, "_verified", strike, _count(3 * BUCKET, strike))
+        _before(live_groups.Hub, "_verified", strike, _count(3 * BUCKET, strike))
         return
     if strike.point == "inside commit":
 

@@ -12,7 +12,7 @@ from tests.fault import strikes
 
 _ROLES = {
     "weft_cli": "coordinator",
-    "tests.replica_process": "replica",
+    "tests.doubles.replica_process": "replica",
     "tests.fault.trainer": "trainer sender",
 }
 

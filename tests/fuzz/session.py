@@ -7,11 +7,11 @@ import random
 import sys
 from pathlib import Path
 
-from rollout_side.spill_folder import SpillSettings
+from rollout_side.spill.folder import SpillSettings
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.fuzz.run import Fuzzer, Report
 from tests.fuzz.world import REPLICA, World
 from tests.integration.models import Model, same, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2 as inspect

@@ -11,9 +11,10 @@ from typing import Any
 from unittest import mock
 
 from weft.contract.errors import WeftError
-from weft.coordinator import driver, effects, events, step
-from weft.coordinator.state import State
-from weft.coordinator.store import GroupStore
+from weft.coordinator.decisions import effects, events, step
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.runtime import driver
+from weft.coordinator.runtime.group_store import GroupStore
 
 #: Of the state: what was asked meanwhile, and is remembered whoever asked for it.
 _CACHES = {"fits": {}, "fits_under_way": frozenset()}

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from rollout_side.agent import Agent
-from tests.pool import EngineDouble, Pool
+from rollout_side.agent.agent import Agent
+from tests.doubles.pool import EngineDouble, Pool
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator.state import State
+from weft.coordinator.decisions.state.pool import State
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import (

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
+from tests.doubles.pool import EngineDouble, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
-from tests.pool import EngineDouble, running_pool
 from trainer_side import Publisher
 from trainer_side.packer import Packer
 from weft.contract.errors import TransferAbortedError

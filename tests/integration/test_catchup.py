@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import rollout_side.cloner
-from rollout_side.cloner import compose
-from rollout_side.landing import StagedLanding
+import rollout_side.receive.clone_source
+from rollout_side.receive.clone_source import compose
+from rollout_side.receive.landing import StagedLanding
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError
 from weft.contract.versions import AdapterVersions
@@ -130,7 +130,7 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
 
         return make
 
-    monkeypatch.setattr(rollout_side.cloner, "compose", slow)
+    monkeypatch.setattr(rollout_side.receive.clone_source, "compose", slow)
     late = double()
     pool.add_replica("replica-9", late)
     assert reached.wait(10)
@@ -168,7 +168,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
         if threading.current_thread().name == "weft-receive-replica:replica-0":
             landed.append(index)
 
-    monkeypatch.setattr(rollout_side.cloner, "compose", slow)
+    monkeypatch.setattr(rollout_side.receive.clone_source, "compose", slow)
     monkeypatch.setattr(StagedLanding, "land", count)
     late = double()
     pool.add_replica("replica-9", late)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.pool import EngineDouble, running_pool
+from tests.doubles.pool import EngineDouble, running_pool
 from trainer_side import Publisher
 from weft.contract.checkpoint import READING, Checkpoint, CheckpointState, FileDigest
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
 from weft_cli import replicas

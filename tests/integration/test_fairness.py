@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.doubles.pool import EngineDouble, running_pool
 from tests.integration.models import Model, peft_of, weights
-from tests.pool import EngineDouble, running_pool
 from trainer_side import Publisher
-from weft.coordinator import driver, effects, events
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.runtime import driver
 
 NUM_ADAPTERS = 9
 PUSHES = 4

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError, WeftError
 from weft.contract.names import PolicyVersion

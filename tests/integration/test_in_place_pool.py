@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, same, until, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError, WeftError
 from weft.rpc.channel import open_channel

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.doubles.pool import EngineDouble, replicas_of, running_pool
 from tests.integration.test_push import Model, lora, peft_of, same, weights
-from tests.pool import EngineDouble, replicas_of, running_pool
 from trainer_side import Publisher
 from weft_cli.demo.processes import Process
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-import trainer_side.delivery
 import trainer_side.packer
-import weft.transport.membership
+import trainer_side.pool_client
+import weft.transport.member
+from tests.doubles.pool import EngineDouble, running_pool
 from tests.integration.models import HIDDEN, Model, lora, peft_of, same, until, weights
-from tests.pool import EngineDouble, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import (
     BaseMismatchError,
@@ -199,25 +199,25 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
             lost.append("replica-1")
             pool.remove_replica("replica-1")
 
-    real = trainer_side.delivery.Sender
+    real = trainer_side.pool_client.Sender
 
     def slow(target, ticket):
         if late == "before it forms":
             lose_one()
             return real(target, ticket)
         sender = object.__new__(real)
-        attend = weft.transport.membership.Attendance
+        attend = weft.transport.member.Attendance
 
         def attendance(*args, **kwargs):
             lose_one()
             return attend(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(weft.transport.membership, "Attendance", attendance)
+            patch.setattr(weft.transport.member, "Attendance", attendance)
             sender.__init__(target, ticket)
         return sender
 
-    monkeypatch.setattr(trainer_side.delivery, "Sender", slow)
+    monkeypatch.setattr(trainer_side.pool_client, "Sender", slow)
     assert str(publisher.push_base(Model(1), require=1)) == "base@1"
     assert lost
     assert publisher.last_report.num_replicas == 1

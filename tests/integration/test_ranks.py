@@ -6,8 +6,8 @@ The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py
 import pytest
 import torch
 
+from tests.doubles.pool import EngineDouble, running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
-from tests.pool import EngineDouble, running_pool
 from tests.trainers.launch import running_ranks
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")

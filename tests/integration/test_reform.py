@@ -40,7 +40,7 @@ class Replicas:
         self.processes = {
             f"replica-{i}": Process(
                 f"replica-{i}",
-                ("-m", "tests.replica_process", self.target, f"replica-{i}",
+                ("-m", "tests.doubles.replica_process", self.target, f"replica-{i}",
                  str(NUM_TENSORS), str(ELEMENTS), "--keep"),
                 work,
                 {},

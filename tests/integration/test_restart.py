@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import rollout_side.spill_folder as spill_folder
-import rollout_side.spiller
-from rollout_side.spill_folder import SpillSettings
+import rollout_side.spill.folder as spill_folder
+import rollout_side.spill.spiller
+from rollout_side.spill.folder import SpillSettings
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.test_catchup import is_ready, replica
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_channel
@@ -30,7 +30,7 @@ from weft_cli.status import show_status
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_side.spiller, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(rollout_side.spill.spiller, "_LOOK_SECONDS", 0.2)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, until, weights
-from tests.pool import EngineDouble, Pool, running_pool
 from trainer_side import Publisher
 from weft.contract.errors import StalledError
 from weft.rpc.channel import open_channel

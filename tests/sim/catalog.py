@@ -1,4 +1,4 @@
-"""What survives a crash of the coordinator: a model of ``weft.coordinator.catalog``."""
+"""What survives a crash of the coordinator: a model of ``coordinator.runtime.catalog``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.sim.lease_checks import fail
 from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.effects import (
+from weft.coordinator.decisions.effects import (
     Save,
     SaveCheckpoint,
     SaveCommitted,
@@ -21,9 +21,14 @@ from weft.coordinator.effects import (
     SaveVersion,
     SaveWithdrawn,
 )
-from weft.coordinator.replica import Withdrawn
-from weft.coordinator.state import Policy, Settings, State
-from weft.coordinator.values import BoundCheckpoint, Failure, VersionRecord, VersionState
+from weft.coordinator.decisions.state.pool import Policy, Settings, State
+from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.values import (
+    BoundCheckpoint,
+    Failure,
+    VersionRecord,
+    VersionState,
+)
 
 _RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
 

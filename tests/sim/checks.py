@@ -10,11 +10,17 @@ from tests.sim.loss_checks import LossChecks
 from tests.sim.operator_checks import OperatorChecks, out_of_transfers
 from tests.sim.stall_checks import StallChecks
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft.coordinator import effects, events
-from weft.coordinator.in_place import is_loading
-from weft.coordinator.state import State
-from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import ContentDigest, Errand, Phase, Standing, VersionState
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import (
+    ContentDigest,
+    Errand,
+    Phase,
+    Standing,
+    VersionState,
+)
+from weft.coordinator.decisions.transfers.in_place import is_loading
 
 if TYPE_CHECKING:
     from tests.sim.receiver import Receiver

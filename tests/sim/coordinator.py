@@ -15,11 +15,16 @@ from tests.sim.data import LAYOUTS
 from tests.sim.rooms import Rooms
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
-from weft.coordinator import effects, events
-from weft.coordinator.state import State
-from weft.coordinator.step import already_committed, step
-from weft.coordinator.transfer import FreshIds
-from weft.coordinator.values import Failure, HeldVersion, VersionRecord, VersionState
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import FreshIds
+from weft.coordinator.decisions.state.values import (
+    Failure,
+    HeldVersion,
+    VersionRecord,
+    VersionState,
+)
+from weft.coordinator.decisions.step import already_committed, step
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -10,8 +10,8 @@ from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import WeftError
 from weft.contract.names import BASE_POLICY
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest, Layout
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
     from tests.sim.sender import Epoch

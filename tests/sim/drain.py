@@ -1,11 +1,11 @@
-"""A replica that is told to leave: a model of ``rollout_side.drain``."""
+"""A replica that is told to leave: a model of ``rollout_side.agent.drain``."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from weft.coordinator import effects, events
+from weft.coordinator.decisions import effects, events
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -1,4 +1,4 @@
-"""A replica's loading in place: a model of ``rollout_side.inflow`` and what drives it.
+"""A replica's loading in place: a model of ``rollout_side.memory.incoming`` and what drives it.
 
 The first bucket that is loaded makes the weights mixed; only a base that is committed
 makes them whole again. Told to load, a replica holds requests still.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft.contract.errors import NotReadyError, TransferAbortedError
-from weft.coordinator import effects
+from weft.coordinator.decisions import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

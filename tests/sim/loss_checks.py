@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.holdings import would_be_kept
-from weft.coordinator.state import State
-from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest, VersionRecord
+from weft.coordinator.decisions.replicas.holdings import would_be_kept
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.values import ContentDigest, VersionRecord
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

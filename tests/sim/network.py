@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tests.sim.clock import Clock, Future, Process, away
 from weft.contract.errors import TransferTimeoutError, WeftError
-from weft.coordinator.effects import CallSwitch
+from weft.coordinator.decisions.effects import CallSwitch
 
 
 class Server(Protocol):

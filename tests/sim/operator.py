@@ -15,9 +15,9 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.effects import RollbackAnswer
-from weft.coordinator.replica import Withdrawn
-from weft.coordinator.values import Phase, Standing
+from weft.coordinator.decisions.effects import RollbackAnswer
+from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.values import Phase, Standing
 
 if TYPE_CHECKING:
     from tests.sim.world import World

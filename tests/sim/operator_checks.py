@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft.contract.names import PolicyVersion
-from weft.coordinator import effects, events
-from weft.coordinator.demands import publish_again_version
-from weft.coordinator.replica import Replica
-from weft.coordinator.standing import is_routable
-from weft.coordinator.state import State
-from weft.coordinator.values import Errand, Phase
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.recovery.republish import publish_again_version
+from weft.coordinator.decisions.replicas.replica_state import is_routable
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.values import Errand, Phase
 
 if TYPE_CHECKING:
     from tests.sim.world import World

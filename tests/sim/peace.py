@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
-from weft.coordinator.membership import standing
-from weft.coordinator.state import Policy
-from weft.coordinator.values import PolicyKind, Standing, VersionState
+from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.state.pool import Policy
+from weft.coordinator.decisions.state.values import PolicyKind, Standing, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -21,8 +21,8 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import PolicyKind
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -29,9 +29,10 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator import effects, leftovers
-from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest, HeldVersion, VersionFacts
+from weft.coordinator.decisions import effects
+from weft.coordinator.decisions.recovery import restart
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -390,7 +391,7 @@ class SimReplica(Process):
         """Whether nobody waits for an order any more: its coordinator has died, or gave
         this replica up."""
         transfers = self.world.coordinator.state.transfers
-        restore = leftovers.restore_id(transfer_id, self.name)
+        restore = restart.restore_id(transfer_id, self.name)
         transfer = transfers.get(transfer_id) or transfers.get(restore)
         return transfer is None or self.name not in transfer.switching
 

@@ -1,4 +1,4 @@
-"""The coordinator's side groups: a model of ``weft.coordinator.hub``."""
+"""The coordinator's side groups: a model of ``weft.coordinator.runtime.live_groups``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.sim.network import Stream
 from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
-from weft.coordinator import effects, events
-from weft.coordinator.hub import Watermark
-from weft.coordinator.progress import Activity, Word
-from weft.coordinator.transfer import Group
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.progress import Activity, Word
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.runtime.live_groups import Watermark
 
 
 class _Room:

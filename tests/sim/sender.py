@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest, Layout
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
     from tests.sim.world import World

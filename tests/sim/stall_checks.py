@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
-from weft.coordinator.state import State
-from weft.coordinator.transfer import Group, Transfer
-from weft.coordinator.values import Errand, Phase
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import Errand, Phase
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push

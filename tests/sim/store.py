@@ -1,4 +1,4 @@
-"""What a replica holds in memory: a model of ``rollout_side.store.WorkerStore``."""
+"""What a replica holds in memory: a model of ``rollout_side.memory.store.WorkerStore``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.contract.errors import TransferAbortedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.values import ContentDigest
+from weft.coordinator.decisions.state.values import ContentDigest
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import pytest
 from tests.sim.replica import Kind
 from tests.sim.trainer import SimTrainer
 from tests.sim.world import World
-from weft.coordinator.membership import standing
-from weft.coordinator.values import Errand, Standing
+from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.state.values import Errand, Standing
 
 #: Pushes under way when a replica comes, and when the clone of its base has its turn.
 _MORE_PUSHES = 5

@@ -21,9 +21,9 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.effects import BeginAnswer
-from weft.coordinator.transfer import Group
-from weft.coordinator.values import ContentDigest, Layout, PolicyKind
+from weft.coordinator.decisions.effects import BeginAnswer
+from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.world import World

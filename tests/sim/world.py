@@ -31,8 +31,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import PolicyVersion
-from weft.coordinator.state import Settings
-from weft.coordinator.transfer import Group
+from weft.coordinator.decisions.state.pool import Settings
+from weft.coordinator.decisions.state.transfer import Group
 
 POLICIES = ["base", "math", "code"]
 

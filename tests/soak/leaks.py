@@ -224,7 +224,7 @@ def double_course(work: Path, pushes: int, *, say: Callable[[str], None]) -> Cou
         for name in ("replica-0", "replica-1"):
             process = Process(
                 name,
-                ("-m", "tests.replica_process", coordinator.target, name,
+                ("-m", "tests.doubles.replica_process", coordinator.target, name,
                  str(NUM_TENSORS), str(ELEMENTS)),
                 work,
                 {},

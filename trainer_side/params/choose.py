@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainer_side.names import unwrapped_name
 from trainer_side.params import zero3
 from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.quantised import DequantisedParams, is_quantised
 from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
+from trainer_side.sources.names import unwrapped_name
 from weft.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.

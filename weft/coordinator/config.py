@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.contract.errors import InvalidRequestError
-from weft.coordinator.state import Settings
+from weft.coordinator.decisions.state.pool import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,18 @@ import signal
 import time
 from collections.abc import Callable
 
-from weft.coordinator.admin import AdminServicer
-from weft.coordinator.catalog import Catalog
 from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.driver import Driver
-from weft.coordinator.feed import Feed
-from weft.coordinator.inspect import InspectServicer
-from weft.coordinator.manifests import ManifestCache, ReferenceCache
-from weft.coordinator.publish import PublishServicer
-from weft.coordinator.registry import RegistryServicer
-from weft.coordinator.rendezvous import RendezvousServicer
-from weft.coordinator.state import State
-from weft.coordinator.uploads import Uploads
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.driver import Driver
+from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.runtime.watchers import Feed
+from weft.coordinator.services.admin import AdminServicer
+from weft.coordinator.services.inspect import InspectServicer
+from weft.coordinator.services.publish import PublishServicer
+from weft.coordinator.services.registry import RegistryServicer
+from weft.coordinator.services.rendezvous import RendezvousServicer
+from weft.coordinator.services.uploads import Uploads
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1 import (
     admin_pb2_grpc,

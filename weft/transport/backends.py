@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL
 from weft.contract.errors import UnsupportedError
-from weft.transport.store import GroupStore
+from weft.transport.rendezvous_store import GroupStore
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from weft.contract.errors import TransferTimeoutError, WeftError, error_from_rea
 from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
-from weft.transport.membership import GroupTicket, Membership
+from weft.transport.member import GroupTicket, Membership
 from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2

@@ -17,8 +17,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.transport.backends import SENDER_RANK, Backend, Work, open_backend
+from weft.transport.rendezvous_store import GroupStore
 from weft.transport.speaking import SPEAK_SECONDS, speaking
-from weft.transport.store import GroupStore
 
 __all__ = ["SENDER_RANK", "Operation", "SideGroup", "num_parked_groups", "on_device", "window"]
 

@@ -12,12 +12,12 @@ from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator import effects, events
-from weft.coordinator.replica import NOT_TOLD
-from weft.coordinator.state import Settings, State
-from weft.coordinator.step import step
-from weft.coordinator.transfer import FreshIds, Transfer
-from weft.coordinator.values import (
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft.coordinator.decisions.state.pool import Settings, State
+from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
@@ -28,7 +28,7 @@ from weft.coordinator.values import (
     VersionFacts,
     VersionRecord,
 )
-from weft.coordinator.withdrawals import refuse_reason
+from weft.coordinator.decisions.step import step
 
 E = TypeVar("E")
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.coordinator.machine import LOAD_FAILED, Machine
-from weft.coordinator import effects, events
-from weft.coordinator.catalog import Catalog
-from weft.coordinator.state import Settings, State
-from weft.coordinator.values import Errand, Phase, VersionState
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.pool import Settings, State
+from weft.coordinator.decisions.state.values import Errand, Phase, VersionState
+from weft.coordinator.runtime.catalog.catalog import Catalog
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
 _TRAINERS = st.sampled_from(["t1", "t2"])

@@ -7,7 +7,7 @@ import torch
 
 from trainer_side.packer import Packer
 from trainer_side.pushing import checks_finite
-from trainer_side.source import CastRule, ParamsSource, tensor_source
+from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import NotFiniteError
 from weft.contract.tensors import DataType

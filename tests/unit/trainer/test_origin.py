@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer_side.file_source import base_of_dir
 from trainer_side.origin import BaseOf, BaseOptions, Origin, Origins
+from trainer_side.sources.file_source import base_of_dir
 from weft.contract.errors import InvalidRequestError
 from weft.transport import checkpoint
 from weft.transport.checkpoint import read_checkpoint

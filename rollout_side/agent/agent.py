@@ -1,0 +1,316 @@
+"""A replica's agent: takes the coordinator's orders and stays in the pool.
+
+The composer of the rollout side: it introduces the engine to the control plane
+and knows neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from rollout_side.agent.drain import Drain
+from rollout_side.agent.probe_orders import ProbeOrders
+from rollout_side.agent.registration import Holdings, Identity, OrderKey, Registration, Told
+from rollout_side.agent.serving import Serving
+from rollout_side.config import AgentConfig
+from rollout_side.engine import Engine, GroupSpec, SendOrder
+from rollout_side.ticks import seconds_to_tick
+from weft.contract.errors import StaleEpochError, WeftError
+from weft.transport.host import local_address_towards, split_target
+
+_log = logging.getLogger(__name__)
+
+_WILDCARDS = {"0.0.0.0", "::", ""}
+
+
+class Agent:
+    """One replica's membership in a pool; what it serves is in ``serving``.
+
+    All methods run on the event loop that ``engine`` belongs to.
+    """
+
+    def __init__(self, config: AgentConfig, engine: Engine) -> None:
+        self.config = config
+        self.engine = engine
+        #: What the coordinator's orders change; the servicer carries them out there.
+        self.serving = Serving(engine)
+        #: Where the ReplicaService answers; see ``advertise``.
+        self.address = ""
+        self.registration: Registration | None = None
+        self._aliases_hidden = False
+        self._drain = Drain(engine.num_requests, self._close, self._is_needed)
+        self._in_transfer = False
+        self._closed = self._ordered = ""
+        self._order = OrderKey(0, 0)
+        self._pins_told: tuple[int, ...] = ()
+        self._last_epoch = 0
+        self._heard = asyncio.Event()
+        self._probes = ProbeOrders(engine)
+
+    # -- orders, from the servicer -------------------------------------------
+
+    def check_generation(self, generation: int) -> None:
+        """Refuse an order of a coordinator older than the one registered with.
+
+        Raises:
+            StaleEpochError: It is older.
+        """
+        newest = self.registration.coordinator_generation if self.registration else 0
+        if generation < newest:
+            raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
+
+    def check_incarnation(self, incarnation: str) -> None:
+        """Refuse an order that is meant for another process at this address.
+
+        Raises:
+            StaleEpochError: It names another one.
+        """
+        if incarnation not in ("", self.config.incarnation):
+            raise StaleEpochError(
+                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
+                f"{self.config.incarnation!r} by now"
+            )
+
+    async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
+        """Have the receivers join a side group."""
+        self._last_epoch = max(self._last_epoch, spec.epoch)
+        if spec.is_probe:
+            await self._probes.tell(spec)
+            return
+        _log.debug(
+            "joining group %s of trainer %s as rank %d of %d, epoch %d",
+            spec.group_id,
+            trainer_id,
+            spec.rank,
+            spec.size,
+            spec.epoch,
+        )
+        await self.engine.join_group(spec)
+
+    async def send(self, order: SendOrder) -> None:
+        """Send a held version to a side group.
+
+        Raises:
+            NotFoundError: It is not held.
+        """
+        self._last_epoch = max(self._last_epoch, order.group.epoch)
+        _log.info(
+            "sending a clone of %s@%d to group %s, epoch %d",
+            order.policy,
+            order.version,
+            order.group.group_id,
+            order.group.epoch,
+        )
+        await self.engine.send(order)
+
+    # -- staying in the pool -------------------------------------------------
+
+    def advertise(self, port: int) -> None:
+        """Decide the address that others reach this replica by."""
+        host = self.config.advertise_host or split_target(self.config.listen)[0]
+        if host in _WILDCARDS:
+            host = local_address_towards(self.config.coordinator)
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def host(self) -> str:
+        """The host part of ``address``; side groups bind it."""
+        return split_target(self.address)[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the coordinator says that this replica serves all it should."""
+        registration = self.registration
+        return (
+            registration is not None
+            and registration.in_contact
+            and registration.ready.is_set()
+            and not self.serving.dirty_reason
+            and not self._drain.under_way
+            and not self.refusing
+        )
+
+    @property
+    def refusing(self) -> str:
+        """Why new requests are refused now, by what the engine was told; empty while they
+        are taken. What mixed weights refuse is not in it."""
+        hidden = "bare names are refused: it was out of contact with the coordinator"
+        return self._closed or self._ordered or (hidden if self._aliases_hidden else "")
+
+    @property
+    def order_number(self) -> int:
+        """Of the newest order about that which was heard of its coordinator."""
+        return self._order.number
+
+    def _holdings(self) -> Holdings:
+        # The order's number before what it says: on the loop's thread it is set after. One of
+        # a former coordinator says nothing to this one.
+        order, registration = self._order, self.registration
+        known = registration.coordinator_generation if registration else 0
+        number = order.number if order.generation == known else 0
+        now, drain = self.serving, self._drain.note()
+        checkpoint = self.engine.checkpoint
+        return Holdings(
+            now.vector,
+            now.memory,
+            now.mixed_reason,
+            drain,
+            now.pins,
+            checkpoint,
+            self.refusing,
+            number,
+            held=frozenset(now.held()),
+            last_epoch=self._last_epoch,
+        )
+
+    def order_refusal(self, order: OrderKey, reason: str) -> bool:
+        """Refuse new requests from now on, or take them again where ``reason`` is empty; an
+        older order than one that was heard changes nothing. Returns whether it did."""
+        if order < self._order:
+            return False
+        changes = reason != self._ordered
+        self._ordered = reason
+        self.engine.refuse_requests(self._closed or reason)
+        self._order = order
+        if changes:
+            _log.info("new requests are %s", f"refused: {reason}" if reason else "taken")
+        return changes
+
+    def hurry(self) -> None:
+        """Have the coordinator hear at once what is so now, and answer."""
+        if self.registration is not None:
+            self.registration.hurry()
+
+    # -- leaving it in good order ----------------------------------------------
+
+    def drain(self, seconds: float, reason: str) -> None:
+        """Stop being ready, and leave when nothing runs, or after ``seconds``.
+
+        Idempotent; a later call can only shorten the time. See ``drained``.
+        """
+        begins = not self._drain.under_way
+        self._drain.begin(seconds, reason)
+        if begins:
+            self._in_transfer = True  # until the coordinator says otherwise
+            if self.registration is not None:
+                self.registration.hurry()
+
+    async def drained(self) -> str:
+        """Wait for the end of a drain, whoever began it; returns how it ended.
+
+        The process is to end then; ``run`` goes on until it is cancelled.
+        """
+        return await self._drain.over()
+
+    async def next_word(self) -> None:
+        """Wait until the coordinator has answered again, or a second is over: then
+        ``is_ready`` may be another."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds_to_tick()):
+                await self._heard.wait()
+        self._heard.clear()
+
+    def _told(self, told: Told) -> None:
+        self._heard.set()
+        if told.is_draining:
+            self._in_transfer = told.in_transfer
+        if told.drain is not None:
+            self.drain(told.drain.seconds, told.drain.reason)
+        if self.order_refusal(told.order, told.refuse_reason):
+            self.hurry()
+        self._pins_told = told.pins
+
+    def _close(self, reason: str) -> None:
+        self._closed = reason
+        self.engine.refuse_requests(reason)
+
+    def _is_needed(self) -> bool:
+        """Whether a transfer needs this replica; nobody can tell while the coordinator
+        is away."""
+        registration = self.registration
+        return registration is not None and registration.is_known and self._in_transfer
+
+    async def _watch_contact(self, registration: Registration) -> None:
+        """Refuse bare names while nobody can say what they stand for now."""
+        if registration.in_contact is not self._aliases_hidden:
+            return
+        self._aliases_hidden = not registration.in_contact
+        await self.engine.hide_aliases(self._aliases_hidden)
+        if not self._aliases_hidden:
+            registration.hurry()
+        _log.warning(
+            "bare names are %s",
+            "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
+        )
+
+    async def run(self) -> None:
+        """Stay in the pool until cancelled, then leave it.
+
+        Raises:
+            WeftError: The pool refuses this replica for good.
+        """
+        loop = asyncio.get_running_loop()
+        refused: asyncio.Future[WeftError] = loop.create_future()
+
+        def fail(error: WeftError) -> None:
+            loop.call_soon_threadsafe(refused.set_result, error)
+
+        def hear(told: Told) -> None:
+            loop.call_soon_threadsafe(self._told, told)
+
+        def obey(order: OrderKey, reason: str) -> None:
+            loop.call_soon_threadsafe(self.order_refusal, order, reason)
+
+        identity = Identity(
+            address=self.address,
+            capabilities=self.engine.capabilities,
+            reference=self.engine.reference,
+            model_name=self.engine.model_name,
+        )
+        registration = Registration(
+            self.config,
+            identity,
+            current=self._holdings,
+            on_failed=fail,
+            on_told=hear,
+            on_ordered=obey,
+        )
+        self.registration = registration
+        await self.serving.look(self._pins_told)  # what is spilled, say, is registered
+        registration.start()
+        chores = asyncio.create_task(self._keep_up(), name="chores")
+        ends: set[asyncio.Future[Any]] = {refused, chores}
+        try:
+            while not refused.done():
+                await asyncio.wait(ends, timeout=seconds_to_tick())
+                if chores.done():
+                    chores.result()  # raises: it has no other end
+                await self._watch_contact(registration)
+        finally:
+            chores.cancel()
+            await asyncio.to_thread(registration.stop)
+        raise refused.result()
+
+    async def _keep_up(self) -> None:
+        """Do what is due each second, whatever becomes of it: workers that do not answer may
+        be back later, and an engine that has died ends the process elsewhere."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(seconds_to_tick())
+            if self.serving.is_switching:  # the engine answers after the switch
+                continue
+            try:
+                await self.serving.drop_unused()
+                await self.serving.look(self._pins_told)
+                await self.serving.spill(settled=self.is_ready)
+            except WeftError as error:
+                if error.message != trouble:
+                    _log.warning("asked again each second: %s", error)
+                trouble = error.message
+            else:
+                if trouble:
+                    _log.info("the engine answers again")
+                trouble = ""

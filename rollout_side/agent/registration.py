@@ -1,0 +1,409 @@
+"""Keeping a replica in the pool: register, heartbeat, leave.
+
+On a thread of its own: vLLM's API server may hold the event loop for seconds, and a
+replica that is merely busy must not be taken for dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from rollout_side.agent.drain import Draining
+from rollout_side.config import AgentConfig
+from rollout_side.engine import MemoryUse
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import READING, Checkpoint, not_compared
+from weft.contract.errors import (
+    CapacityError,
+    NotFoundError,
+    PeerUnavailableError,
+    RequestConflictError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.versions import VersionVector
+from weft.rpc.channel import open_channel
+from weft.rpc.checkpoint_codec import checkpoint_to_proto
+from weft.rpc.codec import (
+    capabilities_to_proto,
+    duration_from_proto,
+    duration_to_proto,
+    vector_to_proto,
+    version_to_proto,
+)
+from weft.rpc.manifest_codec import reference_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.v1 import registry_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.registry_pb2_grpc import RegistryServiceStub
+
+_log = logging.getLogger(__name__)
+
+_CALL_SECONDS = 10.0
+_REFERENCE_SECONDS = 60.0
+_RETRY_SECONDS = 1.0
+#: Between heartbeats of a replica that drains: it waits for the word that it may go.
+_DRAIN_BEAT_SECONDS = 0.25
+_STOP_SECONDS = 5.0
+#: Between two looks at whether the checkpoint was read.
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a replica says of itself once, at registration."""
+
+    address: str
+    """Where its ReplicaService answers, HOST:PORT."""
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a replica serves and holds now."""
+
+    vector: VersionVector
+    memory: MemoryUse
+    dirty_reason: str
+    """Why its engine may hold mixed weights; empty when it does not."""
+    drain: Draining | None = None
+    """Set while it drains."""
+    pins: tuple[int, ...] = ()
+    """Pinned versions of the base that the engine knows to be so."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """What the engine was started with."""
+    refusing: str = ""
+    """Why new requests are refused, mixed weights aside; empty while they are taken."""
+    order_number: int = 0
+    """Of the order by which they are."""
+    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+    """Versions with their digests, and whether they are spilled."""
+    last_epoch: int = 0
+    """Of side groups, the highest that it was told."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Which of two orders to refuse requests is the newer one."""
+
+    generation: int
+    """Of the coordinator."""
+    number: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the coordinator answered to a heartbeat."""
+
+    drain: Draining | None
+    """Set when the replica is to drain."""
+    is_draining: bool
+    """Whether the coordinator knew, as it answered, that the replica drains."""
+    in_transfer: bool
+    """Whether a transfer needs the replica."""
+    refuse_reason: str
+    """Why new requests are to be refused; empty when they are not."""
+    order: OrderKey
+    """That says so."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
+
+
+class Registration:
+    """One replica's place in the registry, from ``start`` to ``stop``.
+
+    Args:
+        config: Of the replica.
+        identity: See ``Identity``.
+        current: Says what is served and held now; called on this object's thread,
+            must be quick and thread-safe.
+        on_failed: Called once, on this object's thread, if the pool refuses the
+            replica for good (another base model, no backend in common, or its id
+            stays taken).
+        on_told: Called on this object's thread with the answer to each heartbeat.
+        on_ordered: Called on it with what was said at registration of refusing requests.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        identity: Identity,
+        *,
+        current: Callable[[], Holdings],
+        on_failed: Callable[[WeftError], None],
+        on_told: Callable[[Told], None],
+        on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
+    ) -> None:
+        #: Set while the coordinator knows this process.
+        self.registered = threading.Event()
+        #: Set while this replica serves all that the pool serves.
+        self.ready = threading.Event()
+        #: Of the coordinator that was registered with last; only grows.
+        self.coordinator_generation = 0
+        self._config, self._identity = config, identity
+        self._current, self._on_failed, self._on_told = current, on_failed, on_told
+        self._on_ordered = on_ordered
+        self._channel = open_channel(config.coordinator)
+        self._stub = RegistryServiceStub(self._channel)
+        self._interval_seconds = _RETRY_SECONDS
+        # What the coordinator knows of, and whether it wants to hear all of it.
+        self._told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+        self._held_wanted = False
+        # Why the coordinator could not answer; empty since it did.
+        self._trouble = ""
+        self._coordinator_id = ""
+        self._conflict_since: float | None = None
+        self._away = False
+        self._heard_at = time.monotonic()
+        self._stopping = False
+        self._told_checkpoint: Checkpoint | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator knows this process and answered the last call."""
+        return self.registered.is_set() and not self._away
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether the coordinator answered within ``AgentConfig.contact_seconds``."""
+        return time.monotonic() - self._heard_at < self._config.contact_seconds
+
+    def start(self) -> None:
+        """Begin; goes on by itself through restarts of the coordinator."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the pool, best effort; blocks at most some seconds."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_STOP_SECONDS)
+        self._leave()
+        self._channel.close()
+
+    def hurry(self) -> None:
+        """Send the next heartbeat at once."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        wait = 0.0
+        while True:
+            self._pause(wait)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                if not self.registered.is_set():
+                    self._register()
+                self._report_checkpoint()
+                draining = self._heartbeat()
+                wait = _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
+            except grpc.RpcError as rpc_error:
+                if self._stopping:
+                    return
+                error = error_from_rpc(rpc_error)
+                if isinstance(error, NotFoundError):
+                    _log.info("the coordinator does not know this replica: registering again")
+                    self.registered.clear()
+                    wait = 0.0
+                elif self._worth_waiting(error):
+                    wait = _RETRY_SECONDS
+                else:
+                    self._on_failed(error)
+                    return
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the next heartbeat, or until there is news of the checkpoint: readiness
+        waits for that."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            reads = self._told_checkpoint == READING
+            if self._wake.wait(min(left, _LOOK_SECONDS) if reads else left):
+                return
+            if reads and self._current().checkpoint != READING:
+                return
+
+    def _report_checkpoint(self) -> None:
+        """Say what the engine was started with, if that was not said yet."""
+        checkpoint = self._current().checkpoint
+        if checkpoint == self._told_checkpoint:
+            return
+        request = pb.ReportCheckpointRequest(
+            replica_id=self._config.replica_id,
+            incarnation=self._config.incarnation,
+            checkpoint=checkpoint_to_proto(checkpoint),
+        )
+        self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
+        self._told_checkpoint = checkpoint
+
+    def _worth_waiting(self, error: WeftError) -> bool:
+        """An absent coordinator comes back, one that failed may be mended; a former process
+        of this id is forgotten after some missed heartbeats. Any other refusal is for
+        good: what the coordinator says of this replica will not change."""
+        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+            if not self._away:
+                _log.warning("no contact with the coordinator: %s", error.message)
+            self._away = True
+            return True
+        if type(error) is WeftError or isinstance(error, CapacityError):
+            # A replica that ended for it would take the weights with it.
+            if self._trouble != error.message:
+                _log.warning(
+                    "the coordinator could not answer, this replica asks again every %g s: %s",
+                    _RETRY_SECONDS,
+                    error,
+                )
+            self._trouble = error.message
+            return True
+        if not isinstance(error, RequestConflictError):
+            return False
+        if self._conflict_since is None:
+            _log.warning("waiting for a former process to be forgotten: %s", error.message)
+            self._conflict_since = time.monotonic()
+        return time.monotonic() - self._conflict_since < self._config.conflict_patience_seconds
+
+    def _register(self) -> None:
+        config, identity = self._config, self._identity
+        now = self._current()
+        request = pb.RegisterRequest(
+            replica_id=config.replica_id,
+            incarnation=config.incarnation,
+            address=identity.address,
+            http_url=config.http_url,
+            capabilities=capabilities_to_proto(identity.capabilities),
+            version_vector=vector_to_proto(now.vector),
+            model_name=identity.model_name,
+            retained_base_versions=now.memory.retained_bases,
+            dirty_reason=now.dirty_reason,
+            spilled_versions=map(version_to_proto, now.memory.spilled),
+            drain=_drain_to_proto(now.drain),
+            held_versions=map(_held_to_proto, sorted(now.held)),
+            last_coordinator_generation=self.coordinator_generation,
+            last_epoch=now.last_epoch,
+            last_coordinator_id=self._coordinator_id,
+            checkpoint=checkpoint_to_proto(now.checkpoint),
+            refusing=now.refusing,
+        )
+        response = self._stub.Register(request, timeout=_CALL_SECONDS)
+        self._conflict_since = None
+        self._told_checkpoint = now.checkpoint
+        self._told, self._trouble = now.held, ""
+        self.coordinator_generation = max(
+            self.coordinator_generation, response.coordinator_generation
+        )
+        self._interval_seconds = duration_from_proto(response.heartbeat_interval)
+        self._coordinator_id = response.coordinator_id
+        if response.reference_wanted:
+            self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
+        _log.info(
+            "registered as %s with coordinator generation %d",
+            config.replica_id,
+            self.coordinator_generation,
+        )
+        self._on_ordered(
+            OrderKey(self.coordinator_generation, response.order_number), response.refuse_reason
+        )
+        self.registered.set()
+
+    def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
+        for chunk in reference_to_chunks(self._identity.reference):
+            yield pb.PutReferenceRequest(chunk=chunk)
+
+    def _heartbeat(self) -> bool:
+        """Returns whether the replica drains."""
+        now = self._current()
+        request = pb.HeartbeatRequest(
+            replica_id=self._config.replica_id,
+            incarnation=self._config.incarnation,
+            version_vector=vector_to_proto(now.vector),
+            adapter_used_bytes=now.memory.adapter_bytes,
+            retained_base_versions=now.memory.retained_bases,
+            dirty_reason=now.dirty_reason,
+            staged_transfer_ids=now.memory.staged_transfer_ids,
+            spilled_versions=map(version_to_proto, now.memory.spilled),
+            drain=_drain_to_proto(now.drain),
+            pinned_base_versions=now.pins,
+            pinned_base_bytes=now.memory.pinned_base_bytes,
+            held_versions=map(_held_to_proto, sorted(self._to_tell(now.held))),
+            held_versions_complete=self._held_wanted,
+            refusing=now.refusing,
+            order_number=now.order_number,
+        )
+        response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
+        self._told, self._held_wanted = now.held, response.held_versions_wanted
+        # It grows where another replica has heard of a later coordinator.
+        self.coordinator_generation = max(
+            self.coordinator_generation, response.coordinator_generation
+        )
+        self._trouble = ""
+        self._heard_at = time.monotonic()
+        if self._away:
+            _log.info("in contact with the coordinator again")
+            self._away = False
+        if response.ready:
+            self.ready.set()
+        else:
+            self.ready.clear()
+        drain = None
+        if response.HasField("drain"):
+            drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
+        is_draining = now.drain is not None
+        if not self._stopping:
+            self._on_told(
+                Told(
+                    drain,
+                    is_draining,
+                    response.in_transfer,
+                    response.refuse_reason,
+                    OrderKey(self.coordinator_generation, response.order_number),
+                    tuple(response.pinned_base_versions),
+                )
+            )
+        return is_draining
+
+    def _to_tell(
+        self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
+    ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
+        """What a heartbeat names: all of a version where any of it is new."""
+        if self._held_wanted:
+            return held
+        new = {(version, spilled) for version, _, spilled in held ^ self._told}
+        return frozenset(one for one in held if (one[0], one[2]) in new)
+
+    def _leave(self) -> None:
+        if not self.registered.is_set():
+            return
+        request = pb.LeaveRequest(
+            replica_id=self._config.replica_id, incarnation=self._config.incarnation
+        )
+        try:
+            self._stub.Leave(request, timeout=2.0)
+        except grpc.RpcError as error:
+            _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))
+
+
+def _held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
+    version, digest, spilled = held
+    return types_pb2.HeldVersion(
+        version=version_to_proto(version), content_digest=digest, spilled=spilled
+    )
+
+
+def _drain_to_proto(drain: Draining | None) -> pb.Drain | None:
+    if drain is None:
+        return None
+    return pb.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)

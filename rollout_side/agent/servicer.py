@@ -1,0 +1,256 @@
+"""ReplicaService: the coordinator's orders, translated for the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.registration import OrderKey
+from rollout_side.agent.serving import SpilledCopy
+from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.version_facts import VersionFacts, ordered_facts
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.names import PolicyVersion, check_name
+from weft.rpc.codec import (
+    capabilities_to_proto,
+    duration_from_proto,
+    duration_to_proto,
+    vector_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.v1 import publish_pb2, types_pb2
+from weft.v1 import replica_pb2 as pb
+from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
+    """A version that an order names.
+
+    Raises:
+        InvalidNameError: Its policy is none.
+    """
+    check_name(message.policy, "policy")
+    return version_from_proto(message)
+
+
+def _named(transfer_id: str) -> str:
+    """A transfer that an order names: the empty name is what engines call none by.
+
+    Raises:
+        InvalidRequestError: It is empty.
+    """
+    if not transfer_id:
+        raise InvalidRequestError("transfer_id must not be empty")
+    return transfer_id
+
+
+class ReplicaServicer(ReplicaServiceServicer):
+    """One replica's service; see protos/weft/v1/replica.proto for each call."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    @contextlib.contextmanager
+    def _signed(self) -> Iterator[None]:
+        """A refusal says which process refuses: it is certain only of this one."""
+        try:
+            yield
+        except WeftError as error:
+            error.metadata["incarnation"] = self._agent.config.incarnation
+            raise
+
+    async def JoinGroup(  # noqa: N802
+        self, request: pb.JoinGroupRequest, context: _Context
+    ) -> pb.JoinGroupResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        spec = self._spec(request.trainer_id, request.group, agent.engine.capabilities)
+        spec = dataclasses.replace(spec, is_probe=request.is_probe)
+        await agent.join_group(request.trainer_id, spec)
+        return pb.JoinGroupResponse()
+
+    async def CommitTransfer(  # noqa: N802
+        self, request: pb.CommitTransferRequest, context: _Context
+    ) -> pb.CommitTransferResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
+        with self._signed():
+            times = await agent.serving.commit(
+                _named(request.transfer_id),
+                _version(request.version),
+                request.adapter.config_json,
+                request.content_digest.value,
+                request.alias,
+                _facts(request, request.content_digest),
+            )
+        return pb.CommitTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            pause=duration_to_proto(times.pause_seconds),
+            load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.serving.memory.retained_bases,
+        )
+
+    async def LoadTransfer(  # noqa: N802
+        self, request: pb.LoadTransferRequest, context: _Context
+    ) -> pb.LoadTransferResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        await agent.serving.load_in_place(
+            _named(request.transfer_id),
+            _version(request.version),
+            duration_from_proto(request.timeout),
+        )
+        return pb.LoadTransferResponse()
+
+    async def SwitchVersion(  # noqa: N802
+        self, request: pb.SwitchVersionRequest, context: _Context
+    ) -> pb.SwitchVersionResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
+        spilled = None
+        if request.HasField("spilled"):
+            spilled = SpilledCopy(
+                transfer_id=_named(request.spilled.transfer_id),
+                config_json=request.spilled.adapter.config_json,
+                content_digest=request.spilled.content_digest.value,
+                layout_digest=request.spilled.layout_digest,
+                alias=request.spilled.alias,
+                facts=_facts(request.spilled, request.spilled.content_digest),
+            )
+        with self._signed():
+            times = await agent.serving.switch(_version(request.version), spilled)
+        return pb.SwitchVersionResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            pause=duration_to_proto(times.pause_seconds),
+            load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.serving.memory.retained_bases,
+        )
+
+    async def DescribeVersion(  # noqa: N802
+        self, request: pb.DescribeVersionRequest, context: _Context
+    ) -> AsyncIterator[pb.DescribeVersionResponse]:
+        version = _version(request.version)
+        if request.facts_of_digest:
+            facts = await self._agent.serving.describe(version, request.facts_of_digest)
+            yield pb.DescribeVersionResponse(facts=facts.to_proto())
+            return
+        manifest = await self._agent.engine.manifest(version)
+        for chunk in manifest_to_chunks(manifest):
+            yield pb.DescribeVersionResponse(chunk=chunk)
+
+    async def SendVersion(  # noqa: N802
+        self, request: pb.SendVersionRequest, context: _Context
+    ) -> pb.SendVersionResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        version = _version(request.version)
+        order = SendOrder(
+            group=self._spec("", request.group, None),
+            transfer_id=_named(request.transfer_id),
+            policy=version.policy,
+            version=version.version,
+            nonce=request.nonce,
+            timeout_seconds=duration_from_proto(request.timeout),
+        )
+        await agent.send(order)
+        return pb.SendVersionResponse()
+
+    def _spec(
+        self, trainer_id: str, group: publish_pb2.GroupPlan, receives: Capabilities | None
+    ) -> GroupSpec:
+        """A place in a group: of this replica's receivers, or of the sender."""
+        last = group.rank + (receives.num_receivers - 1 if receives else 0)
+        if (group.rank == 0) is not (receives is None) or last >= group.size:
+            raise InvalidRequestError(
+                f"rank {group.rank} of a group of {group.size} is no place for "
+                f"{f'{receives.num_receivers} receivers' if receives else 'a sender'}"
+            )
+        if not group.group_id or group.backend not in self._agent.engine.capabilities.backends:
+            raise InvalidRequestError(
+                f"group {group.group_id!r} over {group.backend[:40]!r}: a group has a name, and "
+                f"a backend of {', '.join(self._agent.engine.capabilities.backends)}"
+            )
+        return GroupSpec(
+            coordinator=self._agent.config.coordinator,
+            trainer_id=trainer_id,
+            group_id=group.group_id,
+            token=group.token,
+            epoch=group.epoch,
+            rank=group.rank,
+            size=group.size,
+            backend=group.backend,
+            host=self._agent.host,
+        )
+
+    async def DiscardTransfer(  # noqa: N802
+        self, request: pb.DiscardTransferRequest, context: _Context
+    ) -> pb.DiscardTransferResponse:
+        self._agent.check_generation(request.coordinator_generation)
+        agent = self._agent
+        await agent.serving.discard(_named(request.transfer_id))
+        return pb.DiscardTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            incarnation=agent.config.incarnation,
+        )
+
+    async def RetireVersions(  # noqa: N802
+        self, request: pb.RetireVersionsRequest, context: _Context
+    ) -> pb.RetireVersionsResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        mistaken = request.mistaken_versions
+        await agent.serving.drop_mistaken(
+            [(_version(held.version), held.content_digest) for held in mistaken]
+        )
+        await agent.serving.retire([_version(version) for version in request.versions])
+        return pb.RetireVersionsResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            draining=[version_to_proto(version) for version in sorted(agent.serving.draining)],
+        )
+
+    async def RefuseRequests(  # noqa: N802
+        self, request: pb.RefuseRequestsRequest, context: _Context
+    ) -> pb.RefuseRequestsResponse:
+        agent = self._agent
+        agent.check_generation(request.coordinator_generation)
+        agent.check_incarnation(request.incarnation)
+        order = OrderKey(request.coordinator_generation, request.order_number)
+        agent.order_refusal(order, request.refuse_reason)
+        agent.hurry()
+        return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: _Context
+    ) -> pb.GetStatusResponse:
+        agent = self._agent
+        serving = agent.serving
+        return pb.GetStatusResponse(
+            replica_id=agent.config.replica_id,
+            incarnation=agent.config.incarnation,
+            capabilities=capabilities_to_proto(agent.engine.capabilities),
+            version_vector=vector_to_proto(serving.vector),
+            dirty_reason=serving.dirty_reason,
+            adapter_used_bytes=serving.memory.adapter_bytes,
+            staging_used_bytes=serving.memory.staging_bytes,
+            retained_base_versions=serving.memory.retained_bases,
+            spilled_versions=map(version_to_proto, serving.memory.spilled),
+        )
+
+
+def _facts(
+    order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
+) -> VersionFacts | None:
+    adapter = order.adapter if order.HasField("adapter") else None
+    return ordered_facts(digest, order.layout_digest, adapter)

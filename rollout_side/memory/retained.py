@@ -1,0 +1,92 @@
+"""Copies of the base that are kept once they were loaded.
+
+Late replicas clone them, a rollback loads them again, and a push takes their room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rollout_side.memory.versions import StagedVersion
+from weft.contract.names import PolicyVersion
+
+
+class RetainedBases:
+    """Retained copies, last used first; ``WorkerStore``'s lock guards them.
+
+    Methods that drop copies return them: their memory is the caller's again.
+
+    Args:
+        retain_base: Versions that are kept, the served one included.
+    """
+
+    def __init__(self, retain_base: int) -> None:
+        self._retain_base = retain_base
+        self._copies: list[StagedVersion] = []
+        # Kept beside the newest, where they are held.
+        self._pinned: frozenset[int] = frozenset()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the copies, last used first."""
+        return tuple(copy.version.version for copy in self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all copies."""
+        return sum(copy.segment.num_bytes for copy in self._copies)
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Memory of those that no push may take."""
+        return sum(copy.segment.num_bytes for copy in self._copies if self._is_pinned(copy))
+
+    @property
+    def pinned(self) -> list[PolicyVersion]:
+        """Of the copies, those that no push may take."""
+        return [copy.version for copy in self._copies if self._is_pinned(copy)]
+
+    def of_transfer(self, transfer_id: str) -> StagedVersion | None:
+        """The copy that a transfer brought."""
+        return next((copy for copy in self._copies if copy.transfer_id == transfer_id), None)
+
+    def of_version(self, version: PolicyVersion) -> StagedVersion | None:
+        """The copy of a version."""
+        return next((copy for copy in self._copies if copy.version == version), None)
+
+    def keep(self, base: StagedVersion) -> list[StagedVersion]:
+        """Retain a copy, or count one that is held as used; it replaces others of its
+        version, and the least recently used beyond ``retain_base`` are dropped."""
+        others = [copy for copy in self._copies if copy.version != base.version]
+        gone = [c for c in self._copies if c.version == base.version and c is not base]
+        self._copies = [base, *others]
+        return gone + self._drop_beyond()
+
+    def pin(self, versions: Iterable[int]) -> list[StagedVersion]:
+        """Keep the copies of these versions that are held, and no longer those of others
+        beyond ``retain_base``."""
+        self._pinned = frozenset(versions)
+        return self._drop_beyond()
+
+    def give_way(
+        self, room_bytes: int, is_lent: Callable[[StagedVersion], bool]
+    ) -> list[StagedVersion]:
+        """Drop copies, oldest first, until the others fit in ``room_bytes``; what is sent
+        or pinned stays."""
+        dropped: list[StagedVersion] = []
+        while self._copies and self.num_bytes > room_bytes:
+            droppable = (copy for copy in reversed(self._copies) if not is_lent(copy))
+            oldest = next((copy for copy in droppable if not self._is_pinned(copy)), None)
+            if oldest is None:
+                break  # the push is told what holds the room
+            self._copies.remove(oldest)
+            dropped.append(oldest)
+        return dropped
+
+    def _drop_beyond(self) -> list[StagedVersion]:
+        newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
+        self._copies = newest + [copy for copy in beyond if self._is_pinned(copy)]
+        return [copy for copy in beyond if not self._is_pinned(copy)]
+
+    def _is_pinned(self, copy: StagedVersion) -> bool:
+        return copy.version.version in self._pinned

@@ -1,0 +1,462 @@
+"""What a worker process holds: staged versions, and the adapters it can serve.
+
+One ``WorkerStore`` a process. The receiver's thread puts staged versions in; the
+worker's methods (on the engine's thread) take them out. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from rollout_side.memory.incoming import Inflow, InflowSlot
+from rollout_side.memory.partials import PartialTransfers
+from rollout_side.memory.placement import Memory
+from rollout_side.memory.retained import RetainedBases
+from rollout_side.memory.room import Usage, check_adapter_room, check_base_room
+from rollout_side.memory.segment import SLICE_BYTES, Segment
+from rollout_side.memory.versions import (
+    AdapterEntry,
+    PartialTransfer,
+    Sendable,
+    ServedBase,
+    StagedHandle,
+    StagedVersion,
+    is_adapter,
+)
+from rollout_side.memory.working_threads import WorkingThreads
+from weft.contract.errors import (
+    CapacityError,
+    DigestMismatchError,
+    NotFoundError,
+    NotReadyError,
+    TransferAbortedError,
+)
+from weft.contract.names import PolicyVersion, is_replica_sender
+from weft.transport.speaking import Speak, silent
+
+#: Discarded transfers that are remembered: an order may overtake the last bucket.
+_MAX_DISCARDED = 256
+# A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
+_CLONE_END_SECONDS = 5.0
+
+
+@dataclass
+class WorkerStore:
+    """Staged versions and adapters of one worker process; thread-safe.
+
+    Args:
+        staging_capacity_bytes: Bound of what is being staged or waits for its
+            commit, retained bases included; they are dropped, oldest first, where
+            a push needs the room.
+        adapter_capacity_bytes: Bound of the adapters that can be served.
+        retain_base: Versions of the base that a copy is kept of, the served one
+            included.
+        memory: Where their bytes are put.
+    """
+
+    staging_capacity_bytes: int
+    adapter_capacity_bytes: int
+    retain_base: int = 0
+    memory: Memory = field(default_factory=Memory)
+    threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
+    """Of this process that receive, load or send."""
+    arriving: InflowSlot = field(default_factory=InflowSlot, init=False)
+    """The base that is loaded in place; put it in by ``put_inflow``."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _staged: dict[str, StagedVersion] = field(default_factory=dict)
+    _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
+    _partial: PartialTransfers = field(default_factory=PartialTransfers)
+    _reserved: dict[str, int] = field(default_factory=dict)
+    _clones: set[str] = field(default_factory=set)
+    """Reservations of clones."""
+    _free: list[Segment] = field(default_factory=list)
+    _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
+    _bases: RetainedBases = field(init=False)
+    _served: ServedBase | None = None
+    _last_adapter_bytes: int = 0
+    _lent: Counter[int] = field(default_factory=Counter)
+    """Segments that are being sent, by id: never handed out meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._bases = RetainedBases(self.retain_base)
+        self._room_changed = threading.Condition(self._lock)
+
+    # -- the receiver's side ------------------------------------------------
+
+    def reserve(
+        self,
+        transfer_id: str,
+        num_bytes: int,
+        *,
+        adapter: bool,
+        clone: bool = False,
+        speak: Speak = silent,
+    ) -> Segment:
+        """Memory for a transfer, reused from a dropped version when one fits.
+
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile;
+        and for a moment where a clone that was ended has still to let go of the room. What
+        was received of a clone gives way to all but a ``clone``.
+
+        Raises:
+            CapacityError: The bound would be exceeded; says what holds the memory.
+        """
+        with self._lock:
+            if not clone:
+                self._end_clones(num_bytes, adapter=adapter)
+            if not adapter:
+                self._make_room(num_bytes)
+            self._check_room(num_bytes, adapter=adapter)
+            if clone:
+                self._clones.add(transfer_id)
+            for i, segment in enumerate(self._free):
+                place = self.memory.place(adapter=adapter)
+                if segment.num_bytes == num_bytes and segment.data.device == place:
+                    self._reserved[transfer_id] = num_bytes
+                    return self._free.pop(i)
+            self._free.clear()  # of another layout: give it back before taking more
+            self._reserved[transfer_id] = num_bytes
+        try:
+            return self.memory.allocate(num_bytes, adapter=adapter, speak=speak)
+        except BaseException:
+            self.release(transfer_id, None)
+            raise
+
+    def make_spare(self) -> None:
+        """Have memory for a further adapter of the size that was staged last: with all its
+        page faults it would take longer than to receive it. Blocks for them."""
+        with self._lock:
+            size = self._last_adapter_bytes
+            place = self.memory.place(adapter=True)
+            if not size or any(s.num_bytes == size and s.data.device == place for s in self._free):
+                return
+        segment = self.memory.allocate(size, adapter=True)
+        with self._lock:
+            self._recycle(segment)
+
+    def release(self, transfer_id: str, segment: Segment | None) -> None:
+        """End a reservation without result; ``segment`` may be reused unless None.
+
+        Pass None when an abandoned operation may still write to it.
+        """
+        with self._lock:
+            self._unreserve(transfer_id)
+            self._recycle(segment)
+
+    def _unreserve(self, *transfer_ids: str) -> None:
+        for transfer_id in transfer_ids:
+            self._reserved.pop(transfer_id, None)
+            self._clones.discard(transfer_id)
+        self._room_changed.notify_all()
+
+    def put_staged(self, staged: StagedVersion) -> None:
+        """Turn a reservation into a staged version.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile; the memory
+                may be reused.
+        """
+        with self._lock:
+            self._unreserve(staged.transfer_id)
+            if staged.transfer_id in self._discarded:
+                self._recycle(staged.segment)
+                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
+            self._staged[staged.transfer_id] = staged
+            if is_adapter(staged.version):
+                self._last_adapter_bytes = staged.segment.num_bytes
+
+    def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
+        """Drop what was received of a clone if its room is needed; wait for one that has
+        still to hear that it was ended."""
+        end = time.monotonic() + _CLONE_END_SECONDS
+        while self._clones:
+            try:
+                self._check_room(num_bytes, adapter=adapter, droppable=self._bases.num_bytes)
+                return
+            except CapacityError:
+                dropped = self._partial.drop_clones()
+                self._unreserve(*dropped)
+                left = end - time.monotonic()
+                if not dropped and (left <= 0 or not self._room_changed.wait(left)):
+                    return
+
+    def _check_room(self, num_bytes: int, *, adapter: bool, droppable: int = 0) -> None:
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        if adapter:
+            held = {v: e.staged.segment.num_bytes for v, e in self._adapters.items()}
+            check_adapter_room(num_bytes, self.adapter_capacity_bytes, held, waiting)
+        else:
+            in_use = waiting + max(self._bases.num_bytes - droppable, self._bases.num_pinned_bytes)
+            check_base_room(num_bytes, self.staging_capacity_bytes, in_use, self._bases.pinned)
+
+    def put_partial(self, partial: PartialTransfer) -> None:
+        """Keep a transfer that was interrupted, and its reservation, unless it was
+        discarded meanwhile."""
+        with self._lock:
+            if partial.transfer_id in self._discarded:
+                self._unreserve(partial.transfer_id)
+            else:
+                self._unreserve(*self._partial.put(partial))
+
+    def settle_partial(self, trainer_id: str) -> None:
+        """Note that operations of a trainer's former group have ended for good."""
+        with self._lock:
+            self._partial.settle(trainer_id)
+
+    def take_partial(
+        self, transfer_id: str, trainer_id: str, speak: Speak = silent
+    ) -> PartialTransfer | None:
+        """What was received of a transfer so far, in memory that is safe to write.
+
+        A transfer that was staged whole is un-staged; other interrupted ones of the
+        same trainer are dropped, since a trainer carries one out at a time. Blocks
+        to copy what was verified when an abandoned operation may still write to the
+        old memory.
+        """
+        with self._lock:
+            self._unreserve(*self._partial.drop_others(transfer_id, trainer_id))
+            partial = self._partial.pop(transfer_id)
+            staged = self._staged.pop(transfer_id, None) if partial is None else None
+            if staged is not None:
+                self._reserved[transfer_id] = staged.segment.num_bytes
+                if is_replica_sender(trainer_id):
+                    self._clones.add(transfer_id)
+                digests = list(staged.bucket_digests)
+                return PartialTransfer(
+                    transfer_id, trainer_id, staged.manifest, staged.segment, digests
+                )
+        if partial is None:
+            return None
+        if partial.settled:
+            return partial
+        was_host = partial.segment.data.device.type == "cpu"
+        num_bytes = partial.segment.num_bytes
+        fresh = self.memory.allocate(num_bytes, adapter=was_host, speak=speak)
+        end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
+        for start in range(0, end, SLICE_BYTES):
+            part = slice(start, min(end, start + SLICE_BYTES))
+            fresh.data[part].copy_(partial.segment.data[part])
+            speak(num_bytes, num_bytes)
+        return replace(partial, segment=fresh)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop retained bases, oldest first, as far as a base of that size needs it."""
+        waiting = sum(s.segment.num_bytes for s in self._staged.values())
+        waiting += sum(self._reserved.values())
+        room = self.staging_capacity_bytes - waiting - num_bytes
+        self._recycle_all(self._bases.give_way(room, self._is_lent))
+
+    def put_inflow(self, inflow: Inflow) -> None:
+        """Begin to load a base in place; one that was under way ends.
+
+        Raises:
+            TransferAbortedError: Its transfer was discarded meanwhile.
+        """
+        with self._lock:
+            if inflow.transfer_id in self._discarded:
+                raise TransferAbortedError(f"{inflow.transfer_id} was discarded meanwhile")
+            self.arriving.put(inflow)
+
+    # -- retained bases, and what is sent from here ---------------------------
+
+    def keep_base(self, transfer_id: str) -> None:
+        """Retain a base that was just loaded, staged or retained before; the least
+        recently used beyond ``retain_base`` are dropped. Succeeds if it is gone."""
+        with self._lock:
+            base = self._staged.pop(transfer_id, None)
+            base = base or self._bases.of_transfer(transfer_id)
+            if base is not None:
+                self._recycle_all(self._bases.keep(base))
+
+    def pin_bases(self, versions: Iterable[int]) -> None:
+        """Keep the copies of these versions that are held, and no longer those of others
+        beyond ``retain_base``."""
+        with self._lock:
+            self._recycle_all(self._bases.pin(versions))
+
+    def set_served(self, base: ServedBase | None) -> ServedBase | None:
+        """Let the base that the engine serves be read back from it; None before it is
+        loaded anew. Returns what was set before."""
+        with self._lock:
+            former, self._served = self._served, base
+            return former
+
+    def is_served(self, transfer_id: str, content_digest: bytes) -> bool:
+        """Whether the engine's own weights are what a transfer brought, whole."""
+        base = self._served
+        of = (base.transfer_id, base.content_digest) if base is not None else None
+        return of == (transfer_id, content_digest)
+
+    def retained_bases(self) -> tuple[int, ...]:
+        """Versions of the base that can be sent from here, last used first."""
+        with self._lock:
+            served = (self._served.version.version,) if self._served is not None else ()
+            return (*served, *(v for v in self._bases.versions if v not in served))
+
+    def held(self, version: PolicyVersion) -> StagedVersion:
+        """A copy of a version: an adapter that can be served, or a retained base.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            return self._held(version)
+
+    def _held(self, version: PolicyVersion) -> StagedVersion:
+        entry = self._adapters.get(version)
+        if entry is not None:
+            return entry.staged
+        base = self._bases.of_version(version)
+        if base is None:
+            raise NotFoundError(f"no copy of {version} is held here")
+        return base
+
+    def sendable(self, version: PolicyVersion) -> Sendable:
+        """A held copy, or the base that is served.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            return self._sendable(version)
+
+    def _sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
+        if self._served is not None and self._served.version == version:
+            return self._served
+        return self._held(version)
+
+    @contextmanager
+    def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
+        """What ``sendable`` tells. A copy's memory is not reused inside the ``with``, even
+        if the version is dropped meanwhile; a served base that is loaded anew meanwhile
+        is found out by its digest.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        with self._lock:
+            copy = self._sendable(version)
+            lent = id(copy.segment if isinstance(copy, StagedVersion) else copy)
+            self._lent[lent] += 1
+        try:
+            yield copy
+        finally:
+            with self._lock:
+                self._lent -= Counter([lent])
+
+    def _is_lent(self, copy: StagedVersion) -> bool:
+        return self._lent[id(copy.segment)] > 0
+
+    # -- the engine's side --------------------------------------------------
+
+    def handle(self, transfer_id: str) -> StagedHandle:
+        """For ``adopt`` in another worker; also of a retained base.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+        """
+        staged = self._take(transfer_id, keep=True)
+        return StagedHandle(
+            transfer_id, staged.version, staged.manifest, staged.segment.ref, staged.content_digest
+        )
+
+    def adopt(self, handle: StagedHandle) -> None:
+        """Map what another worker of this machine has staged."""
+        with self._lock:
+            # A retained copy is mapped anew after it was discarded here once.
+            if handle.transfer_id in self._discarded:
+                self._discarded.remove(handle.transfer_id)
+        segment = handle.segment.attach()
+        self.put_staged(
+            StagedVersion(
+                handle.transfer_id, handle.version, handle.manifest, segment, handle.content_digest
+            )
+        )
+
+    def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
+        """The staged version, which stays staged; also a retained base.
+
+        Raises:
+            NotReadyError: Nothing is staged for it.
+            DigestMismatchError: Other bytes than those to be committed.
+        """
+        staged = self._take(transfer_id, keep=True)
+        if staged.content_digest != content_digest:
+            raise DigestMismatchError(
+                f"{staged.version} was staged with digest {staged.content_digest.hex()}, "
+                f"the commit is for {content_digest.hex()}"
+            )
+        return staged
+
+    def keep_adapter(self, transfer_id: str, config_json: str) -> AdapterEntry:
+        """Move a staged adapter into the store that the engine loads from."""
+        staged = self._take(transfer_id, keep=False)
+        with self._lock:
+            entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
+        return entry
+
+    def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
+        """What the engine's loader reads; None when it was dropped."""
+        with self._lock:
+            return self._adapters.get(version)
+
+    def drop_adapter(self, version: PolicyVersion) -> None:
+        """Forget an adapter version; its memory may be reused."""
+        with self._lock:
+            entry = self._adapters.pop(version, None)
+            self._recycle(entry.staged.segment if entry else None)
+
+    def discard(self, transfer_id: str) -> None:
+        """Forget what was staged of a transfer, whole or in part, or is still to come; end
+        its loading in place."""
+        with self._lock:
+            if transfer_id not in self._discarded:
+                self._discarded.append(transfer_id)
+            if self._partial.pop(transfer_id) is not None:
+                self._unreserve(transfer_id)  # memory that is not reused
+            staged = self._staged.pop(transfer_id, None)
+            self._recycle(staged.segment if staged else None)
+            self.arriving.discard(transfer_id)
+
+    def usage(self) -> Usage:
+        """What is held now."""
+        with self._lock:
+            waiting = sum(s.segment.num_bytes for s in self._staged.values())
+            transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.arriving.transfer_ids}
+            return Usage(
+                adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
+                staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,
+                pinned_bytes=self._bases.num_pinned_bytes,
+                free_bytes=sum(s.num_bytes for s in self._free),
+                transfer_ids=tuple(sorted(transfer_ids)),
+            )
+
+    def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:
+        with self._lock:
+            staged = self._staged.get(transfer_id)
+            if staged is None and keep:
+                staged = self._bases.of_transfer(transfer_id)
+                if staged is not None:
+                    return staged
+            if staged is None:
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+            if not keep:
+                del self._staged[transfer_id]
+            return staged
+
+    def _recycle_all(self, dropped: Iterable[StagedVersion]) -> None:
+        for copy in dropped:
+            self._recycle(copy.segment)
+
+    def _recycle(self, segment: Segment | None) -> None:
+        """Keep one segment of a size, and two in all, for pushes of the same layouts."""
+        if segment is None or not segment.owned or self._lent[id(segment)]:
+            return
+        if segment.num_bytes not in {s.num_bytes for s in self._free}:
+            self._free = [*self._free[-1:], segment]

@@ -1,0 +1,176 @@
+"""Versions as they lie in a worker's memory; ``store`` holds them.
+
+Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from rollout_side.memory.segment import Segment, SegmentRef
+from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.names import BASE_POLICY, PolicyVersion
+
+
+class Sendable(Protocol):
+    """A whole version that can be sent to another replica."""
+
+    @property
+    def transfer_id(self) -> str:
+        """What brought it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its layout."""
+
+    @property
+    def content_digest(self) -> bytes:
+        """Of its bytes."""
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """Copy one bucket's payload; only reads what is served.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``, on any device; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload; on an accelerator once the calling
+            thread's current stream is done.
+        """
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """The base that the engine serves, read back from the engine: where it was loaded by
+    plain copies, and no copy was kept. Gone with the next load.
+
+    Args:
+        read: As ``Sendable.payload``.
+    """
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    content_digest: bytes
+    read: Callable[[int, torch.Tensor], torch.Tensor]
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """See ``Sendable``."""
+        return self.read(index, out)
+
+
+@dataclass(frozen=True)
+class StagedVersion:
+    """Bytes of one version, received whole and verified.
+
+    ``segment`` holds the manifest's buckets one after the other, each with its
+    trailer, so bucket ``i`` starts at the sum of ``wire_bytes`` before it.
+    """
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    segment: Segment
+    content_digest: bytes
+    bucket_digests: tuple[int, ...] = ()
+    """On the rank that received; empty where it was adopted."""
+    device_copy: list[torch.Tensor] = field(default_factory=list)
+    """At most one, of an adapter that was received on the engine's device."""
+    spare: list[torch.Tensor] = field(default_factory=list)
+    """What ``own_bytes`` is going to return."""
+
+    def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """See ``Sendable``."""
+        at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
+        return out[:size].copy_(self.segment.data[at : at + size])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return bucket_starts(self.manifest)
+
+    def take_device_copy(self) -> torch.Tensor | None:
+        """The copy on the device, which is then the caller's; None if there is none."""
+        return self.device_copy.pop() if self.device_copy else None
+
+    def own_bytes(self) -> torch.Tensor:
+        """A copy of the segment that is the caller's, page-locked if the segment is."""
+        if self.spare:
+            return self.spare.pop()
+        data = self.segment.data
+        return torch.empty_like(data, pin_memory=data.is_pinned()).copy_(data)
+
+    def tensors(self, data: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and view of every tensor, in manifest order; no copy.
+
+        Args:
+            data: A copy of the segment; by default the segment itself.
+
+        The views are of shared memory that a later push may reuse once this
+        version was dropped: clone what must outlive it, and never write.
+        """
+        yield from tensors_in(self.manifest, self.segment.data if data is None else data)
+
+
+def tensors_in(manifest: Manifest, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and view of every tensor in a segment's bytes, in manifest order; no copy."""
+    starts = bucket_starts(manifest)
+    for slot in manifest.tensors:
+        yield slot.meta.name, tensor_in(slot, data[starts[slot.bucket] :])
+
+
+def tensor_in(slot: TensorSlot, wire: torch.Tensor) -> torch.Tensor:
+    """The view of a tensor in its bucket's bytes (uint8, which may go on behind it)."""
+    raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
+    return raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)
+
+
+def bucket_starts(manifest: Manifest) -> list[int]:
+    """First byte of each bucket in a segment."""
+    starts, at = [], 0
+    for bucket in manifest.buckets:
+        starts.append(at)
+        at += bucket.wire_bytes
+    return starts
+
+
+@dataclass(frozen=True)
+class PartialTransfer:
+    """Buckets of one version, verified from the first on; the rest is to come."""
+
+    transfer_id: str
+    trainer_id: str
+    manifest: Manifest
+    segment: Segment
+    digests: list[int]
+    """Of the verified buckets."""
+    settled: bool = False
+    """Whether no abandoned operation can write to the segment any more."""
+
+
+@dataclass(frozen=True)
+class StagedHandle:
+    """A staged version as another worker of the same machine can adopt it; picklable."""
+
+    transfer_id: str
+    version: PolicyVersion
+    manifest: Manifest
+    segment: SegmentRef
+    content_digest: bytes
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """An adapter version that the engine may load at any time."""
+
+    config_json: str
+    staged: StagedVersion
+
+
+def is_adapter(version: PolicyVersion) -> bool:
+    """Whether a version is an adapter's, not the base's."""
+    return version.policy != BASE_POLICY

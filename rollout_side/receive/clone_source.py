@@ -1,0 +1,160 @@
+"""Sending what a worker holds to another replica: the source of a clone.
+
+A thread a clone, beside the engine's thread and the receiver's. The bytes that are
+served are only read: each bucket is copied into one of two buffers, digested anew
+(so a copy that has rotted is found here, not served elsewhere) and sealed with a
+trailer of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+
+from rollout_side.engine import SendOrder
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import Sendable
+from weft.contract.errors import TransferAbortedError, WeftError
+from weft.contract.manifest import pack_trailer
+from weft.contract.names import PolicyVersion
+from weft.transport.bucket_sender import BucketSender, WireBytes
+from weft.transport.digest import payload_digest
+from weft.transport.group import CPU, on_device, window
+from weft.transport.member import GroupTicket
+
+_log = logging.getLogger(__name__)
+
+# After the last bucket the coordinator ends the group; if it does not, we leave.
+_END_SECONDS = 30.0
+
+
+class Cloner:
+    """What one worker process sends to others; at most one clone a replica is under
+    way, since the coordinator serialises them.
+
+    Args:
+        store: What knows adapters, retained bases, and the base that is served.
+    """
+
+    def __init__(self, store: WorkerStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._sending: dict[str, _Sending] = {}
+
+    def send(self, order: SendOrder) -> None:
+        """Begin to send; returns at once. A group that is sent to already is left alone.
+
+        Raises:
+            NotFoundError: The version is not held.
+        """
+        self._store.sendable(PolicyVersion(order.policy, order.version))
+        with self._lock:
+            self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
+            if order.group.group_id not in self._sending:
+                self._sending[order.group.group_id] = _Sending(order, self._store)
+
+    def close(self) -> None:
+        """Give up what is under way; does not wait for it."""
+        with self._lock:
+            for sending in self._sending.values():
+                sending.stop()
+
+
+class _Sending:
+    """One clone: a membership as rank 0, and its thread."""
+
+    def __init__(self, order: SendOrder, store: WorkerStore) -> None:
+        self._order, self._store = order, store
+        self._device = store.memory.device_of(order.group.backend)
+        self._sender: BucketSender | None = None
+        self._stopped = False
+        self.thread = threading.Thread(
+            target=self._run, name=f"weft-clone-{order.transfer_id}", daemon=True
+        )
+        self.thread.start()
+        store.threads.add(self.thread)
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self._stopped = True
+        if (sender := self._sender) is not None:
+            sender.abort(TransferAbortedError("the replica is stopping"))
+
+    def _run(self) -> None:
+        with on_device(self._device):
+            self._attend()
+
+    def _attend(self) -> None:
+        order, spec = self._order, self._order.group
+        version = PolicyVersion(order.policy, order.version)
+        deadline = time.monotonic() + order.timeout_seconds
+        ticket = GroupTicket(
+            group_id=spec.group_id,
+            token=spec.token,
+            epoch=spec.epoch,
+            rank=spec.rank,
+            size=spec.size,
+            backend=spec.backend,
+            host=spec.host,
+            device=self._device,
+        )
+        try:
+            sender = self._sender = BucketSender(spec.coordinator, ticket)
+            try:
+                if not self._stopped:
+                    self._send(sender, version, deadline)
+                    sender.wait_ended(_END_SECONDS)
+            finally:
+                sender.close()
+        except WeftError as error:
+            _log.info("clone %s of %s ended: %s", order.transfer_id, version, error)
+        except Exception:  # noqa: BLE001 (the edge of a thread)
+            # The coordinator sees a rank that never attends, or a broken stream.
+            _log.exception("clone %s of %s failed", order.transfer_id, version)
+
+    def _send(self, sender: BucketSender, version: PolicyVersion, deadline: float) -> None:
+        order, began = self._order, time.monotonic()
+        try:
+            with self._store.lend(version) as copy:
+                sender.send(
+                    copy.manifest,
+                    compose(copy, order.nonce, self._device),
+                    num_buffers=window(self._device),
+                    transfer_id=order.transfer_id,
+                    deadline=deadline,
+                )
+        except WeftError as error:
+            sender.give_up(order.transfer_id, error)  # also when it is no longer held
+            raise
+        _log.info(
+            "sent a clone of %s: %d bytes in %.3f s, epoch %d",
+            version,
+            copy.manifest.total_bytes,
+            time.monotonic() - began,
+            order.group.epoch,
+        )
+
+
+def compose(copy: Sendable, nonce: int, device: torch.device = CPU) -> WireBytes:
+    """A held version's buckets as they travel, under a new nonce.
+
+    The copy is only read. The tensors are ``window(device)`` buffers there, used in turn, each
+    as large as the largest bucket.
+    """
+    manifest = copy.manifest
+    need = max(bucket.wire_bytes for bucket in manifest.buckets)
+    num_buffers = min(window(device), len(manifest.buckets))
+    buffers = [torch.zeros(need, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
+
+    def wire_bytes(index: int) -> tuple[torch.Tensor, int]:
+        bucket, buffer = manifest.buckets[index], buffers[index % num_buffers]
+        size = bucket.payload_bytes
+        digest = payload_digest(copy.payload(index, buffer), manifest.digest_algorithm)
+        trailer = pack_trailer(digest, nonce, index, size)
+        buffer[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        return buffer[: bucket.wire_bytes], digest
+
+    return wire_bytes

@@ -1,0 +1,96 @@
+"""A worker's answer to whether its threads make progress.
+
+The coordinator asks so after one of them stalled a transfer, by a group in which nothing
+is sent. A thread of its own attends it, but only once every thread that may be the stuck
+one has answered or ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from rollout_side.engine import GroupSpec
+from rollout_side.memory.working_threads import WorkingThreads
+from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
+from weft.rpc.channel import open_channel
+from weft.transport.attendance import Attendance
+from weft.v1 import rendezvous_pb2 as pb
+from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+
+_log = logging.getLogger(__name__)
+
+#: Between two attempts to attend where the coordinator is away; doubled each time.
+FIRST_SECONDS = 1.0
+LONGEST_SECONDS = 60.0
+
+
+class Probe:
+    """One probe, from the order to attend it until the coordinator drops its group.
+
+    Args:
+        spec: The group; nothing is sent over its backend.
+        threads: That must have answered before.
+    """
+
+    def __init__(self, spec: GroupSpec, threads: WorkingThreads) -> None:
+        self.spec = spec
+        self._threads = threads
+        self._left = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"weft-probe-{spec.epoch}", daemon=True
+        )
+        self._thread.start()
+
+    def leave(self) -> None:
+        """End it soon; does not wait."""
+        self._left.set()
+
+    def _run(self) -> None:
+        if not self._threads.wait_turns(self._left):
+            return
+        pause = FIRST_SECONDS
+        while not self._left.is_set():
+            try:
+                self._attend()
+                return
+            except (PeerUnavailableError, TransferTimeoutError) as error:
+                _log.info("the coordinator is not told that this worker answers: %s", error)
+            except WeftError as error:  # the group was dropped: answered, or asked anew
+                _log.debug("probe %s has ended: %s", self.spec.group_id, error)
+                return
+            except Exception:  # noqa: BLE001 (the edge of a thread)
+                _log.exception("probe %s could not be answered", self.spec.group_id)
+            self._left.wait(pause)
+            pause = min(LONGEST_SECONDS, 2 * pause)
+
+    def _attend(self) -> None:
+        """Attend until the group is dropped.
+
+        Raises:
+            WeftError: It was, or the coordinator went away.
+        """
+        spec = self.spec
+        errors: list[WeftError] = []
+        ended = threading.Event()
+
+        def closed(error: WeftError) -> None:
+            errors.append(error)
+            ended.set()
+
+        with open_channel(spec.coordinator) as channel:
+            attendance = Attendance(
+                RendezvousServiceStub(channel),
+                pb.GroupCredential(group_id=spec.group_id, token=spec.token),
+                spec.rank,
+                on_message=lambda response: None,
+                on_closed=closed,
+            )
+            try:
+                attendance.wait_welcome()
+                while not self._left.is_set() and not ended.wait(FIRST_SECONDS):
+                    pass
+            finally:
+                attendance.close()
+        if errors:
+            raise errors[0]

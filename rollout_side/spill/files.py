@@ -1,0 +1,305 @@
+"""The files of one spilled version: what plain vLLM, PEFT and transformers read.
+
+An adapter is a PEFT directory, a base safetensors shards in checkpoint names with
+their index; two small files of our own beside them say what version it is and how
+its tensors lay in their buckets.
+
+safetensors are written and read by hand: the library's writer first copies a whole
+file in memory, and its reader maps files, so that a network volume which fails
+midway would end the engine's process (SIGBUS) instead of raising.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from google.protobuf.message import DecodeError
+
+from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapter
+from weft.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
+from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType
+from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
+from weft.transport.digest import content_digest, payload_digest
+from weft.v1 import types_pb2
+
+#: Which version the directory holds, of which base model.
+FACTS = "weft.json"
+#: ``weft.v1.ManifestChunk`` messages, each after its length in 4 bytes, little-endian.
+MANIFEST = "weft.manifest"
+#: Payload of one file of a base.
+SHARD_BYTES = 5 * 10**9
+
+_CONFIG = "adapter_config.json"
+_FORMAT = 1
+_PIECE_BYTES = 32 * 2**20
+_MAX_HEADER_BYTES = 256 * 2**20
+_DTYPES = {
+    DataType.FLOAT64: "F64", DataType.FLOAT32: "F32", DataType.FLOAT16: "F16",
+    DataType.BFLOAT16: "BF16", DataType.FLOAT8_E4M3FN: "F8_E4M3", DataType.FLOAT8_E5M2: "F8_E5M2",
+    DataType.INT64: "I64", DataType.INT32: "I32", DataType.INT16: "I16", DataType.INT8: "I8",
+    DataType.UINT8: "U8", DataType.BOOL: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ``FACTS`` says."""
+
+    version: PolicyVersion
+    fingerprint: str
+    """Of the base model."""
+    content_digest: bytes
+
+
+def write_version(
+    directory: Path,
+    copy: StagedVersion,
+    config_json: str,
+    fingerprint: str,
+    *,
+    going_on: Callable[[], bool],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a held version into an empty directory; every file is on disk afterwards.
+
+    The copy is read where it lies: no tensor is copied.
+
+    Args:
+        config_json: PEFT's, for an adapter.
+        going_on: Asked between pieces; the write is given up once it says no.
+
+    Raises:
+        OSError: The disk is full, or gone.
+        TransferAbortedError: Given up.
+    """
+    shards = _shards(copy.manifest, copy.version, shard_bytes)
+    for name, slots in shards.items():
+        with _synced(directory / name) as file:
+            _write_shard(file, copy, slots, going_on)
+    if is_adapter(copy.version):
+        _write_text(directory / _CONFIG, config_json)
+    elif len(shards) > 1:
+        weight_map = {slot.meta.name: name for name, slots in shards.items() for slot in slots}
+        total = sum(slot.meta.num_bytes for slot in copy.manifest.tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+    with _synced(directory / MANIFEST) as file:
+        for chunk in manifest_to_chunks(copy.manifest):
+            message = chunk.SerializeToString()
+            file.write(struct.pack("<I", len(message)) + message)
+    facts = {
+        "format": _FORMAT,
+        "version": str(copy.version),
+        "base_fingerprint": fingerprint,
+        "content_digest": copy.content_digest.hex(),
+        "layout_digest": copy.manifest.layout_digest.hex(),
+        "total_bytes": copy.manifest.total_bytes,
+    }
+    _write_text(directory / FACTS, json.dumps(facts, indent=1))
+    sync_directory(directory)
+
+
+def read_facts(directory: Path) -> Facts:
+    """What a directory holds.
+
+    Raises:
+        OSError: It cannot be read.
+        InvalidManifestError: Not written by this version of Weft, or damaged.
+    """
+    with _as_damage(directory):
+        facts = json.loads((directory / FACTS).read_bytes())
+        if facts["format"] != _FORMAT:
+            raise InvalidManifestError(f"{directory} is of format {facts['format']!r}")
+        version = PolicyVersion.parse(facts["version"])
+        return Facts(version, facts["base_fingerprint"], bytes.fromhex(facts["content_digest"]))
+
+
+def read_config(directory: Path) -> str:
+    """PEFT's config of the adapter in a directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return (directory / _CONFIG).read_text()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The layout that the version was staged in.
+
+    Raises:
+        OSError, InvalidManifestError: As ``read_facts``.
+    """
+    with _as_damage(directory):
+        data = memoryview((directory / MANIFEST).read_bytes())
+        decoder, at = ManifestDecoder(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<I", data, at)
+            at += 4
+            decoder.add(types_pb2.ManifestChunk.FromString(bytes(data[at : at + size])))
+            at += size
+        return decoder.finish()
+
+
+def read_into(directory: Path, manifest: Manifest, data: torch.Tensor) -> bytes:
+    """Read a version's tensors to where its manifest lays them.
+
+    Args:
+        data: uint8, at least ``manifest.wire_bytes``; written as if it had been
+            received, trailers excepted.
+
+    Returns:
+        The content digest of what was read.
+
+    Raises:
+        OSError, InvalidManifestError: As ``read_facts``.
+    """
+    starts, digests, at = bucket_starts(manifest), [], 0
+    with contextlib.ExitStack() as stack, _as_damage(directory):
+        found = _tensors_in(directory, stack)
+        for index, bucket in enumerate(manifest.buckets):
+            payload = data[starts[index] : starts[index] + bucket.payload_bytes]
+            end = 0
+            for slot in manifest.tensors[at : at + bucket.num_tensors]:
+                payload[end : slot.offset_bytes].zero_()  # padding is part of the digest
+                end = slot.offset_bytes + slot.meta.num_bytes
+                _read_tensor(found, slot, payload[slot.offset_bytes : end])
+            payload[end:].zero_()
+            at += bucket.num_tensors
+            digests.append(payload_digest(payload, manifest.digest_algorithm))
+    return content_digest(digests)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _shards(
+    manifest: Manifest, version: PolicyVersion, shard_bytes: int
+) -> dict[str, list[TensorSlot]]:
+    """File names, each with what lies in it: one file, or several for a large base."""
+    if is_adapter(version):
+        return {"adapter_model.safetensors": list(manifest.tensors)}
+    parts: list[list[TensorSlot]] = [[]]
+    size = 0
+    for slot in manifest.tensors:
+        if parts[-1] and size + slot.meta.num_bytes > shard_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(slot)
+        size += slot.meta.num_bytes
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {
+        f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
+    }
+
+
+def _write_shard(
+    file: BinaryIO,
+    copy: StagedVersion,
+    slots: Sequence[TensorSlot],
+    going_on: Callable[[], bool],
+) -> None:
+    # Widest elements first, so that each tensor is aligned to its own.
+    slots = sorted(slots, key=lambda slot: -slot.meta.dtype.itemsize_bytes)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for slot in slots:
+        header[slot.meta.name] = {
+            "dtype": _DTYPES[slot.meta.dtype],
+            "shape": list(slot.meta.shape),
+            "data_offsets": [at, at + slot.meta.num_bytes],
+        }
+        at += slot.meta.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    starts = bucket_starts(copy.manifest)
+    for slot in slots:
+        begin = starts[slot.bucket] + slot.offset_bytes
+        view = copy.segment.data[begin : begin + slot.meta.num_bytes].cpu().numpy().data
+        for piece in range(0, len(view), _PIECE_BYTES):
+            if not going_on():
+                raise TransferAbortedError(f"{copy.version} is not held any more")
+            file.write(view[piece : piece + _PIECE_BYTES])
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: BufferedReader
+    at: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _Place]:
+    found: dict[str, _Place] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        file = stack.enter_context(path.open("rb"))
+        (size,) = struct.unpack("<Q", _read(file, 8))
+        if size > _MAX_HEADER_BYTES:
+            raise InvalidManifestError(f"{path} has a header of {size} bytes")
+        for name, entry in json.loads(_read(file, size)).items():
+            if name != "__metadata__":
+                at = 8 + size + int(entry["data_offsets"][0])
+                found[name] = _Place(file, at, entry["dtype"], tuple(entry["shape"]))
+    return found
+
+
+def _read_tensor(found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor) -> None:
+    place = found.get(slot.meta.name)
+    if place is None or (place.dtype, place.shape) != (_DTYPES[slot.meta.dtype], slot.meta.shape):
+        raise InvalidManifestError(f"tensor {slot.meta.name!r} is missing or of another shape")
+    place.file.seek(place.at)
+    host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
+    if place.file.readinto(host.numpy().data) != slot.meta.num_bytes:
+        raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
+    if host is not out:
+        out.copy_(host)
+
+
+def _read(file: BufferedReader, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise InvalidManifestError("a safetensors file ends within its header")
+    return data
+
+
+@contextlib.contextmanager
+def _as_damage(directory: Path) -> Iterator[None]:
+    """What else a damaged file can raise, as one type; a disk's own errors pass."""
+    try:
+        yield
+    except (OSError, InvalidManifestError):
+        raise
+    except (ValueError, KeyError, TypeError, struct.error, DecodeError, WeftError) as error:
+        raise InvalidManifestError(f"{directory} is damaged: {error!r}") from error
+
+
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with _synced(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,253 @@
+"""The spill directory: which versions lie in it whole, and who writes or removes what.
+
+``DIR/<first 16 of the base model's fingerprint>/<policy>@<version>.<content digest>/``
+is one version, whole: it is written beside it under a hidden name, synced, renamed. So
+a crash leaves no half version, and several replicas may share DIR (a network volume):
+
+- the hidden directory is a lock: who makes it writes, others leave the version to
+  them, and take it over once nothing was written for ``STALE_SECONDS``;
+- a name says what the content is, so whoever finds it complete has nothing to write;
+- removing is idempotent: the directory is renamed away, then deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_side.memory.versions import StagedVersion
+from rollout_side.spill.files import (
+    read_config,
+    read_facts,
+    read_manifest,
+    sync_directory,
+    write_version,
+)
+from rollout_side.version_facts import VersionFacts, spilled_facts
+from weft.contract.errors import CapacityError, InvalidNameError, NotFoundError
+from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY, PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+#: A write that nothing was heard of for so long is another's to take over.
+STALE_SECONDS = 600.0
+_NAME = re.compile(r"(?P<version>.+)\.(?P<digest>[0-9a-f]{16})")
+_PARTIAL = ".partial."
+_REMOVED = ".removed."
+_OWNER = ".weft-owner"
+# Beside the tensors: configs, index and manifest, generously.
+_OVERHEAD_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpillSettings:
+    """Where a replica spills to; plain values, sent to workers."""
+
+    directory: str
+    capacity_bytes: int
+    """Bound of all versions of the base model there, of whichever replica."""
+    owner: str
+    """The replica's id: its own unfinished writes are taken over at once."""
+
+
+class SpillFolder:
+    """One base model's part of a spill directory.
+
+    Args:
+        settings: See there.
+        fingerprint: Of the base model.
+    """
+
+    def __init__(self, settings: SpillSettings, fingerprint: str) -> None:
+        self.path = Path(settings.directory) / fingerprint[:16]
+        self._settings = settings
+        self._fingerprint = fingerprint
+
+    def open(self) -> None:
+        """Make the directory, and delete what former processes left half written or half
+        removed; once, as the replica starts.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in self.path.glob(f"{_REMOVED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.path.glob(f"{_PARTIAL}*"):
+            if self._is_left_over(path):
+                self.remove(path)
+
+    def complete(self) -> dict[Path, PolicyVersion]:
+        """Every version that lies there whole.
+
+        Raises:
+            OSError: The directory cannot be read.
+        """
+        found = {}
+        for path in self.path.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and not path.name.startswith("."):
+                with contextlib.suppress(InvalidNameError):
+                    found[path] = PolicyVersion.parse(match["version"])
+        return found
+
+    def digest_of(self, path: Path) -> bytes:
+        """The content digest of a version that lies there, by its name."""
+        match = _NAME.fullmatch(path.name)
+        return bytes.fromhex(match["digest"]) if match else b""
+
+    def facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """What a version that lies there is; blocks for the disk.
+
+        Raises:
+            OSError, InvalidManifestError: It cannot be read, or is damaged.
+            NotFoundError: It is of another base model.
+        """
+        path = self.place_of(version, content_digest)
+        manifest = self.manifest(path)
+        config = read_config(path) if version.policy != BASE_POLICY else ""
+        return spilled_facts(manifest, content_digest, config)
+
+    def place_of(self, version: PolicyVersion, content_digest: bytes) -> Path:
+        """Where a version of that content lies, or would."""
+        return self.path / f"{version}.{content_digest.hex()}"
+
+    def manifest(self, path: Path) -> Manifest:
+        """The layout of the version in ``path``.
+
+        Raises:
+            OSError, InvalidManifestError: It cannot be read, or is damaged.
+            NotFoundError: It is of another base model.
+        """
+        if read_facts(path).fingerprint != self._fingerprint:
+            raise NotFoundError(f"{path} is of another base model")
+        return read_manifest(path)
+
+    def write(self, copy: StagedVersion, config_json: str, *, going_on: Callable[[], bool]) -> bool:
+        """Make a held version lie there whole; blocks for the disk.
+
+        Returns:
+            Whether it does now; False while another replica is writing it.
+
+        Raises:
+            OSError: The disk is full, or gone; nothing is left of the write.
+            CapacityError: The bound would be exceeded.
+            TransferAbortedError: ``going_on`` said no.
+        """
+        place = self.place_of(copy.version, copy.content_digest)
+        if place.exists():
+            return True
+        self._check_room(copy)
+        partial = self.path / f"{_PARTIAL}{place.name}"
+        token = f"{self._settings.owner} {secrets.token_hex(8)}"
+        if not self._lock(partial, token):
+            return False
+        try:
+            write_version(partial, copy, config_json, self._fingerprint, going_on=going_on)
+            if _owner(partial) != token:
+                return False  # we were so slow that another took it over
+            (partial / _OWNER).unlink()
+            self._publish(partial, place)
+            sync_directory(self.path)
+        except BaseException:
+            if _owner(partial) in (token, ""):
+                self.remove(partial)
+            raise
+        return True
+
+    def remove(self, path: Path) -> None:
+        """Delete a directory of this folder; one that is gone is no error."""
+        gone = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _publish(self, partial: Path, place: Path) -> None:
+        try:
+            partial.rename(place)
+        except OSError:
+            if not place.exists():
+                raise
+            self.remove(partial)  # another was first, with the same content
+
+    def _lock(self, partial: Path, token: str) -> bool:
+        try:
+            partial.mkdir()
+        except FileExistsError:
+            if not self._is_left_over(partial):
+                return False
+            self.remove(partial)
+            try:
+                partial.mkdir()
+            except FileExistsError:
+                return False
+        (partial / _OWNER).write_text(token)
+        return True
+
+    def _is_left_over(self, partial: Path) -> bool:
+        """Whether nobody writes it any more: ours, from before, or silent for long."""
+        is_ours = _owner(partial).partition(" ")[0] == self._settings.owner
+        return is_ours or _idle_seconds(partial) >= STALE_SECONDS
+
+    def _check_room(self, copy: StagedVersion) -> None:
+        used = sum(map(_size_bytes, self.complete()))
+        need = copy.manifest.total_bytes + _OVERHEAD_BYTES
+        if used + need > self._settings.capacity_bytes:
+            raise CapacityError(
+                f"{self.path} holds {used:,} of {self._settings.capacity_bytes:,} bytes: no room "
+                f"for {copy.version} ({need:,} bytes); start the replicas with a larger --spill-gib"
+            )
+
+
+def superseded(
+    on_disk: Mapping[Path, PolicyVersion],
+    *,
+    retired: Collection[PolicyVersion],
+    served_base: int,
+    retain_base: int,
+) -> list[Path]:
+    """What may leave the directory: retired adapters, and bases other than the one
+    served and the ``retain_base`` newest, the served one counted among them.
+
+    Args:
+        served_base: What this replica and its pool serve; 0 where that is not sure,
+            and then no base leaves.
+    """
+    bases = {v.version for v in on_disk.values() if v.policy == BASE_POLICY} | {served_base}
+    kept = {served_base, *sorted(bases)[-retain_base:]}
+
+    def may_leave(version: PolicyVersion) -> bool:
+        if version.policy == BASE_POLICY:
+            return served_base > 0 and version.version not in kept
+        return version in retired
+
+    return [path for path, version in on_disk.items() if may_leave(version)]
+
+
+def _size_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):  # another may be removing it
+        return sum(file.stat().st_size for file in path.iterdir())
+    return 0
+
+
+def _owner(partial: Path) -> str:
+    try:
+        return (partial / _OWNER).read_text()
+    except OSError:
+        return ""
+
+
+def _idle_seconds(partial: Path) -> float:
+    """Since anything was written to it."""
+    newest = 0.0
+    with contextlib.suppress(OSError):
+        newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
+    return time.time() - newest

@@ -1,0 +1,245 @@
+"""Loading a base by plain copies, where the engine holds weights as they travel.
+
+vLLM's layerwise reload costs Python and launches for every parameter, on every push.
+What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
+slice of a parameter. So they are learnt once a layout, by watching the model's own
+``load_weights`` with every copy held back, and repeated from then on: over a whole
+segment, or bucket by bucket as they arrive.
+
+A plan is believed only when it is proven: the layout was just loaded by vLLM itself,
+the copies cover every parameter once, and each destination holds its source's bits. No
+plan is made for a model whose layers make something else of their weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from rollout_side.memory.versions import StagedVersion, bucket_starts
+from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
+from weft.contract.manifest import WSUM64, Manifest
+from weft.transport.digest import payload_digest
+
+_log = logging.getLogger(__name__)
+
+#: Ways of holding weights that keep them as they were loaded.
+_PLAIN_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+_LARGE_BYTES = 2**20
+#: A parameter, or a part of it, and the view of the wire that belongs to it.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class DirectPlan:
+    """The copies that load one layout into one model; proven by ``learn`` or
+    ``learn_in_place``.
+
+    Args:
+        manifest: The layout.
+        pieces: Of each bucket.
+    """
+
+    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
+        self.layout_digest = manifest.layout_digest
+        self.num_copies = sum(map(len, pieces))
+        self.is_readable = not any(p.is_expanded for part in pieces for p in part)
+        """Whether ``read_bucket`` can be called: every element has a place of its own."""
+        self._pieces = pieces
+        self._starts = bucket_starts(manifest)
+        self._buckets = manifest.buckets
+        self.device = next(piece.target.device for part in pieces for piece in part)
+
+    def load(self, data: torch.Tensor) -> None:
+        """Copy a segment of this layout into the model's parameters; returns when done.
+
+        Args:
+            data: uint8, the segment; of this device, or of one that it can read.
+        """
+        with torch.no_grad():
+            _launch(self._segment_pairs(data))
+        wait_for_copies(self.device)
+
+    def load_bucket(self, index: int, wire: torch.Tensor) -> None:
+        """Copy one bucket into the model's parameters.
+
+        Returns when it is done (on CUDA it waits for the calling thread's current stream
+        alone), so the bucket's memory may be reused at once.
+
+        Args:
+            wire: uint8, at least the bucket's ``wire_bytes``; of any device. Begins on a
+                multiple of the largest element's size.
+        """
+        with torch.no_grad():
+            _launch(self._pairs(index, self._payload(index, wire)))
+        wait_for_copies(self.device)
+
+    def read_bucket(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill a buffer with one bucket's payload, from the model's parameters.
+
+        What no parameter came from is zero: the gaps between tensors are so on the wire.
+        On CUDA it is a matter of the calling thread's current stream and is not waited for.
+
+        Args:
+            out: uint8, at least the bucket's ``payload_bytes``; overwritten.
+
+        Returns:
+            The view of ``out`` that is the payload.
+
+        Raises:
+            ValueError: Not ``is_readable``.
+        """
+        if not self.is_readable:
+            raise ValueError("parameters that were expanded cannot be read back")
+        payload = self._payload(index, out)
+        with torch.no_grad():
+            payload.zero_()
+            for target, source in self._pairs(index, payload):
+                source.copy_(target, non_blocking=True)
+        return payload
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether the model's parameters are, bit for bit, what ``load`` would make them."""
+        return self._equal(self._segment_pairs(data))
+
+    def holds_bucket(self, index: int, wire: torch.Tensor) -> bool:
+        """The same for what ``load_bucket`` would make of those that it fills."""
+        return self._equal(self._pairs(index, self._payload(index, wire)))
+
+    def _payload(self, index: int, wire: torch.Tensor) -> torch.Tensor:
+        num_bytes = self._buckets[index].payload_bytes
+        if wire.numel() < num_bytes:
+            raise ValueError(f"bucket {index} is {num_bytes} bytes long, not {wire.numel()}")
+        return wire[:num_bytes]
+
+    def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[_Pair]:
+        return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
+
+    def _segment_pairs(self, data: torch.Tensor) -> Iterator[_Pair]:
+        for index, start in enumerate(self._starts):
+            yield from self._pairs(index, self._payload(index, data[start:]))
+
+    def _equal(self, pairs: Iterable[_Pair]) -> bool:
+        differs = torch.zeros((), dtype=torch.bool, device=self.device)
+        for target, source in pairs:
+            differs |= (bits(target) != bits(source.to(self.device))).any()
+        return not bool(differs)
+
+
+def _launch(pairs: Iterable[_Pair]) -> None:
+    """Begin to copy: what is large by itself, all else in one go."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for target, source in pairs:
+        if target.numel() * target.element_size() < _LARGE_BYTES:
+            targets.append(target)
+            sources.append(source)
+        else:
+            target.copy_(source, non_blocking=True)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Block until what the calling thread's current stream was given is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def learn(
+    model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
+) -> DirectPlan | None:
+    """The plan of a version's layout, which the model has just loaded; None if it cannot
+    be loaded so. Nothing that the model computes with changes.
+
+    Args:
+        model: vLLM's, as it serves.
+        staged: Of the base that it serves now.
+        rename: From the manifest's names to those its ``load_weights`` knows.
+    """
+
+    def check(plan: DirectPlan) -> str:
+        holds = plan.holds(staged.segment.data)
+        return "" if holds else "a parameter does not hold what was loaded into it"
+
+    return _learn(model, staged.manifest, staged.segment.data, rename, check)
+
+
+def learn_in_place(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    bucket_digests: Sequence[int],
+    rename: Callable[[str], str],
+) -> DirectPlan | None:
+    """The same for a version whose buckets are gone: it is proven by reading the model's
+    parameters back and digesting them as the wire was.
+
+    Allocates one buffer of the largest bucket on the model's device, for as long as it
+    runs; where there is no room for it, there is no plan.
+
+    Args:
+        manifest: Of the base that the model serves now.
+        bucket_digests: Of the payloads that were loaded.
+    """
+    # No memory stands for the wire: a host may have less of it than a GPU.
+    stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+    return _learn(
+        model, manifest, stand_in, rename, lambda plan: _unproven(plan, manifest, bucket_digests)
+    )
+
+
+def _learn(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    segment: torch.Tensor,
+    rename: Callable[[str], str],
+    check: Callable[[DirectPlan], str],
+) -> DirectPlan | None:
+    """Watch with ``segment`` for the wire; ``check`` says why a plan is wrong, or ""."""
+    why = _not_plain(model)
+    if not why:
+        try:
+            plan = DirectPlan(manifest, watch(model, manifest, segment, rename))
+            why = check(plan)
+        except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+            why = f"{type(error).__name__}: {error}"
+    if why:
+        _log.info("bases are loaded layer by layer: %s", why)
+        return None
+    _log.debug("bases of this layout are loaded by %d plain copies", plan.num_copies)
+    return plan
+
+
+def _not_plain(model: torch.nn.Module) -> str:
+    """A layer that makes something of its weights after they were loaded; empty if none."""
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+            return f"{name} is held by {type(method).__name__}"
+        if "MLA" in type(layer).__name__:
+            return f"{name} derives matrices from its weights"
+    return ""
+
+
+def _unproven(plan: DirectPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:
+    """Why the model does not hold, by this plan, what was digested; empty if it does."""
+    if not plan.is_readable:
+        return "parameters that were expanded cannot be read back"
+    largest = max(bucket.payload_bytes for bucket in manifest.buckets)
+    buffer = torch.empty(largest, dtype=torch.uint8, device=plan.device)
+    for index, digest in enumerate(bucket_digests):
+        payload = plan.read_bucket(index, buffer)
+        # Only this digest is known on an accelerator.
+        on_device = manifest.digest_algorithm == WSUM64
+        digested = payload if on_device else payload.cpu()
+        if payload_digest(digested, manifest.digest_algorithm) != digest:
+            return f"the parameters of bucket {index} do not hold what was loaded into them"
+        # Of two that came from the same bytes, only one was read.
+        if not plan.holds_bucket(index, payload):
+            return f"a parameter of bucket {index} does not hold what was loaded into it"
+    if len(bucket_digests) != len(manifest.buckets):
+        return f"{len(bucket_digests)} of {len(manifest.buckets)} buckets were digested"
+    return ""

@@ -1,0 +1,324 @@
+"""Putting an adapter into its slot by plain copies, as ``direct_load`` does for a base.
+
+vLLM makes hundreds of small objects of an adapter and copies them one by one from host
+memory, while nothing is generated: 50 ms for 504 tensors. What it does, for a LoRA of
+linear layers, is to clear a slot of each stacked tensor, to scale every B, and to copy
+every A and B into its place. So that is learnt once for a layout and configuration, by
+watching vLLM do it, and repeated from then on, from the device's memory if the adapter
+was received there.
+
+vLLM's managers go on as always: they hold an adapter whose tensors are made, by vLLM's
+own code, only if it must be put into a slot again after it lost its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.loading.copy_trace import bits, storage_of
+
+_log = logging.getLogger(__name__)
+
+# Trainers push few layouts; each plan holds some hundred views.
+_MAX_PLANS = 8
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A copy: part of an adapter's bytes to part of a slot."""
+
+    stacked: torch.Tensor
+    """All slots of one A or B; the first dimension is the slot's number."""
+    within: int
+    """Of the target in its slot, in elements; likewise ``offset`` of the source in the
+    adapter's bytes."""
+    offset: int
+    shape: tuple[int, ...]
+    target_stride: tuple[int, ...]
+    source_stride: tuple[int, ...]
+    scale: float
+
+    def target(self, slot: int) -> torch.Tensor:
+        """The view that is copied to."""
+        begin = self.stacked.storage_offset() + slot * self.stacked.stride(0) + self.within
+        return self.stacked.as_strided(self.shape, self.target_stride, begin)
+
+    def source(self, data: torch.Tensor) -> torch.Tensor:
+        """The view that is copied from."""
+        typed = data.view(self.stacked.dtype)
+        begin = typed.storage_offset() + self.offset
+        return typed.as_strided(self.shape, self.source_stride, begin)
+
+
+class SlotPlan:
+    """What fills a slot with an adapter of one layout and configuration."""
+
+    def __init__(self, pieces: list[_Piece], cleared: list[torch.Tensor]) -> None:
+        self._pieces, self._cleared = pieces, cleared
+        self._views: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._scaled: dict[float, list[int]] = {}
+        for index, piece in enumerate(pieces):
+            if piece.scale != 1:
+                self._scaled.setdefault(piece.scale, []).append(index)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that fill a slot."""
+        return len(self._pieces)
+
+    def fill(self, slot: int, data: torch.Tensor) -> None:
+        """Put an adapter into a slot; ordered on the current stream, does not wait for it.
+
+        Args:
+            data: uint8, the adapter's buckets, unscaled; on the model's device or the host.
+        """
+        if slot not in self._views:
+            targets = [piece.target(slot) for piece in self._pieces]
+            self._views[slot] = targets, [stacked[slot] for stacked in self._cleared]
+        targets, cleared = self._views[slot]
+        with torch.no_grad():
+            torch._foreach_zero_(cleared)
+            torch._foreach_copy_(targets, [piece.source(data) for piece in self._pieces])
+            for scale, indices in self._scaled.items():
+                scaled = [targets[i] for i in indices]
+                if scaled[0].device.type == "cpu":  # there _foreach_mul_ rounds the scale first
+                    for target in scaled:
+                        target.mul_(scale)
+                else:
+                    torch._foreach_mul_(scaled, scale)
+
+    def proves(self, slot: int, data: torch.Tensor) -> bool:
+        """Whether ``fill`` makes of a slot, bit for bit, what it holds already; if not, the
+        slot is left as it was."""
+        before = [stacked[slot].clone() for stacked in self._cleared]
+        self.fill(slot, data)
+        pairs = [(s[slot], was) for s, was in zip(self._cleared, before, strict=True)]
+        if all(torch.equal(bits(now), bits(was)) for now, was in pairs):
+            return True
+        for now, was in pairs:
+            now.copy_(was)
+        return False
+
+
+class AdapterLoader:
+    """Loads adapters into one worker's engine; used by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[bytes, str], SlotPlan | None] = {}
+
+    def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
+        """``worker.add_lora(request)``, by copies where that is known to be the same.
+
+        Raises:
+            Exception: vLLM's own, when it refuses the adapter.
+        """
+        key = entry.staged.manifest.layout_digest, entry.config_json
+        # Taken in any case: nothing else would free the device's memory.
+        received = entry.staged.take_device_copy()
+        data = entry.staged.segment.data if received is None else received
+        if key not in self._plans:
+            while len(self._plans) >= _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = _learn(worker, entry, request, data)
+        elif (plan := self._plans[key]) is None:
+            worker.add_lora(request)
+        else:
+            _quickly(worker, entry, request, plan, data)
+        if received is not None:
+            # It goes back to another stream's pool: not before this one has read it.
+            received.record_stream(torch.cuda.current_stream(received.device))
+
+
+def _quickly(
+    worker: Any, entry: AdapterEntry, request: Any, plan: SlotPlan, data: torch.Tensor
+) -> None:
+    manager = worker.model_runner.lora_manager
+    adapters = manager._adapter_manager
+    deferred = _deferred_model(manager, request, int(json.loads(entry.config_json)["r"]))
+    modules = adapters.modules
+    adapters.modules = {}  # the managers find a slot, and fill nothing
+    adapters._create_merged_loras_inplace = lambda _: None
+    try:
+        with lora_hook.instead(request.lora_path, deferred):
+            worker.add_lora(request)
+    finally:
+        adapters.modules = modules
+        del adapters._create_merged_loras_inplace  # the class's own, again
+        deferred.weft_quiet = False
+    plan.fill(adapters.lora_index_to_id.index(request.lora_int_id), data)
+
+
+def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
+    """A ``LoRAModel`` whose tensors are made when they are asked for."""
+    base = importlib.import_module("vllm.lora.lora_model").LoRAModel
+
+    class Deferred(base):  # type: ignore[misc, valid-type]
+        weft_quiet = True  # while the managers take it in
+
+        def __init__(self) -> None:
+            self._made: dict[str, Any] | None = None
+            super().__init__(request.lora_int_id, rank, {})
+
+        @property
+        def loras(self) -> dict[str, Any]:
+            if self._made is not None:
+                return self._made
+            if self.weft_quiet:
+                return {}
+            model = lora_hook.load_from_store(manager, request)
+            manager._adapter_manager._create_merged_loras_inplace(model)
+            self._made = model.loras
+            return self._made
+
+        @loras.setter
+        def loras(self, value: dict[str, Any]) -> None:
+            pass  # the empty one of ``__init__``
+
+        def get_lora(self, module_name: str) -> Any:
+            return self.loras.get(module_name)
+
+        def check_lora_name(self, lora_name: str) -> bool:
+            return lora_name in self.loras
+
+    return Deferred()
+
+
+# -- learning -----------------------------------------------------------------------
+
+
+def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -> SlotPlan | None:
+    """Let vLLM load an adapter, and watch; returns a plan if it is proven."""
+    adapters = worker.model_runner.lora_manager._adapter_manager
+    staged = entry.staged
+    own = staged.own_bytes()
+    staged.spare.append(own)  # what the hook is going to take
+    try:
+        with _watching(adapters, own) as watcher:
+            worker.add_lora(request)
+    finally:
+        staged.spare.clear()
+    try:
+        slot = adapters.lora_index_to_id.index(request.lora_int_id)
+        plan = watcher.plan(slot, staged)
+        if not plan.proves(slot, data):
+            raise ValueError("copies alone do not make the same of a slot")
+    except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+        _log.info("adapters like %s are loaded by vLLM itself: %s", staged.version, error)
+        return None
+    _log.debug("adapters like %s are loaded by %d copies", staged.version, plan.num_copies)
+    return plan
+
+
+@contextmanager
+def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_Watcher]:
+    watcher = _Watcher(_stacked_tensors(adapters), own)
+    with watcher:
+        yield watcher
+
+
+def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
+    """All that holds the slots of adapters."""
+    found: dict[int, torch.Tensor] = {}
+    for module in adapters.modules.values():
+        for name, value in vars(module).items():
+            if "stacked" in name and isinstance(value, tuple | list | torch.Tensor):
+                tensors = [value] if isinstance(value, torch.Tensor) else value
+                found.update((t.data_ptr(), t) for t in tensors if isinstance(t, torch.Tensor))
+    return list(found.values())
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets everything happen, and notes what is done to slots and to the adapter's bytes."""
+
+    def __init__(self, stacked: list[torch.Tensor], own: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stacked = {storage_of(t): t for t in stacked}
+        self._own, self._own_storage = own, storage_of(own)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cleared: dict[int, torch.Tensor] = {}
+        self._scales: dict[int, float] = {}
+        self._strange = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note a write, then let it happen."""
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if target is not None and func._schema.is_mutable:
+            self._note(func, target, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
+        name = func.overloadpacket.__name__
+        where = storage_of(target)
+        if where in self._stacked:
+            if name == "copy_":
+                self._copies.append((target, args[1]))
+            elif name in ("zero_", "fill_") and (name == "zero_" or float(args[1]) == 0):
+                self._cleared[where] = self._stacked[where]
+            else:
+                self._strange = f"a slot is written by {func}"
+        elif where == self._own_storage:
+            if name == "mul_":
+                self._scales[self._offset(target)] = float(args[1])
+            else:
+                self._strange = f"its tensors are changed by {func}"
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() - self._own.data_ptr()
+
+    def plan(self, slot: int, staged: StagedVersion) -> SlotPlan:
+        """What was seen, for any slot.
+
+        Raises:
+            ValueError: More was done than copying every tensor, scaled, once.
+        """
+        if self._strange:
+            raise ValueError(self._strange)
+        starts = _tensor_starts(staged)
+        left = {start: slot_.meta.num_bytes for start, slot_ in starts.items()}
+        order = sorted(starts)
+        pieces = []
+        for target, source in self._copies:
+            stacked = self._stacked[storage_of(target)]
+            if storage_of(source) != self._own_storage or source.dtype != target.dtype:
+                raise ValueError("a slot is filled with what was computed from a tensor")
+            offset = self._offset(source)
+            within = target.storage_offset() - stacked.storage_offset() - slot * stacked.stride(0)
+            if not 0 <= within < stacked.stride(0) or storage_of(target) not in self._cleared:
+                raise ValueError("another slot was written, or one that was not cleared")
+            start = order[bisect_right(order, offset) - 1]
+            left[start] -= source.numel() * source.element_size()
+            shape = tuple(target.shape)
+            pieces.append(
+                _Piece(
+                    stacked,
+                    int(within),
+                    int(offset) // source.element_size(),
+                    shape,
+                    target.stride(),
+                    source.expand(shape).stride(),
+                    self._scales.get(start, 1.0),
+                )
+            )
+        if unread := [size for size in left.values() if size]:
+            raise ValueError(f"{len(unread)} tensors are not copied exactly once")
+        return SlotPlan(pieces, list(self._cleared.values()))
+
+
+def _tensor_starts(staged: StagedVersion) -> dict[int, Any]:
+    """Manifest slots by their first byte in the segment."""
+    begins = bucket_starts(staged.manifest)
+    return {begins[s.bucket] + s.offset_bytes: s for s in staged.manifest.tensors}

@@ -1,0 +1,205 @@
+"""Loading adapters from memory: ``LoRARequest.lora_path`` of ``weft://math@17``.
+
+vLLM takes adapters from a directory only. One method is replaced,
+``WorkerLoRAManager._load_adapter``, and for our own scheme only. vLLM calls it
+again whenever an adapter was evicted, so a version stays in the store for as long
+as a request may use it: a missing adapter at step time ends the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import AdapterEntry
+from rollout_side.vllm_engine.compat import bridges
+from weft.contract.errors import InvalidNameError
+from weft.contract.names import PolicyVersion
+
+SCHEME = "weft://"
+_MARK = "_weft_adapter_hook"
+
+# One worker a process: its store. vLLM gives the hook no way to reach the worker.
+_stores: list[WorkerStore] = []
+_instead: dict[str, Any] = {}
+
+
+def set_store(store: WorkerStore) -> None:
+    """Let this process's loader read from ``store``."""
+    _stores[:] = [store]
+
+
+def adapter_path(version: PolicyVersion) -> str:
+    """The path that stands for an adapter in memory."""
+    return f"{SCHEME}{version}"
+
+
+def lora_request(version: PolicyVersion, lora_int_id: int) -> Any:
+    """vLLM's ``LoRARequest`` for an adapter in memory."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(
+        lora_name=str(version), lora_int_id=lora_int_id, lora_path=adapter_path(version)
+    )
+
+
+def install() -> None:
+    """Replace vLLM's loader in this process. Idempotent."""
+    manager = importlib.import_module("vllm.lora.worker_manager").WorkerLoRAManager
+    native = manager._load_adapter
+    if hasattr(native, _MARK):
+        return
+
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        if lora_request.lora_path in _instead:
+            return _instead[lora_request.lora_path]
+        if lora_request.lora_path.startswith(SCHEME):
+            return load_from_store(self, lora_request)
+        return native(self, lora_request)
+
+    setattr(_load_adapter, _MARK, True)
+    manager._load_adapter = _load_adapter
+
+
+@contextlib.contextmanager
+def instead(path: str, model: Any) -> Iterator[None]:
+    """Let the loader return ``model`` for this path, inside the ``with``."""
+    _instead[path] = model
+    try:
+        yield
+    finally:
+        _instead.pop(path, None)
+
+
+def load_from_store(manager: Any, lora_request: Any) -> Any:
+    """What ``_load_adapter`` does for a directory, from the store.
+
+    Args:
+        manager: A ``WorkerLoRAManager``.
+        lora_request: With a path of our scheme.
+
+    Returns:
+        A ``LoRAModel`` that owns its tensors.
+
+    Raises:
+        LoRAAdapterNotFoundError: The store does not hold it.
+        ValueError: vLLM cannot serve it; says why.
+    """
+    entry = _find(lora_request)
+    adapters = manager._adapter_manager
+    config = json.loads(entry.config_json)
+    config["vllm_max_position_embeddings"] = manager.max_position_embeddings
+    helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    _check_ranks(config, manager.lora_config.max_lora_rank)
+    mapper = bridges.rename_mapper(adapters.model)
+    skip_prefixes = getattr(adapters.model, "lora_skip_prefixes", None)
+    names = [slot.meta.name for slot in entry.staged.manifest.tensors]
+    _check_modules(names, adapters, mapper, skip_prefixes)
+    lora = manager._lora_model_cls.from_lora_tensors(
+        lora_request.lora_int_id,
+        _own_tensors(entry, adapters.moe_ep_load_spec),
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper,
+        skip_prefixes=skip_prefixes,
+    )
+    if not bridges.helper_knows_patterns(helper):
+        _apply_patterns(lora, names, config, mapper)
+    lora.is_3d_lora_weight = lora_request.is_3d_lora_weight
+    bridges.validate_loaded(adapters, lora)
+    return lora
+
+
+def _find(lora_request: Any) -> AdapterEntry:
+    entry = None
+    try:
+        version = PolicyVersion.parse(lora_request.lora_path.removeprefix(SCHEME))
+        entry = _stores[0].adapter(version) if _stores else None
+    except InvalidNameError:
+        pass  # a path that nobody of ours made
+    if entry is None:
+        raise importlib.import_module("vllm.exceptions").LoRAAdapterNotFoundError(
+            lora_request.lora_name, lora_request.lora_path
+        )
+    return entry
+
+
+def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
+    """Of a copy of its own: vLLM multiplies ``lora_b`` by the scaling in place.
+
+    Experts of other expert-parallel ranks are left out, as vLLM does for files.
+    """
+    remote = importlib.import_module("vllm.lora.lora_model")._is_remote_expert_key
+    return {
+        name: tensor
+        for name, tensor in entry.staged.tensors(entry.staged.own_bytes())
+        if ep_spec is None or not remote(name, ep_spec)
+    }
+
+
+def _check_ranks(config: Mapping[str, Any], max_lora_rank: int) -> None:
+    largest = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    if largest > max_lora_rank:
+        raise ValueError(f"LoRA rank {largest} is greater than max_lora_rank {max_lora_rank}.")
+
+
+def expected_modules(adapters: Any) -> set[str]:
+    """Names, as vLLM's loader expects them, of modules that can carry a LoRA.
+
+    Source: vllm.lora.worker_manager.WorkerLoRAManager._load_adapter.
+    """
+    expected: set[str] = set()
+    for module in adapters.supported_lora_modules:
+        expected.update(adapters.packed_modules_mapping.get(module, [module]))
+        if module == "experts":
+            expected.add(module)
+    return expected
+
+
+def _check_modules(
+    names: Iterable[str], adapters: Any, mapper: Any, skip_prefixes: list[str] | None
+) -> None:
+    """Refuse a LoRA for a module that the model does not wrap.
+
+    Source: vllm.lora.lora_model.LoRAModel.from_local_checkpoint.
+    """
+    utils = importlib.import_module("vllm.lora.utils")
+    model_class = importlib.import_module("vllm.lora.lora_model").LoRAModel
+    expected = expected_modules(adapters)
+    unexpected = []
+    for name in names:
+        if utils.is_base_embedding_weights(name) or "base_layer" in name:
+            continue
+        if skip_prefixes and model_class._should_skip_module(name, skip_prefixes):
+            continue
+        module, _ = utils.parse_fine_tuned_lora_name(name, mapper)
+        begin = module.find(".experts")
+        last = module[begin + 1 :] if begin >= 0 else module.rpartition(".")[2]
+        if last not in expected:
+            unexpected.append(module)
+    if unexpected:
+        raise ValueError(
+            f"the adapter has weights for {unexpected[0]!r} and {len(set(unexpected)) - 1} more "
+            f"modules that cannot carry a LoRA here; vLLM serves {sorted(expected)}"
+        )
+
+
+def _apply_patterns(
+    lora: Any, names: Iterable[str], config: Mapping[str, Any], mapper: Any
+) -> None:
+    """Set rank and scaling of each module, which old versions take from ``r`` alone."""
+    if not config.get("rank_pattern") and not config.get("alpha_pattern"):
+        return
+    parse = importlib.import_module("vllm.lora.utils").parse_fine_tuned_lora_name
+    for name in names:
+        module, _ = parse(name, mapper)
+        layer = lora.loras.get(module)
+        if layer is not None:
+            layer.rank, layer.scaling = bridges.pattern_scaling(config, parse(name)[0])

@@ -1,0 +1,236 @@
+"""Loading a base into a running model, in a worker: one that is staged, here.
+
+vLLM's layerwise reload: parameters go to the meta device, each layer is rebuilt
+when its last weight has come, and its values are copied into the old storage (so
+captured graphs stay valid). Nothing of it is atomic: once it is open, a failure
+leaves mixed weights, which is reported as *dirty*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from rollout_side.memory.versions import StagedVersion
+from rollout_side.vllm_engine.compat import bridges, cpu_fixes
+from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn, wait_for_copies
+from weft.contract.errors import LoadFailedError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference, check_base
+
+_log = logging.getLogger(__name__)
+#: Modules that wrap others: of LoRA, and of experts (which 0.26 reports without it).
+_UNMENTIONED = frozenset({"base_layer", "routed_experts"})
+
+
+def apply_base(
+    worker: Any, staged: StagedVersion, reference: Reference, plan: DirectPlan | None = None
+) -> DirectPlan | None:
+    """Replace the model's weights by a staged version. Call it while paused.
+
+    Adapters that were loaded come back at their next use. The staged memory is not
+    referenced afterwards, so it may be overwritten once every rank is done.
+
+    Args:
+        plan: Of the last base that was loaded: one of the same layout is loaded by it.
+
+    Returns:
+        The plan for the next one, if there is any.
+
+    Raises:
+        InvalidManifestError: It is not exactly what the model consists of; nothing
+            changed.
+        LoadFailedError: Metadata ``dirty`` is "true": the weights are mixed. The
+            next base that loads repairs it.
+    """
+    check_base([slot.meta for slot in staged.manifest.tensors], reference)
+    if plan is not None and plan.layout_digest == staged.manifest.layout_digest:
+        with mixing(staged.version, "copying"):
+            plan.load(staged.segment.data)
+        return plan
+    model = worker.model_runner.get_model()
+    with bridges.vllm_config_context(worker.vllm_config):
+        reload_layers(worker, staged.version, staged.tensors(), len(staged.manifest.tensors))
+        if not can_learn(worker):
+            return None
+        return learn(model, staged, bridges.base_names(model))
+
+
+def can_learn(worker: Any) -> bool:
+    """Whether there may be a plan at all: a CPU holds its weights packed."""
+    return bool(worker.device.type == "cuda")
+
+
+@contextlib.contextmanager
+def mixing(version: PolicyVersion, verb: str = "loading") -> Iterator[None]:
+    """Report what fails in it as having left mixed weights."""
+    try:
+        yield
+    except BaseException as error:
+        raise LoadFailedError(
+            f"{verb} {version} failed midway, the weights are mixed: "
+            f"{type(error).__name__}: {error}",
+            metadata={"dirty": "true"},
+        ) from error
+
+
+def reload_layers(
+    worker: Any,
+    version: PolicyVersion,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    num_tensors: int,
+) -> None:
+    """Load a base by vLLM's layerwise reload, in vLLM's config context.
+
+    Returns when it is done (on CUDA, what the calling thread's current stream was given).
+
+    Args:
+        tensors: Checkpoint names and full tensors, of any device; asked for one after
+            the other. vLLM refers to a tensor until its layer is complete.
+        num_tensors: How many there must be.
+
+    Raises:
+        LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
+    """
+    model = worker.model_runner.get_model()
+    with mixing(version):
+        try:
+            _reload(worker, model, tensors, num_tensors)
+            bridges.reset_lora_state(worker.model_runner)
+            wait_for_copies(worker.device)
+        except BaseException:
+            _close(worker, model)
+            raise
+
+
+def _reload(
+    worker: Any,
+    model: torch.nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    num_tensors: int,
+) -> None:
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    if worker.device.type == "cpu":
+        cpu_fixes.rebuild_moe_kernels(model)
+    reload.initialize_layerwise_reload(model)
+    rename = bridges.base_names(model)
+    num_given = 0
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_given
+        for name, tensor in tensors:
+            num_given += 1
+            yield rename(name), tensor
+
+    loaded = model.load_weights(given())  # type: ignore[operator]
+    if num_given != num_tensors:
+        raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
+    idle, tied = _layers_without_weights(model)
+    if idle:
+        raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
+    with quiet_about_idle_layers():
+        reload.finalize_layerwise_reload(model, worker.model_config)
+    if worker.device.type == "cpu":
+        cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
+    _check_loaded(model, loaded, quantized=worker.model_config.quantization is not None)
+
+
+@contextlib.contextmanager
+def quiet_about_idle_layers() -> Iterator[None]:
+    """Keep vLLM's "Failed to load weights" from the log: it is said of every layer that
+    has no weights of its own, and those that should have got some are refused before."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).endswith("Failed to load weights")
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """Layers with parameters of their own that no weight has come for.
+
+    vLLM will put their old values back.
+
+    Returns:
+        Names of those that should have got some, and of those that share every
+        parameter with a layer that did (a tied lm_head).
+    """
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    waiting: dict[str, set[int]] = {}
+    loaded: set[int] = set()
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        parameters = dict(layer._parameters)
+        if info.kernel_tensors is not None:
+            parameters.update(info.kernel_tensors[0])
+        idle = info.can_load() and info.load_numel <= 0 and (info.load_numel_total or 0) > 0
+        if not idle:
+            loaded.update(id(p) for p in parameters.values() if p is not None)
+        elif info.kernel_tensors is not None and info.kernel_tensors[0]:
+            waiting[name] = {id(p) for p in info.kernel_tensors[0].values()}
+    tied = [name for name, parameters in waiting.items() if parameters <= loaded]
+    idle_names = [
+        name
+        for name in waiting
+        if name not in tied and not _is_attention(model.get_submodule(name))
+    ]
+    return idle_names, tied
+
+
+def _is_attention(layer: torch.nn.Module) -> bool:
+    """Whether its parameters are scales that a checkpoint need not hold."""
+    return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
+
+
+def _check_loaded(model: torch.nn.Module, loaded: object, *, quantized: bool) -> None:
+    """Refuse parameters that nobody reported as loaded, or that stayed on meta.
+
+    As vLLM's own loader does: models that report nothing, and quantised ones (whose
+    processing adds parameters), are only checked for meta.
+    """
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise LoadFailedError(f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more got no value")
+    if not isinstance(loaded, set | frozenset | list | tuple) or quantized:
+        return
+    names = {_reported_name(str(name)) for name in loaded}
+    missing = [name for name, _ in model.named_parameters() if _reported_name(name) not in names]
+    if missing:
+        raise LoadFailedError(f"parameter {missing[0]!r} and {len(missing) - 1} more got no value")
+
+
+def _reported_name(name: str) -> str:
+    """A parameter's name without the modules that a loader does not mention."""
+    return ".".join(part for part in name.split(".") if part not in _UNMENTIONED)
+
+
+def _close(worker: Any, model: torch.nn.Module) -> None:
+    """End a reload that failed, so that the engine lives and another one can open.
+
+    The weights are mixed afterwards; nothing may be generated until then.
+    """
+    reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    with contextlib.suppress(Exception):
+        reload.finalize_layerwise_reload(model, worker.model_config)
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            with contextlib.suppress(Exception):
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    with contextlib.suppress(Exception):
+        bridges.reset_lora_state(worker.model_runner)
+    with contextlib.suppress(Exception):  # what comes next may use another stream
+        wait_for_copies(worker.device)
+    _log.error("a base update failed midway; the weights are mixed until the next one")

@@ -1,0 +1,138 @@
+"""Loading a base into a running model while it arrives, in a worker.
+
+For a replica that has no room for a second copy of its model: each bucket is loaded
+as soon as it was received and verified, and its memory is used again for the next.
+The old weights are gone from the first bucket on, so whatever fails afterwards leaves
+mixed ones (*dirty*).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rollout_side.memory.versions import tensor_in
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn_in_place, wait_for_copies
+from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
+from weft.contract.errors import LoadFailedError
+from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference, check_base
+
+_Bucket = tuple[int, torch.Tensor]
+
+
+class Arriving(Protocol):
+    """A base that is being received, bucket by bucket."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Of what arrives."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its layout; known before its first bucket."""
+
+    def buckets(self) -> Iterator[_Bucket]:
+        """Index and wire bytes of every bucket, in order, each once, verified.
+
+        The bytes are uint8, the bucket's ``wire_bytes``, on the device that they were
+        received on; their memory is reused once the next bucket is asked for. Blocks.
+
+        Raises:
+            WeftError: The transfer ended early.
+        """
+
+    def speak(self) -> None:
+        """Say that the calling thread works."""
+
+    @property
+    def bucket_digests(self) -> Sequence[int]:
+        """Digests of the payloads that were given so far."""
+
+
+def load_in_place(
+    worker: Any, arriving: Arriving, reference: Reference, plan: DirectPlan | None = None
+) -> DirectPlan | None:
+    """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
+
+    May run on another thread than the engine's. On CUDA that thread's current device is
+    the engine's, and its current stream waits for what the engine began before: all work
+    is given to that stream, and is done when this returns. Blocks for the transfer.
+    Adapters that were loaded come back at their next use.
+
+    Args:
+        plan: Of the last base that was loaded: one of the same layout is loaded by it.
+
+    Returns:
+        The plan for the next one, if there is any.
+
+    Raises:
+        InvalidManifestError: It is not exactly what the model consists of; nothing
+            changed, and no bucket was asked for.
+        WeftError: Of ``arriving.buckets()``, before the first bucket; nothing changed.
+        LoadFailedError: If metadata ``dirty`` is "true", the weights are mixed, and the
+            next base that loads repairs it; else nothing changed.
+    """
+    manifest = arriving.manifest
+    check_base([slot.meta for slot in manifest.tensors], reference)
+    arrived = _begun(arriving)
+    # Set here, since it is the thread's own: another than the engine's has gradients on.
+    with torch.no_grad():
+        if plan is not None and plan.layout_digest == manifest.layout_digest:
+            with mixing(arriving.version):
+                for index, wire in arrived:
+                    plan.load_bucket(index, wire)
+            return plan
+        with bridges.vllm_config_context(worker.vllm_config):
+            tensors = _tensors(manifest, arrived, arriving.speak)
+            reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
+            if not can_learn(worker):
+                return None
+            model = worker.model_runner.get_model()
+            rename = bridges.base_names(model)
+            return learn_in_place(model, manifest, arriving.bucket_digests, rename)
+
+
+def _begun(arriving: Arriving) -> Iterator[_Bucket]:
+    """Wait for the first bucket: until then a failure costs nothing."""
+    buckets = arriving.buckets()
+    first = next(buckets, None)
+    if first is None:
+        raise LoadFailedError(f"no bucket of {arriving.version} came")
+    return _checked(itertools.chain([first], buckets), len(arriving.manifest.buckets))
+
+
+def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
+    """The same; fails where one is missing, since old weights would pass for new ones."""
+    due = 0
+    for index, wire in buckets:
+        if index != due:
+            raise LoadFailedError(f"bucket {index} came where {due} was due")
+        yield index, wire
+        due += 1
+    if due != num_buckets:
+        raise LoadFailedError(f"{due} of {num_buckets} buckets came")
+
+
+def _tensors(
+    manifest: Manifest, arrived: Iterator[_Bucket], speak: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and copy of every tensor, by bucket; speaks once the model has taken each.
+
+    Copies, since vLLM keeps what it is given until a layer is complete, and a layer may
+    go on in the next bucket, which comes into the memory of this one. Each is freed with
+    its layer, so what is held at a time is about a layer.
+    """
+    slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]
+    for slot in manifest.tensors:
+        slots[slot.bucket].append(slot)
+    for index, wire in arrived:
+        for slot in slots[index]:
+            yield slot.meta.name, tensor_in(slot, wire).clone()
+            speak()
+        wait_for_copies(wire.device)

@@ -1,0 +1,140 @@
+"""Bases that are loaded as they arrive, while requests are held still."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A load that was begun, and neither committed nor ended."""
+
+    transfer_id: str
+    version: PolicyVersion
+    paused_at: float
+    """``time.perf_counter()`` from which on requests wait."""
+    expired: bool = False
+    """Whether it is kept only because it was loaded whole."""
+    timer: asyncio.Task[None] | None = None
+
+
+class LoadsInPlace:
+    """The load in place of one engine, of which there is at most one; on its event loop.
+
+    Every coroutine is awaited inside ``gate.exclusive``.
+
+    Args:
+        workers: Which load.
+        gate: Held from a load's begin to its end; dirty after one that ended midway.
+    """
+
+    def __init__(self, workers: WorkerCalls, gate: RequestGate) -> None:
+        self._workers, self._gate = workers, gate
+        self._pending: _Pending | None = None
+
+    @property
+    def loading(self) -> str:
+        """See ``Engine.loading``."""
+        pending = self._pending
+        return pending.transfer_id if pending is not None and not pending.expired else ""
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """Whether a transfer's load can be committed, if it is complete."""
+        return self._pending is not None and self._pending.transfer_id == transfer_id
+
+    async def begin(self, transfer_id: str, version: PolicyVersion, timeout_seconds: float) -> None:
+        """Hold requests still and let the workers load what arrives; see ``Engine``.
+
+        Begun before, it goes on, in another group; another one is ended.
+
+        Raises:
+            NotReadyError: Nothing of it was prepared, or it has ended.
+        """
+        if not self.is_pending(transfer_id):
+            await self.end()
+        if self._pending is None:
+            paused_at = time.perf_counter()
+            try:
+                await self._gate.hold()
+                await self._workers.load_arriving(transfer_id)
+            except BaseException as error:
+                await self._gate.recover(error, f"beginning to load {version}")
+                raise
+            self._pending = _Pending(transfer_id, version, paused_at)
+        else:
+            await self._workers.load_arriving(transfer_id)
+        self._expect_end(self._pending, timeout_seconds)
+
+    async def take(self, content_digest: bytes) -> tuple[float, float]:
+        """What is pending is to be served; requests stay held still.
+
+        Returns:
+            ``time.perf_counter()`` from which on they wait; seconds that loading took.
+
+        Raises:
+            NotReadyError: It was not loaded whole, and nothing has changed.
+            LoadFailedError: Not whole, or other bytes: dirty.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        _stop(pending)
+        return pending.paused_at, await self._workers.loaded(pending.transfer_id, content_digest)
+
+    async def end(self, *, keep_loaded: bool = False) -> None:
+        """End what is pending, if anything is: requests go on if nothing has changed.
+
+        Args:
+            keep_loaded: What was loaded whole stays pending, though the engine is dirty.
+        """
+        if (pending := self._pending) is None:
+            return
+        left = await self._workers.end_load(pending.transfer_id, keep_loaded=keep_loaded)
+        _stop(pending)
+        if not left.kept:
+            self._pending = None
+        if left.changed:
+            what = "loaded, and not committed," if left.kept else "being loaded"
+            self._gate.mark_dirty(f"{pending.version} was {what} in place as its transfer ended")
+        elif not self._gate.dirty_reason:
+            await self._gate.let_go()
+
+    def close(self) -> None:
+        """Let nothing expire any more."""
+        if self._pending is not None:
+            _stop(self._pending)
+
+    def _expect_end(self, pending: _Pending, timeout_seconds: float) -> None:
+        _stop(pending)
+        pending.expired = False
+        pending.timer = asyncio.create_task(
+            self._expire(pending, timeout_seconds), name="load-in-place"
+        )
+
+    async def _expire(self, pending: _Pending, timeout_seconds: float) -> None:
+        """Neither commit nor discard has come in time. What is loaded whole is kept: its
+        commit may still come, from a coordinator that starts anew."""
+        await asyncio.sleep(timeout_seconds)
+        try:
+            async with self._gate.exclusive():
+                if self._pending is pending:
+                    pending.expired = True
+                    await self.end(keep_loaded=True)
+        except WeftError as error:
+            _log.error("a load in place could not be ended: %s", error)
+
+
+def _stop(pending: _Pending) -> None:
+    """Do not let it expire. The timer itself may be what ends it."""
+    timer, pending.timer = pending.timer, None
+    if timer is not None and timer is not asyncio.current_task():
+        timer.cancel()

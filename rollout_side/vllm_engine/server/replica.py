@@ -1,0 +1,402 @@
+"""A running vLLM engine with its OpenAI server, as ``rollout_side.engine.Engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.spill.folder import SpillFolder
+from rollout_side.ticks import seconds_to_tick
+from rollout_side.version_facts import VersionFacts
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.server.http_server import HttpServer
+from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.served_models import ServedModels
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
+from weft.contract.errors import (
+    DigestMismatchError,
+    InvalidManifestError,
+    LoadFailedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+    WeftError,
+)
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+
+_log = logging.getLogger(__name__)
+
+#: Between a request's last output and the engine's forgetting it there may be one
+#: more step; an adapter is dropped only after this long without a request.
+GRACE_SECONDS = 0.1
+_STOP_SECONDS = 15.0
+_NOTHING_DONE = (NotReadyError, DigestMismatchError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What ``launch.open_engine`` has started; a ``VllmReplica`` takes it over."""
+
+    engine: Any
+    """vLLM's ``AsyncLLM``."""
+    holdings: HoldingsPage
+    """What its workers say that they hold."""
+    models: ServedModels
+    """What its OpenAI server answers for."""
+    http: HttpServer
+    tracker: RequestTracker
+    started_with: StartedWith
+    cleanup: contextlib.AsyncExitStack
+    """Ends the engine's processes."""
+
+
+class VllmReplica:
+    """One vLLM engine. Every method runs on the event loop that opened it.
+
+    Switches of weights are serialised here; generation goes on beside them, except
+    for the pause that ``apply_base`` reports.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        capabilities: Capabilities,
+        reference: Reference,
+        model_name: str,
+        worker_pids: tuple[int, ...],
+        deadlines: Deadlines,
+        spill_folder: SpillFolder | None = None,
+    ) -> None:
+        self.capabilities = capabilities
+        self.reference = reference
+        self.model_name = model_name
+        self.worker_pids = worker_pids
+        self.engine = parts.engine
+        self.tracker = parts.tracker
+        self.models = parts.models
+        self._http = parts.http
+        self._cleanup = parts.cleanup
+        self._holdings = parts.holdings
+        self._started_with = parts.started_with
+        self._workers = WorkerCalls(
+            parts.engine,
+            deadlines,
+            num_ranks=capabilities.tensor_parallel_size,
+            holdings=parts.holdings,
+        )
+        self._spill_folder = spill_folder
+        self.spills = spill_folder is not None
+        self._gate = RequestGate(parts.engine, self._workers, parts.tracker)
+        self._in_place = LoadsInPlace(self._workers, self._gate)
+
+    # -- the process ----------------------------------------------------------
+
+    @property
+    def http_port(self) -> int:
+        """Port of the OpenAI server."""
+        return self._http.port
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """See ``Engine``."""
+        return self._started_with.checkpoint
+
+    @property
+    def dirty_reason(self) -> str:
+        """See ``Engine``."""
+        return self._gate.dirty_reason
+
+    @property
+    def loading(self) -> str:
+        """See ``Engine``."""
+        return self._in_place.loading
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's processes run."""
+        return not self.engine.errored
+
+    async def start_http(self) -> None:
+        """Listen; returns once the OpenAI server takes connections.
+
+        Raises:
+            PeerUnavailableError: It did not start.
+        """
+        await self._http.start()
+
+    async def serve_http(self) -> None:
+        """Listen, and return when the server has stopped (``shutdown``).
+
+        Raises:
+            PeerUnavailableError: The server did not start, or the engine has died.
+        """
+        await self.start_http()
+        while not await self._http.stopped(seconds_to_tick()):
+            if not self.is_alive:
+                raise PeerUnavailableError(
+                    "vLLM's engine has died; its log says why", metadata={"member": "engine"}
+                )
+
+    async def shutdown(self, timeout_seconds: float = 10.0) -> None:
+        """Stop listening, let running requests end until the deadline, end the engine.
+
+        Succeeds if it was called before.
+        """
+        self._in_place.close()
+        await self._http.stop(timeout_seconds)
+        if self.is_alive:
+            with contextlib.suppress(WeftError):
+                await self._workers.close(_STOP_SECONDS)
+        await bridges.end(self.engine, _STOP_SECONDS)
+        await self._cleanup.aclose()
+
+    # -- rollout_side.engine.Engine -------------------------------------------
+
+    async def join_group(self, spec: GroupSpec) -> None:
+        """See ``Engine``."""
+        await self._workers.join(spec)
+
+    async def discard(self, transfer_id: str) -> None:
+        """See ``Engine``."""
+        if not self.capabilities.loads_in_place:
+            await self._workers.discard(transfer_id)
+            return
+        async with self._gate.exclusive():
+            if self._in_place.is_pending(transfer_id):
+                await self._in_place.end()
+            else:
+                await self._workers.discard(transfer_id)
+
+    async def memory(self) -> MemoryUse:
+        """See ``Engine``."""
+        return self._holdings.read()
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        """See ``Engine``."""
+        return (await self._workers.held(version)).manifest()
+
+    async def spill(self, order: SpillOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.spill(order)
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """See ``Engine``."""
+        if not self.spills:
+            raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
+        await self._workers.restore(transfer_id, version, content_digest, layout_digest)
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """See ``Engine``."""
+        folder = self._spill_folder
+        if folder is None:
+            raise NotFoundError("this replica has no --spill-dir")
+        try:
+            return await asyncio.to_thread(folder.facts, version, content_digest)
+        except (OSError, InvalidManifestError) as error:
+            raise NotFoundError(f"{version} cannot be read: {error}") from error
+
+    async def send(self, order: SendOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.send(order)
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """See ``Engine``."""
+        await self._workers.pin_bases(versions)
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            self.models.set_alias(version)
+
+    async def drop_alias(self, policy: str) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            self.models.drop_alias(policy)
+
+    async def load_adapter(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
+    ) -> SwitchTimes:
+        """See ``Engine``. A version that is served already succeeds at once.
+
+        Raises:
+            InvalidNameError: The name stands for something else on this replica.
+            NotReadyError: Not staged, LoRA is off, the version is being retired, or a base
+                is being loaded in place (``TRANSFER_UNDER_WAY``).
+            DigestMismatchError: Other bytes are staged or served.
+            LoadFailedError: The engine refused it; nothing changed. With metadata
+                ``dirty`` it did not answer in time.
+        """
+        async with self._gate.exclusive():
+            self.models.check_new(version)
+            if self.models.is_served(version, content_digest):
+                return SwitchTimes()
+            if self.loading:
+                raise NotReadyError(
+                    f"a base is being loaded in place: {version} can be loaded after it",
+                    reason="TRANSFER_UNDER_WAY",
+                )
+            begin = time.perf_counter()
+            await self._workers.share(transfer_id, content_digest)
+            number = self.models.next_id()
+            try:
+                await self._workers.load_adapter(transfer_id, config_json, content_digest, number)
+            except WeftError as error:
+                if not self._gate.note(error) and not isinstance(error, _NOTHING_DONE):
+                    # Ranks that took it must drop it again.
+                    await self._workers.drop_adapter(version, number)
+                    await self._workers.discard(transfer_id)
+                raise
+            request = lora_hook.lora_request(version, number)
+            self.models.add(version, request, content_digest, alias)
+            seconds = time.perf_counter() - begin
+        _log.debug("loaded policy_version=%s seconds=%.4f", version, seconds)
+        return SwitchTimes(load_seconds=seconds)
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        """See ``Engine``. A base that loads also repairs a dirty engine.
+
+        Raises:
+            NotReadyError, DigestMismatchError, InvalidManifestError: Nothing changed.
+            LoadFailedError: With metadata ``dirty`` "true" the engine stays paused and
+                HTTP requests are refused until a base loads.
+        """
+        async with self._gate.exclusive():
+            is_loaded = self._in_place.is_pending(transfer_id)
+            if not is_loaded:
+                await self._in_place.end()
+                await self._workers.share(transfer_id, content_digest)
+            begin = time.perf_counter()
+            try:
+                if is_loaded:
+                    begin, load_seconds = await self._in_place.take(content_digest)
+                else:
+                    await self._gate.hold()
+                    load_begin = time.perf_counter()
+                    await self._workers.apply_base(transfer_id, content_digest)
+                    load_seconds = time.perf_counter() - load_begin
+                loaded = time.perf_counter()
+                await self._forget_old_base(version)
+                forgotten = time.perf_counter()
+            except BaseException as error:
+                await self._gate.recover(error, f"switching to {version}")
+                raise
+            self._gate.mark_clean()
+            try:
+                # Still paused: later it would wait for the engine's next step, the long one
+                # that computes anew what the cache has lost.
+                await self._workers.keep_base(transfer_id)
+            finally:
+                await self._gate.let_go()
+            pause_seconds = time.perf_counter() - begin
+        _log.debug(
+            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "
+            "forget the old cache %.4f)",
+            version,
+            load_seconds,
+            pause_seconds,
+            max(0.0, loaded - begin - load_seconds),
+            forgotten - loaded,
+        )
+        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            await self._in_place.begin(transfer_id, version, timeout_seconds)
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        """See ``Engine``."""
+        held = await self._workers.held(version)
+        return await self.apply_base(held.transfer_id, version, held.content_digest)
+
+    async def hide_aliases(self, hidden: bool) -> None:
+        """See ``Engine``."""
+        self.models.hide_aliases(hidden)
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        """See ``Engine``. Never waits for a request: True comes from a later call, at
+        least ``GRACE_SECONDS`` after the version was first seen unused.
+
+        Raises:
+            NotReadyError: An alias stands for this version.
+        """
+        served = self.models.remove(version, self.tracker.mark())
+        if served is None:
+            return True
+        assert served.removed_at is not None
+        now = time.monotonic()
+        if self._in_use(version, served.removed_at):
+            served.unused_since = None
+            return False
+        if served.unused_since is None:
+            served.unused_since = now
+        if now - served.unused_since < GRACE_SECONDS:
+            return False
+        async with self._gate.exclusive():
+            if self.loading:  # which leaves the workers no hand for it
+                return False
+            number = served.request.lora_int_id
+            await self._workers.drop_adapter(version, number)
+            self.models.forget(version)
+        _log.debug("retired policy_version=%s", version)
+        return True
+
+    def _in_use(self, version: PolicyVersion, removed_at: int) -> bool:
+        """Whether a request may still look the version up, or has it."""
+        if not self.tracker.passed(removed_at):
+            return True
+        return str(version) in bridges.loras_in_use(self.engine)
+
+    def num_requests(self) -> int:
+        """See ``Engine``."""
+        return self.tracker.num_running
+
+    def refuse_requests(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._gate.close(reason)
+
+    # -- steps ------------------------------------------------------------------
+
+    async def _forget_old_base(self, version: PolicyVersion) -> None:
+        """After a load: name the version, drop every KV block of the old weights."""
+        await self._workers.bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
+        reset = await self._workers.bounded(
+            self.engine.reset_prefix_cache(reset_running_requests=True), "resetting the KV cache"
+        )
+        if reset is not True:
+            raise LoadFailedError(
+                "the engine could not reset its KV cache; old blocks would be used under new "
+                "weights",
+                metadata={"dirty": "true"},
+            )

@@ -1,0 +1,94 @@
+"""Whether an engine's requests run: held still for a switch, refused, or let go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.server.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft.contract.errors import WeftError
+
+_log = logging.getLogger(__name__)
+
+
+class RequestGate:
+    """The requests of one engine, and why they are kept out; on its event loop.
+
+    A dirty engine's weights may be mixed: its running requests stay held still, new ones
+    are refused over HTTP, until a base has loaded.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        workers: Its calls.
+        tracker: Refuses new requests.
+    """
+
+    def __init__(self, engine: Any, workers: WorkerCalls, tracker: RequestTracker) -> None:
+        self._engine, self._workers, self._tracker = engine, workers, tracker
+        self._lock = asyncio.Lock()
+        self._closed = ""
+        #: Why the weights may be mixed; empty when they are not.
+        self.dirty_reason = ""
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """One switch at a time; whatever fails in it so that weights are mixed is noted."""
+        async with self._lock:
+            try:
+                yield
+            except WeftError as error:
+                self.note(error)
+                raise
+
+    async def hold(self) -> None:
+        """Hold running requests still, in their places; succeeds if they are."""
+        pause = bridges.pause_keeping(self._engine)
+        await self._workers.bounded(pause, "pausing", changes_weights=False)
+
+    async def let_go(self, *, changed: bool = True) -> None:
+        """Let them go on; ``changed``: under other weights than before."""
+        resume = bridges.resume(self._engine)
+        await self._workers.bounded(resume, "resuming", changes_weights=changed)
+
+    async def recover(self, error: BaseException, what: str) -> None:
+        """After a failure under ``hold``: requests go on if nothing has changed."""
+        if isinstance(error, WeftError):
+            self.note(error)
+        else:  # cancelled between two steps: the workers' state is unknown
+            self.mark_dirty(f"{what} was interrupted: {error!r}")
+        if not self.dirty_reason:
+            await self.let_go(changed=False)
+
+    def note(self, error: WeftError) -> bool:
+        """Whether a failure leaves mixed weights; marks the engine as dirty if so."""
+        if error.metadata.get("dirty") == "true":
+            self.mark_dirty(error.message)
+            return True
+        return False
+
+    def mark_dirty(self, reason: str) -> None:
+        """Refuse requests until ``mark_clean``."""
+        if reason != self.dirty_reason:
+            self.dirty_reason = reason
+            self._tell_tracker()
+            _log.error("the engine is dirty and refuses requests: %s", reason)
+
+    def mark_clean(self) -> None:
+        """A base has loaded whole."""
+        self.dirty_reason = ""
+        self._tell_tracker()
+
+    def close(self, reason: str) -> None:
+        """Refuse new requests for another reason; none where it is empty."""
+        self._closed = reason
+        self._tell_tracker()
+
+    def _tell_tracker(self) -> None:
+        dirty = self.dirty_reason
+        repair = f"the replica's weights are being repaired: {dirty}" if dirty else ""
+        self._tracker.refuse_reason = repair or self._closed

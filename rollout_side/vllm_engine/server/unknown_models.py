@@ -1,0 +1,81 @@
+"""What vLLM's server says of a model that it does not know, in words of versions.
+
+A version that was retired, or is not here yet, gets vLLM's 404, which names only the base
+model. The answer's text is replaced; its status and form stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from rollout_side.vllm_engine.server.request_tracker import App, Receive, Scope, Send
+
+#: vLLM's own words, 0.26 to 0.32.
+_UNKNOWN = re.compile(r"The model `(?P<name>[^`]+)` does not exist")
+#: Answers that are longer are left as they are; a 404 of vLLM has some 200 bytes.
+_MAX_BYTES = 16_384
+
+
+def explain_unknown_models(app: App, explain: Callable[[str], str]) -> App:
+    """An ASGI application whose 404 of an unknown model ends in ``explain(name)``.
+
+    Args:
+        app: vLLM's.
+        explain: What to ask for instead; empty where there is nothing to say.
+    """
+
+    async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+        else:
+            await app(scope, receive, _Answer(send, explain).take)
+
+    return explaining
+
+
+class _Answer:
+    """One answer on its way; a 404 is held until it is whole, or too long."""
+
+    def __init__(self, send: Send, explain: Callable[[str], str]) -> None:
+        self._send, self._explain = send, explain
+        self._held: list[MutableMapping[str, Any]] = []
+        self._num_bytes = 0
+
+    async def take(self, message: MutableMapping[str, Any]) -> None:
+        """vLLM's ``send``."""
+        is_404 = message["type"] == "http.response.start" and message["status"] == 404
+        if not (is_404 or self._held):
+            await self._send(message)
+            return
+        self._held.append(message)
+        self._num_bytes += len(message.get("body", b""))
+        is_whole = message["type"] == "http.response.body" and not message.get("more_body")
+        if is_whole or self._num_bytes > _MAX_BYTES:
+            ready, self._held = self._held, []
+            for part in _explained(ready, self._explain) if is_whole else ready:
+                await self._send(part)
+
+
+def _explained(
+    held: list[MutableMapping[str, Any]], explain: Callable[[str], str]
+) -> list[MutableMapping[str, Any]]:
+    """A whole answer's messages, the text replaced if it is of an unknown model."""
+    start = held[0]
+    body = b"".join(message.get("body", b"") for message in held[1:])
+    try:
+        answer = json.loads(body)
+        error = answer["error"]
+        found = _UNKNOWN.search(error["message"])
+    except (ValueError, TypeError, KeyError):
+        return held
+    words = explain(found["name"]) if found else ""
+    if not found or not words:
+        return held
+    error["message"] = f"{found.group()}: {words}"
+    body = json.dumps(answer).encode()
+    headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    return [{**start, "headers": headers}, {"type": "http.response.body", "body": body}]

@@ -1,0 +1,64 @@
+"""How a worker begins: what it is told, and what it decides by that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollout_side.engine import BackendChoice
+from rollout_side.memory.placement import MARGIN_BYTES, Memory, Staging, stage_on_device
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.backends import available_backends
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenConfig:
+    """How a worker begins; sent as a plain dict."""
+
+    staging_memory_bytes: int
+    adapter_memory_bytes: int
+    retain_base: int
+    receiver_factory: str
+    """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
+    staging: Staging
+    backend: BackendChoice
+    replica_pid: int
+    """The process that the engine belongs to and ends with."""
+    holdings_path: str
+    """Where that process reads what the receiving rank holds: ``HoldingsPage.path``."""
+    architecture: str
+    tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
+    """Name, ``DataType`` and shape of everything a base must hold."""
+    spill: Mapping[str, Any] | None = None
+    """``SpillSettings`` of the replica's spill directory, which exists."""
+
+    def reference(self) -> Reference:
+        """The tensors as contract values."""
+        metas = (TensorMeta(n, DataType(d), tuple(s)) for n, d, s in self.tensors)
+        return Reference(self.architecture, tuple(metas))
+
+
+def plan_memory(
+    device: torch.device, reference: Reference, settings: OpenConfig
+) -> tuple[Memory, int]:
+    """Where versions are put, and the bound of staged bases there in bytes."""
+    bound = settings.staging_memory_bytes
+    in_place = settings.staging == "in-place"
+    if device.type != "cuda":
+        return Memory(in_place=in_place), bound
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    model_bytes = sum(meta.num_bytes for meta in reference.tensors)
+    on_device = stage_on_device(settings.staging, device, model_bytes, free_bytes)
+    if on_device:
+        bound = min(bound, max(0, free_bytes - MARGIN_BYTES))
+    return Memory(device, on_device, in_place), bound
+
+
+def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
+    """Backends that this worker offers, best first."""
+    have = available_backends(device)
+    return tuple(name for name in have if choice in ("auto", name))

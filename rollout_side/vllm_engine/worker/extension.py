@@ -1,0 +1,323 @@
+"""What Weft adds to vLLM's workers: their ``worker_extension_cls``.
+
+vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
+methods on the engine's thread, between steps. They return at once (loading
+excepted) and never raise: see ``answers``. Arguments and values are plain, since
+they travel by msgpack.
+
+Importing this module installs the adapter loader and the CPU corrections, so no
+plugin entry point is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import pkgutil
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import StagedHandle
+from rollout_side.receive.clone_source import Cloner
+from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.spill.spiller import Spiller
+from rollout_side.vllm_engine.compat import cpu_fixes
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.loading.reload import apply_base
+from rollout_side.vllm_engine.worker import orphans
+from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.worker.config import OpenConfig, plan_memory, usable_backends
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.worker.state import (
+    WorkerState,
+    loader,
+    look_at,
+    memory_of,
+    served_base,
+    state_of,
+)
+from weft.contract import logs
+from weft.contract.errors import NotReadyError, RequestConflictError
+from weft.contract.names import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+lora_hook.install()
+cpu_fixes.install_row_mask()
+
+#: The local rank that receives; the others of its machine map what it staged.
+RECEIVER_RANK = 0
+
+
+class WeftWorker:
+    """Methods that vLLM's workers get; every name begins with ``weft_``.
+
+    vLLM refuses an extension whose attributes its worker class has already.
+    """
+
+    @guarded
+    def weft_open(self: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the store and, on the receiving rank, the receiver. Once a process."""
+        if getattr(self, "weft_state", None) is not None:
+            raise RequestConflictError("weft_open was called before on this worker")
+        settings = OpenConfig(**config)
+        logs.configure_as_parent()
+        orphans.end_with(settings.replica_pid)
+        reference = settings.reference()
+        memory, staging_bytes = plan_memory(self.device, reference, settings)
+        store = WorkerStore(
+            staging_capacity_bytes=staging_bytes,
+            adapter_capacity_bytes=settings.adapter_memory_bytes,
+            retain_base=settings.retain_base,
+            memory=memory,
+        )
+        state = WorkerState(store, reference)
+        if self.local_rank == RECEIVER_RANK:
+            state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
+            state.cloner = Cloner(store)
+            if settings.spill is not None:
+                spill = SpillSettings(**settings.spill)
+                folder = SpillFolder(spill, state.reference.fingerprint)
+                state.spiller = Spiller(store, folder, settings.retain_base)
+            writer = HoldingsWriter(settings.holdings_path)
+            state.report = HoldingsReport(
+                writer, partial(look_at, state), partial(memory_of, state)
+            )
+            state.report.start()
+        self.weft_state = state
+        lora_hook.set_store(store)
+        manager = getattr(self.model_runner, "lora_manager", None)
+        expected: set[str] = set()
+        if manager is not None:
+            expected = lora_hook.expected_modules(manager._adapter_manager)
+        return {
+            "pid": os.getpid(),
+            "is_receiver": state.receiver is not None,
+            "lora_modules": sorted(expected),
+            "staging_bytes": staging_bytes,
+            "backends": list(usable_backends(self.device, settings.backend)),
+        }
+
+    @guarded
+    def weft_join(self: Any, spec: Mapping[str, Any]) -> None:
+        """Let the receiver join a side group; returns before it has."""
+        state = state_of(self)
+        if state.receiver is not None:
+            state.receiver.join(GroupSpec(**spec))
+
+    @guarded
+    def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
+        """A staged version for the other ranks; empty from those that do not receive."""
+        state = state_of(self)
+        if state.receiver is None:
+            return {"handle": b""}
+        return {"handle": pickle.dumps(state.store.handle(transfer_id))}
+
+    @guarded
+    def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
+        """Map what the receiving rank staged, unless this is that rank."""
+        state = state_of(self)
+        staged: StagedHandle = pickle.loads(handle)
+        if state.receiver is None:
+            state.store.adopt(staged)
+        state.store.staged(staged.transfer_id, content_digest)
+
+    @guarded
+    def weft_load_adapter(
+        self: Any, transfer_id: str, config_json: str, content_digest: bytes, lora_int_id: int
+    ) -> dict[str, Any]:
+        """Move a staged adapter to the store and load it; undone if that fails."""
+        state = state_of(self)
+        state.check_idle()
+        store = state.store
+        store.staged(transfer_id, content_digest)
+        if self.lora_config is None:
+            raise NotReadyError(
+                "the replica was started without --enable-lora", reason="LORA_DISABLED"
+            )
+        entry = store.keep_adapter(transfer_id, config_json)
+        version = entry.staged.version
+        begin = time.perf_counter()
+        try:
+            request = lora_hook.lora_request(version, lora_int_id)
+            state.adapters.load(self, entry, request)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.remove_lora(lora_int_id)
+            store.drop_adapter(version)
+            raise
+        seconds = time.perf_counter() - begin
+        _log.debug("the engine took %s in %.4f s", version, seconds)
+        return {"load_seconds": seconds}
+
+    @guarded
+    def weft_drop_adapter(self: Any, policy: str, version: int, lora_int_id: int) -> None:
+        """Forget an adapter that no request uses any more."""
+        store = state_of(self).store
+        with contextlib.suppress(Exception):  # it may not be loaded, or LoRA is off
+            self.remove_lora(lora_int_id)
+        store.drop_adapter(PolicyVersion(policy, version))
+
+    @guarded
+    def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
+        """Load a staged base; call it while paused. It stays staged. One that the engine has
+        whole since it was loaded in place is left as it is.
+
+        Ranks share the receiving rank's copy, so it must not be discarded before
+        every rank has answered.
+        """
+        state = state_of(self)
+        state.check_idle()
+        if state.store.is_served(transfer_id, content_digest):
+            return {"load_seconds": 0.0}
+        staged = state.store.staged(transfer_id, content_digest)
+        state.store.set_served(None)
+        begin = time.perf_counter()
+        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        plan, state.plan = state.plan, None
+        state.plan = apply_base(self, staged, state.reference, plan)
+        return {"load_seconds": time.perf_counter() - begin}
+
+    @guarded
+    def weft_load_arriving(self: Any, transfer_id: str) -> None:
+        """Begin to load a base as it arrives; call it while paused. Returns at once, and
+        succeeds if it has begun before."""
+        state = state_of(self)
+        if state.load is not None and state.load.transfer_id == transfer_id:
+            state.load.check()
+            return
+        state.check_idle()
+        inflow = state.store.arriving.of(transfer_id)
+        if inflow is None:
+            raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
+        state.load = InPlaceLoad(inflow, loader(self, state))
+        state.store.threads.add(state.load.thread)
+
+    @guarded
+    def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
+        """For its commit: whether a base was loaded in place whole, and is what was sent.
+        Then nothing of it is held here any more."""
+        state = state_of(self)
+        load = state.load
+        if load is None or load.transfer_id != transfer_id:
+            raise NotReadyError(f"transfer {transfer_id} is not loaded in place here")
+        try:
+            seconds = load.settle(content_digest)
+        finally:
+            state.store.arriving.forget(transfer_id)
+            state.load = load if load.is_running else None
+        state.store.set_served(served_base(state, load.inflow, content_digest))
+        return {"load_seconds": seconds}
+
+    @guarded
+    def weft_keep_base(self: Any, transfer_id: str) -> None:
+        """Retain a base that every rank has loaded, on the receiving rank; the others
+        let go of their mapping."""
+        state = state_of(self)
+        if state.receiver is None:
+            state.store.discard(transfer_id)
+        else:
+            state.store.keep_base(transfer_id)
+
+    @guarded
+    def weft_pin_bases(self: Any, versions: Sequence[int]) -> None:
+        """Keep the copies of these versions that the receiving rank holds."""
+        state_of(self).store.pin_bases(versions)
+
+    @guarded
+    def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
+        """What is held of a version, for ``weft_apply_base`` and its manifest; empty from
+        those ranks that do not receive."""
+        state = state_of(self)
+        if state.receiver is None:
+            return {"transfer_id": "", "content_digest": b"", "manifest": b""}
+        held = state.store.sendable(PolicyVersion(policy, version))
+        return {
+            "transfer_id": held.transfer_id,
+            "content_digest": held.content_digest,
+            "manifest": pickle.dumps(held.manifest),
+        }
+
+    @guarded
+    def weft_send(self: Any, group: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        """Begin to send a held version to a side group; returns before it is sent."""
+        cloner = state_of(self).cloner
+        if cloner is not None:
+            cloner.send(SendOrder(group=GroupSpec(**group), **order))
+
+    @guarded
+    def weft_spill(
+        self: Any, keep: Sequence[str], retired: Sequence[str], served_base: int, settled: bool
+    ) -> None:
+        """Take a ``SpillOrder``; returns before anything of it is done."""
+        spiller = state_of(self).spiller
+        if spiller is not None:
+            order = SpillOrder(
+                keep=tuple(map(PolicyVersion.parse, keep)),
+                retired=tuple(map(PolicyVersion.parse, retired)),
+                served_base=served_base,
+                settled=settled,
+            )
+            spiller.follow(order)
+
+    @guarded
+    def weft_restore(
+        self: Any, transfer_id: str, version: str, content_digest: bytes, layout_digest: bytes
+    ) -> None:
+        """Begin to read a spilled version; returns before it is read."""
+        spiller = state_of(self).spiller
+        if spiller is not None:
+            parsed = PolicyVersion.parse(version)
+            spiller.restore(transfer_id, parsed, content_digest, layout_digest)
+
+    @guarded
+    def weft_restored(self: Any, transfer_id: str) -> None:
+        """A spilled version was read and is staged; fails as the reading did. To be asked
+        once what is held says that the reading has ended."""
+        spiller = state_of(self).spiller
+        if spiller is not None and not spiller.restored(transfer_id):
+            raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
+
+    @guarded
+    def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:
+        """Forget a staged version; its memory may be reused at once. End its loading in
+        place, and say whether it has changed the weights.
+
+        Args:
+            keep_loaded: What was loaded in place whole waits on for its commit.
+        """
+        state = state_of(self)
+        load = state.load
+        if load is None or load.transfer_id != transfer_id:
+            state.store.discard(transfer_id)
+            return {"changed": False, "kept": False}
+        if keep_loaded and load.is_complete:
+            return {"changed": True, "kept": True}
+        state.store.discard(transfer_id)
+        changed = load.end()
+        if not load.is_running:
+            state.load = None
+        return {"changed": changed, "kept": False}
+
+    @guarded
+    def weft_close(self: Any) -> None:
+        """End the receiver, and what is being sent or spilled."""
+        state = state_of(self)
+        if state.load is not None:
+            state.load.end()
+        if state.spiller is not None:
+            state.spiller.close()
+        if state.cloner is not None:
+            state.cloner.close()
+        if state.receiver is not None:
+            state.receiver.close()
+        if state.report is not None:
+            state.report.close()

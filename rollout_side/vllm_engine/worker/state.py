@@ -1,0 +1,139 @@
+"""What a worker process keeps for Weft between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rollout_side.engine import GroupSpec
+from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import ServedBase
+from rollout_side.receive.clone_source import Cloner
+from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.spill.spiller import Spiller
+from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
+from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
+from rollout_side.vllm_engine.loading.streaming import load_in_place
+from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
+from weft.contract.reference import Reference
+from weft.transport.group import on_device
+
+
+class ReceiverLike(Protocol):
+    """What a worker needs of ``rollout_side.receive.receiver.Receiver``."""
+
+    def join(self, spec: GroupSpec) -> None:
+        """Join a side group in a thread of its own; returns at once."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+@dataclass
+class WorkerState:
+    """What a worker process keeps for Weft."""
+
+    store: WorkerStore
+    reference: Reference
+    receiver: ReceiverLike | None = None
+    cloner: Cloner | None = None
+    """On the receiving rank, which holds every copy."""
+    spiller: Spiller | None = None
+    """There, too, if the replica has a spill directory."""
+    report: HoldingsReport | None = None
+    """There, too: tells the replica's process what is held."""
+    adapters: AdapterLoader = field(default_factory=AdapterLoader)
+    plan: DirectPlan | None = None
+    """How the base that was loaded last can be loaded by copies alone."""
+    load: InPlaceLoad | None = None
+    """Of the base that is loaded in place, or was and waits for its commit."""
+
+    def tell_holdings(self) -> None:
+        """Have the replica's process know what is held now; never raises."""
+        if self.report is not None:
+            self.report.tell()
+
+    def check_idle(self) -> None:
+        """Refuse to touch weights beside a loader that did not end when it was told to.
+
+        Raises:
+            LoadFailedError: Metadata ``dirty`` "true".
+        """
+        if self.load is not None and self.load.is_running:
+            raise LoadFailedError(
+                f"{self.load.inflow.version} is still being loaded in place",
+                metadata={"dirty": "true"},
+            )
+
+
+def state_of(worker: Any) -> WorkerState:
+    state: WorkerState | None = getattr(worker, "weft_state", None)
+    if state is None:
+        raise NotReadyError("weft_open has not been called on this worker")
+    return state
+
+
+def look_at(state: WorkerState) -> tuple[object, ...]:
+    """What ``memory_of`` would tell, in a form that is cheap to compare."""
+    loading = state.load.transfer_id if state.load is not None else ""
+    spiller = state.spiller
+    spilled = (spiller.listed, spiller.digests, spiller.ended_restore) if spiller else ()
+    return state.store.usage(), state.store.retained_bases(), loading, spilled
+
+
+def memory_of(state: WorkerState) -> dict[str, Any]:
+    """``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
+    usage = state.store.usage()
+    loading = {state.load.transfer_id} if state.load is not None else set()
+    return {
+        "adapter_bytes": usage.adapter_bytes,
+        "staging_bytes": usage.staging_bytes + usage.free_bytes,
+        "transfer_ids": sorted({*usage.transfer_ids, *loading}),
+        "retained_bases": list(state.store.retained_bases()),
+        "spilled": [str(v) for v in state.spiller.listed] if state.spiller else [],
+        "spilled_digests": (
+            [(str(v), digest.hex()) for v, digest in state.spiller.digests] if state.spiller else []
+        ),
+        "pinned_base_bytes": usage.pinned_bytes,
+        "ended_restore": state.spiller.ended_restore if state.spiller else "",
+    }
+
+
+def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
+    """What loads an inflow on a thread of its own, after all that the engine's thread, which
+    calls this, has given to the device."""
+    device: torch.device = worker.device
+    given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def load(inflow: Inflow) -> None:
+        # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
+        plan, state.plan = state.plan, None
+        served = state.store.set_served(None)
+        try:
+            with on_device(device):
+                if given is not None:
+                    torch.cuda.current_stream(device).wait_event(given)
+                state.plan = load_in_place(worker, inflow, state.reference, plan)
+        except WeftError as error:
+            if error.metadata.get("dirty") != "true":  # nothing has changed
+                state.plan = plan
+                state.store.set_served(served)
+            raise
+
+    return load
+
+
+def served_base(state: WorkerState, inflow: Inflow, content_digest: bytes) -> ServedBase | None:
+    """What was loaded in place, as others may clone it from the engine's parameters; None
+    where these do not hold the bytes as they came."""
+    plan, manifest = state.plan, inflow.manifest
+    if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
+        return None
+    return ServedBase(
+        inflow.transfer_id, inflow.version, manifest, content_digest, plan.read_bucket
+    )

@@ -1,0 +1,85 @@
+"""A replica process with the engine double: what a push costs without an engine.
+
+``python -m tests.doubles.replica_process COORDINATOR REPLICA_ID NUM_TENSORS ELEMENTS``: its
+base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
+standard input with a line of JSON about what it serves, and ends when that closes.
+With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process;
+with ``--in-place`` it loads bases as they come, and others can clone what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.config import AgentConfig
+from tests.doubles.pool import EngineDouble, wait_registered
+from tests.doubles.worker import WorkerDouble
+from weft.rpc.server import Servicer, bind, make_server
+from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+
+
+def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
+    """The double's base; expanded, so that it costs no memory."""
+    return {
+        f"layers.{i // 8}.t{i % 8}.weight": torch.zeros(1).expand(elements)
+        for i in range(num_tensors)
+    } | {"layers.0.q_proj.weight": torch.zeros(1).expand(64, 64)}
+
+
+async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
+    """What is served, and what the engine holds."""
+    return {
+        "base": agent.serving.vector.base,
+        "adapters": {name: list(e.versions) for name, e in agent.serving.vector.adapters.items()},
+        **await engine.holds(),
+    }
+
+
+async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
+    """Serve until standard input closes, or the worker ends."""
+    make = WorkerDouble if "--worker" in sys.argv else EngineDouble
+    settings = {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
+    engine = make(
+        base_weights(num_tensors, elements),
+        keep_base="--keep" in sys.argv,
+        retain_base=1,
+        **settings,
+    )
+    agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
+    servicer = Servicer(
+        "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
+    )
+    server = (await make_server([servicer])).server
+    agent.advertise(bind(server, agent.config.listen))
+    await server.start()
+    running = asyncio.create_task(agent.run())
+    await wait_registered(agent, running)
+    print("ready", flush=True)
+    tasks = {asyncio.create_task(_answer(agent, engine))}
+    if isinstance(engine, WorkerDouble):
+        tasks.add(asyncio.create_task(engine.wait_ended()))
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(None)
+    if isinstance(engine, WorkerDouble):
+        engine.close()
+        os._exit(0)  # threads wait for the other of the two: input, or the worker
+
+
+async def _answer(agent: Agent, engine: EngineDouble | WorkerDouble) -> None:
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await describe(agent, engine)), flush=True)
+
+
+if __name__ == "__main__":
+    target, name, tensors, size = sys.argv[1:5]
+    asyncio.run(main(target, name, int(tensors), int(size)))

@@ -1,0 +1,275 @@
+"""What survives: restarts, kill -9, other people's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.coordinator.conftest import write_schema_3
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.effects import (
+    SaveEpoch,
+    SavePin,
+    SavePolicy,
+    SavePool,
+    SaveRetired,
+    SaveVersion,
+    SaveWithdrawn,
+)
+from weft.coordinator.decisions.state.pool import Policy
+from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.values import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    PolicyKind,
+    Standing,
+    VersionRecord,
+    VersionState,
+)
+from weft.coordinator.runtime.catalog import schema
+from weft.coordinator.runtime.catalog.catalog import APPLICATION_ID, Catalog, CatalogError
+
+
+def _record(version: int, state: VersionState, policy: str = "math") -> VersionRecord:
+    return VersionRecord(
+        version=PolicyVersion(policy, version),
+        state=state,
+        trainer_id="t1",
+        request_id=f"q-{policy}-{version}",
+        transfer_id=f"t-{policy}-{version}",
+        layout_digest=b"layout",
+        create_time=1.5,
+        commit_time=2.5,
+        content_digest=ContentDigest(1, b"digest", 256),
+        adapter=AdapterSpec("{}", b"config", "base", 3),
+        failure=Failure("DEADLINE", "late") if state is VersionState.ABORTED else None,
+    )
+
+
+def _policy(last: int, served: int, name: str = "math") -> Policy:
+    kind = PolicyKind.BASE if name == "base" else PolicyKind.ADAPTER
+    return Policy(name, kind, last, 7, served)
+
+
+def test_everything_is_there_again(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    assert catalog.snapshot().generation == 1
+    records = [_record(v, VersionState.COMMITTED) for v in (1, 2, 3)]
+    records.append(_record(4, VersionState.ABORTED))
+    catalog.apply([SavePool("f", "Tiny"), SaveEpoch(9), SavePolicy(_policy(4, 3))])
+    catalog.apply([SaveVersion(record) for record in records])
+    catalog.apply([SaveRetired(PolicyVersion("math", 1))])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    known = again.snapshot()
+    assert (known.generation, known.epoch, known.fingerprint, known.architecture) == (
+        2,
+        9,
+        "f",
+        "Tiny",
+    )
+    (policy,) = known.policies
+    assert (policy.last_version, policy.fencing_token, policy.served_version) == (4, 7, 3)
+    assert policy.versions == (2, 3)
+    assert again.find_request("t1", "q-math-4") == records[3]
+    assert again.find_transfer("t-math-2") == records[1]
+    assert again.find_transfer("nope") is None
+    assert [r.version.version for r in again.list_versions("math", 4, 2)] == [3, 2]
+    again.close()
+
+
+def test_what_was_on_its_way_is_aborted_at_open(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([SaveVersion(_record(1, VersionState.STAGING))])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    record = again.find_transfer("t-math-1")
+    assert record is not None
+    assert record.state is VersionState.ABORTED
+    assert record.failure is not None
+    assert record.failure.reason == "TRANSFER_ABORTED"
+    assert "restarted" in record.failure.message
+    again.close()
+
+
+def test_the_newest_transfers_are_known_again(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    records = [
+        dataclasses.replace(_record(i, VersionState.COMMITTED), create_time=float(i))
+        for i in range(1, 12)
+    ]
+    catalog.apply([SaveVersion(record) for record in records])
+    catalog.close()
+    catalog = Catalog.open(catalog_path)
+    catalog.close()
+
+
+def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    catalog.apply(
+        [SavePolicy(_policy(2, 2, "base"))]
+        + [SaveVersion(_record(v, VersionState.COMMITTED, "base")) for v in (1, 2)]
+    )
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    assert again.snapshot().policies[0].versions == (2,)
+    again.close()
+
+
+_WRITER = """
+import sys
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.decisions.effects import SavePolicy
+from weft.coordinator.decisions.state.pool import (Policy)
+from weft.coordinator.decisions.state.values import (PolicyKind)
+catalog = Catalog.open(sys.argv[1])
+version = max((p.last_version for p in catalog.snapshot().policies), default=0)
+while True:
+    version += 1
+    catalog.apply([SavePolicy(Policy("math", PolicyKind.ADAPTER, version))])
+    print(version, flush=True)
+"""
+
+
+def test_no_told_version_is_forgotten_by_kill_9(catalog_path: Path) -> None:
+    told = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(catalog_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            first = int(child.stdout.readline())
+            assert first > told  # never assigned twice
+            for _ in range(20):
+                told = int(child.stdout.readline())
+            child.send_signal(signal.SIGKILL)
+            told = max([told, *(int(line) for line in child.stdout if line.endswith("\n"))])
+        child.wait()
+        catalog = Catalog.open(catalog_path)  # the lock died with its holder
+        assert catalog.snapshot().policies[0].last_version >= told
+        catalog.close()
+
+
+def test_two_coordinators_cannot_share_one(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(catalog_path)
+    assert refused.value.reason == "CATALOG_LOCKED"
+    catalog.close()
+    Catalog.open(catalog_path).close()
+
+
+@pytest.mark.parametrize("content", ["text", "sqlite"])
+def test_other_files_are_refused_and_left_alone(catalog_path: Path, content: str) -> None:
+    if content == "text":
+        catalog_path.write_text("These are my notes, not a database. " * 100)
+    else:
+        with sqlite3.connect(catalog_path) as other:
+            other.execute("CREATE TABLE mine (x)")
+        other.close()
+    before = catalog_path.read_bytes()
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(catalog_path)
+    assert refused.value.reason == "NOT_A_CATALOG"
+    assert catalog_path.read_bytes() == before
+
+
+def test_a_newer_schema_is_refused(catalog_path: Path) -> None:
+    with sqlite3.connect(catalog_path) as newer:
+        newer.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        newer.execute("PRAGMA user_version=999")
+        newer.execute("CREATE TABLE meta (x)")
+    newer.close()
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(catalog_path)
+    assert refused.value.reason == "CATALOG_TOO_NEW"
+
+
+def test_a_transaction_is_all_or_nothing(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    unset = SaveVersion(dataclasses.replace(_record(1, VersionState.COMMITTED), request_id=None))
+    with pytest.raises(CatalogError, match="NOT NULL"):
+        catalog.apply([SaveEpoch(5), unset])
+    catalog.apply([SavePool("f", "Tiny")])
+    assert catalog.snapshot().epoch == 0
+    catalog.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": PolicyVersion("code", 1), "transfer_id": "t-new"},
+        {"version": PolicyVersion("code", 1), "request_id": "q-new"},
+        {"transfer_id": "t-new"},
+        {"request_id": "q-new"},
+    ],
+    ids=["its request", "its transfer", "its number", "its number, by another request"],
+)
+def test_no_save_overwrites_the_row_of_another_version(
+    catalog_path: Path, changes: dict[str, Any]
+) -> None:
+    catalog = Catalog.open(catalog_path)
+    first = _record(1, VersionState.COMMITTED)
+    catalog.apply([SaveVersion(first)])
+    with pytest.raises(CatalogError, match="UNIQUE"):
+        catalog.apply([SaveEpoch(5), SaveVersion(dataclasses.replace(first, **changes))])
+    assert catalog.find_version(first.version) == first
+    assert catalog.find_request(first.trainer_id, first.request_id) == first
+    assert catalog.snapshot().epoch == 0
+    catalog.close()
+
+
+@pytest.mark.parametrize("older_schema", [1, 2, 3])
+def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: int) -> None:
+    with sqlite3.connect(catalog_path) as older:
+        older.executescript("".join(schema._STEPS[:older_schema]))
+        older.execute("INSERT INTO meta VALUES (3, 4, 'f', 'Tiny')")
+        columns = "name, kind, last_version, fencing_token, served_version"
+        older.execute(f"INSERT INTO policies ({columns}) VALUES ('math', 2, 5, 6, 0)")
+        older.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        older.execute(f"PRAGMA user_version={older_schema}")
+    older.close()
+    catalog = Catalog.open(catalog_path)
+    order = Withdrawn(Standing.CORDONED, "why")
+    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveWithdrawn("r0", order)])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    known = again.snapshot()
+    again.close()
+    assert (known.generation, known.withdrawn) == (5, {"r0": order})
+    assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
+
+
+def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
+    write_schema_3(catalog_path)
+    for generation in (2, 3):
+        catalog = Catalog.open(catalog_path)
+        known = catalog.snapshot()
+        assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
+        assert known.withdrawn == {"replica-1": Withdrawn(Standing.CORDONED, "new disk")}
+        base, math = known.policies
+        assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
+        assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
+        assert (math.fencing_token, math.pinned, math.retain) == (7, (2,), 2)
+        versions = catalog.list_versions("math", 9, 9)
+        assert [r.state for r in versions] == [
+            VersionState.ABORTED,
+            VersionState.COMMITTED,
+            VersionState.COMMITTED,
+            VersionState.RETIRED,
+        ]
+        assert versions[0].failure == Failure("DEADLINE", "späť: the push's time was up")
+        assert versions[1] == catalog.find_request("t1", "q-math-3")
+        assert versions[1].content_digest == ContentDigest(1, b"\x00\xff digest", 256)
+        assert versions[1].adapter is not None
+        assert versions[1].adapter.config_digest == bytes(range(32))
+        catalog.close()

@@ -1,0 +1,286 @@
+"""A damaged catalog is refused at the start, in one line, and left as it is."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.coordinator.conftest import write_schema_3
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.effects import SaveEpoch, SavePolicy, SaveWithdrawn
+from weft.coordinator.decisions.state.pool import Policy
+from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.values import PolicyKind, Standing
+from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.wal import Dropped, find_dropped
+
+_PAGE_BYTES = 4096
+
+
+@pytest.fixture
+def whole(catalog_path: Path) -> Path:
+    """A catalog with something in every table."""
+    write_schema_3(catalog_path)
+    Catalog.open(catalog_path).close()
+    return catalog_path
+
+
+def _refused(path: Path) -> CatalogError:
+    before = path.read_bytes()
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(path)
+    assert "\n" not in refused.value.message
+    assert path.read_bytes() == before
+    return refused.value
+
+
+def _edit(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as catalog:
+        for statement in statements:
+            catalog.execute(statement)
+        catalog.commit()
+
+
+@pytest.mark.parametrize(
+    ("edit", "lost"),
+    [
+        ("UPDATE versions SET state=2 WHERE policy='math' AND version=1", "versions math@1"),
+        ("UPDATE versions SET adapter_config='{}' WHERE version=3", "versions math@3"),
+        ("UPDATE versions SET digest_value=x'00' WHERE version=2 AND policy='base'", "base@2"),
+        ("UPDATE versions SET state=77 WHERE version=3", "versions math@3"),
+        ("UPDATE versions SET policy=x'ff' WHERE version=3", "versions"),
+        ("UPDATE policies SET last_version=1 WHERE name='math'", "policies math"),
+        ("UPDATE policies SET kind=9 WHERE name='math'", "policies math"),
+        ("UPDATE policies SET name='code' WHERE name='math'", "policies code"),
+        ("UPDATE meta SET fingerprint='beef'", "the base model"),
+        ("UPDATE withdrawn SET reason=''", "withdrawn replica-1"),
+        ("UPDATE pins SET version=1", "pins math@1"),
+        ("UPDATE meta SET checksum=x''", "meta"),
+        ("DELETE FROM versions WHERE version=3", "versions has 5 rows and was left with 6"),
+        ("DELETE FROM policies WHERE name='base'", "policies has 1 rows"),
+        ("DELETE FROM pins", "pins has 0 rows"),
+        ("DELETE FROM withdrawn", "withdrawn has 0 rows"),
+        ("DELETE FROM meta", "meta has 0 rows"),
+        ("INSERT INTO meta SELECT * FROM meta", "meta has 2 rows"),
+        ("DELETE FROM counts WHERE name='pins'", "pins"),
+        ("DROP TABLE pins", "its structure"),
+        ("DROP TABLE counts", "its structure"),
+        ("ALTER TABLE policies RENAME retain TO kept", "its structure"),
+    ],
+)
+def test_what_is_lost_is_named(whole: Path, edit: str, lost: str) -> None:
+    _edit(whole, edit)
+    error = _refused(whole)
+    assert error.reason == "CATALOG_DAMAGED"
+    assert lost in error.message
+    assert "put back a copy" in error.message
+
+
+def test_many_losses_are_counted(whole: Path) -> None:
+    _edit(whole, "UPDATE versions SET commit_time=0")
+    error = _refused(whole)
+    assert "and 2 more" in error.message
+    assert error.metadata["num_problems"] == "5"  # one was never committed
+
+
+@pytest.mark.parametrize("table", ["versions", "policies", "withdrawn"])
+def test_an_older_catalog_with_an_unknown_value_is_not_sealed(
+    catalog_path: Path, table: str
+) -> None:
+    write_schema_3(catalog_path)
+    column = {"versions": "state", "policies": "kind", "withdrawn": "standing"}[table]
+    _edit(catalog_path, f"UPDATE {table} SET {column}=77")
+    for _ in range(2):
+        error = _refused(catalog_path)
+        assert error.reason == "CATALOG_DAMAGED"
+        assert f"{column} '77' means nothing" in error.message
+
+
+def _known(path: Path) -> tuple[Any, ...]:
+    catalog = Catalog.open(path)
+    try:
+        snapshot = catalog.snapshot()
+        names = ("base", "math")
+        return (
+            snapshot.epoch,
+            snapshot.fingerprint,
+            snapshot.architecture,
+            snapshot.policies,
+            snapshot.withdrawn,
+            [catalog.list_versions(name, 99, 99) for name in names],
+            [catalog.find_request("t1", f"q-{name}-{n}") for name in names for n in range(5)],
+            [catalog.find_transfer(f"t-{name}-{n}") for name in names for n in range(5)],
+        )
+    finally:
+        catalog.close()
+
+
+def _zero_page(data: bytearray, rng: random.Random) -> None:
+    first = rng.randrange(len(data) // _PAGE_BYTES) * _PAGE_BYTES
+    data[first : first + _PAGE_BYTES] = bytes(_PAGE_BYTES)
+
+
+def _flip_bit(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _flip_in_header(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(100)] ^= 1 << rng.randrange(8)
+
+
+def _cut(data: bytearray, rng: random.Random) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+@pytest.mark.parametrize("damage", [_zero_page, _flip_bit, _flip_in_header, _cut])
+def test_damage_anywhere_is_refused_or_changes_nothing(
+    whole: Path, damage: Callable[[bytearray, random.Random], None]
+) -> None:
+    good, expected, rng = whole.read_bytes(), _known(whole), random.Random(11)
+    reasons = set()
+    for _ in range(40):
+        for left in whole.parent.iterdir():
+            left.unlink()
+        data = bytearray(good)
+        damage(data, rng)
+        whole.write_bytes(data)
+        try:
+            assert _known(whole) == expected
+        except CatalogError as error:
+            reasons.add(error.reason)
+    assert reasons & {"CATALOG_DAMAGED", "NOT_A_CATALOG"}
+
+
+def test_an_emptied_file_is_no_new_catalog(whole: Path) -> None:
+    whole.write_bytes(b"")
+    assert _refused(whole).reason == "CATALOG_DAMAGED"
+
+
+def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
+    catalog = Catalog.open(whole)
+    policies = catalog.snapshot().policies
+    (pages,) = catalog._write.execute("PRAGMA page_count").fetchone()
+    catalog._write.execute(f"PRAGMA max_page_count={pages}")
+    many = Withdrawn(Standing.CORDONED, "x" * 100_000)
+    with pytest.raises(CatalogError, match="the disk is full") as refused:
+        catalog.apply(
+            [
+                SavePolicy(Policy("math", PolicyKind.ADAPTER, 99, 99, 99)),
+                SaveEpoch(99),
+                *(SaveWithdrawn(f"r{i}", many) for i in range(100)),
+            ]
+        )
+    assert refused.value.reason == "CATALOG_UNWRITABLE"
+    assert (catalog.snapshot().policies, catalog.snapshot().epoch) == (policies, 9)
+    assert list(catalog.snapshot().withdrawn) == ["replica-1"]
+    catalog.apply([SaveEpoch(10)])  # the failure left no transaction open
+    assert catalog.snapshot().epoch == 10
+    catalog.close()
+    assert _known(whole)[0] == 10
+
+
+_FULL = """
+import resource, sys
+from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    Catalog.open(sys.argv[1])
+except CatalogError as error:
+    print(error.reason)
+"""
+
+
+@pytest.mark.parametrize("room", [0, 30_000])
+def test_no_room_at_the_start(tmp_path: Path, room: int) -> None:
+    """A file may not grow beyond ``room``: nothing is left behind, or all is as it was."""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    fresh, known = tmp_path / "fresh" / "catalog.db", tmp_path / "known.db"
+    write_schema_3(known)
+    before = known.read_bytes()
+    for path in (fresh, known):
+        done = subprocess.run(
+            [sys.executable, "-c", _FULL, str(path), str(room)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == "CATALOG_UNWRITABLE", done.stderr
+    assert not [*fresh.parent.iterdir()]
+    assert known.read_bytes() == before
+    Catalog.open(fresh).close()
+    assert PolicyVersion("math", 3) in [r.version for r in _known(known)[5][1]]
+
+
+def _states(path: Path) -> list[int]:
+    """A catalog and its log as a coordinator that is killed leaves them; the epoch after
+    each transaction."""
+    catalog = Catalog.open(path)
+    catalog.apply([SaveEpoch(20)])
+    catalog._write.execute("PRAGMA wal_checkpoint(RESTART)")
+    epochs = [21, 22, 23, 24]
+    for epoch in epochs:
+        catalog.apply([SaveEpoch(epoch), SaveWithdrawn("r", Withdrawn(Standing.CORDONED, "x"))])
+    left = {p.name: p.read_bytes() for p in path.parent.iterdir()}
+    catalog.close()
+    for name, data in left.items():
+        (path.parent / name).write_bytes(data)
+    return epochs
+
+
+def test_a_log_that_is_whole_is_read(whole: Path) -> None:
+    *_, newest = _states(whole)
+    assert find_dropped(whole) == Dropped(0)
+    assert _known(whole)[0] == newest
+
+
+def test_damage_in_the_log_loses_no_transaction_in_silence(
+    whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    *_, before, newest = _states(whole)
+    log = whole.with_name(f"{whole.name}-wal")
+    files = {p: p.read_bytes() for p in (whole, log)}
+    rng, outcomes = random.Random(3), set()
+    for i in range(60):
+        for path, data in files.items():
+            path.write_bytes(data)
+        data = bytearray(files[log])
+        data[rng.randrange(32) if i % 6 == 0 else rng.randrange(len(data))] ^= 1 << i % 8
+        log.write_bytes(data)
+        caplog.clear()
+        try:
+            epoch = _known(whole)[0]
+        except CatalogError as error:
+            outcomes.add(error.reason)
+            assert log.read_bytes() == bytes(data)
+        else:
+            said = "is not whole and is dropped" in caplog.text
+            assert (epoch, said) in {(newest, False), (before, True)}
+            outcomes.add(epoch)
+    assert outcomes == {"CATALOG_DAMAGED", before}
+
+
+def test_a_log_without_its_catalog_is_no_new_catalog(whole: Path) -> None:
+    _states(whole)
+    whole.unlink()
+    before = sorted(whole.parent.iterdir())
+    with pytest.raises(CatalogError, match="the file is gone") as refused:
+        Catalog.open(whole)
+    assert refused.value.reason == "CATALOG_DAMAGED"
+    assert sorted(whole.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 40])
+def test_a_log_without_a_whole_frame_holds_nothing(whole: Path, size: int) -> None:
+    _states(whole)
+    log = whole.with_name(f"{whole.name}-wal")
+    log.write_bytes(log.read_bytes()[:size])
+    assert find_dropped(whole) == Dropped(0)

@@ -1,0 +1,144 @@
+"""One coordinator a file, by whatever name; and files that cannot be made."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+
+_HOLDER = """
+import sys
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.contract.errors import WeftError
+try:
+    catalog = Catalog.open(sys.argv[1])
+except WeftError as error:
+    print(error.reason, flush=True)
+else:
+    print("open", flush=True)
+    sys.stdin.read()
+    catalog.close()
+"""
+
+
+@contextmanager
+def _process(path: Path) -> Iterator[str]:
+    """What another process that opens the catalog says; it keeps it open."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
+        yield child.stdout.readline().strip()
+        child.stdin.close()
+        assert child.wait(10) == 0
+
+
+def _reason(path: Path) -> str:
+    try:
+        Catalog.open(path).close()
+    except CatalogError as error:
+        return error.reason
+    return "open"
+
+
+def test_no_second_process_by_any_name(catalog_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    by_symlink, by_folder = folder / "link.db", tmp_path / "other"
+    by_symlink.symlink_to(catalog_path)
+    by_folder.symlink_to(tmp_path)
+    by_link = folder / "hard.db"
+    with _process(catalog_path) as said:
+        assert said == "open"
+        os.link(catalog_path, by_link)
+        for name in (catalog_path, by_symlink, by_folder / catalog_path.name, by_link):
+            assert _reason(name) == "CATALOG_LOCKED", name
+            with _process(name) as said:
+                assert said == "CATALOG_LOCKED", name
+    assert _reason(by_link) == "CATALOG_LINKED"
+    assert _reason(catalog_path) == "CATALOG_LINKED"
+    by_link.unlink()
+    assert _reason(by_symlink) == "open"
+
+
+def test_a_refused_second_one_costs_the_first_neither_lock(catalog_path: Path) -> None:
+    """Closing any descriptor of a file ends this process's fcntl locks, which are SQLite's."""
+    catalog = Catalog.open(catalog_path)
+    for _ in range(2):
+        assert _reason(catalog_path) == "CATALOG_LOCKED"
+    probe = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], timeout=0); "
+        "c.execute('PRAGMA locking_mode=EXCLUSIVE'); c.execute('PRAGMA journal_mode=DELETE')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, str(catalog_path)], capture_output=True, text=True
+    )
+    assert "database is locked" in done.stderr
+    catalog_path.read_bytes()  # costs SQLite its locks, and us nothing
+    with _process(catalog_path) as said:
+        assert said == "CATALOG_LOCKED"
+    catalog.close()
+    assert _reason(catalog_path) == "open"
+
+
+def test_it_is_free_once_it_is_closed_or_could_not_be_opened(catalog_path: Path) -> None:
+    assert _reason(catalog_path) == "open"
+    with closing(sqlite3.connect(catalog_path)) as other:
+        other.execute("PRAGMA user_version=999")
+    for _ in range(2):
+        assert _reason(catalog_path) == "CATALOG_TOO_NEW"
+    with _process(catalog_path) as said:
+        assert said == "CATALOG_TOO_NEW"
+
+
+def test_a_coordinator_before_schema_4_locks_the_file_beside_it(catalog_path: Path) -> None:
+    assert _reason(catalog_path) == "open"
+    with open(f"{catalog_path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert _reason(catalog_path) == "CATALOG_LOCKED"
+    assert _reason(catalog_path) == "open"
+
+
+def test_of_two_that_create_it_one_gets_it(catalog_path: Path) -> None:
+    with _process(catalog_path) as first, _process(catalog_path) as second:
+        assert sorted([first, second]) == ["CATALOG_LOCKED", "open"]
+    assert sorted(p.name for p in catalog_path.parent.iterdir()) == [catalog_path.name]
+
+
+def test_what_a_killed_one_left_unfinished_is_made_anew(catalog_path: Path) -> None:
+    for name in (f"{catalog_path}.new", f"{catalog_path}.new-journal"):
+        Path(name).write_bytes(b"half a catalog" * 1000)
+    assert _reason(catalog_path) == "open"
+    assert [p.name for p in catalog_path.parent.iterdir()] == [catalog_path.name]
+
+
+def test_a_symbolic_link_to_nothing_leads_to_a_new_catalog(tmp_path: Path) -> None:
+    link, real = tmp_path / "link.db", tmp_path / "made" / "real.db"
+    link.symlink_to(real)
+    assert _reason(link) == "open"
+    assert real.is_file()
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("where", ["file/catalog.db", "folder", "loop"])
+def test_a_path_that_leads_to_no_file(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    before = sorted(tmp_path.rglob("*"))
+    assert _reason(tmp_path / where) in ("CATALOG_UNWRITABLE", "NOT_A_CATALOG")
+    assert sorted(tmp_path.rglob("*")) == before

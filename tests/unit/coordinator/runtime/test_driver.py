@@ -1,0 +1,143 @@
+"""Nothing is told before it is on disk; what cannot be kept is not decided."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.coordinator.machine import Machine
+from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.values import PolicyKind
+from weft.coordinator.runtime import driver as driver_module
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.driver import Driver
+from weft.coordinator.runtime.manifests import ReferenceCache
+from weft.coordinator.runtime.watchers import Feed
+
+
+class _Watched(Catalog):
+    """A catalog that says when it writes, or fails to."""
+
+    log: list[str]
+    broken = False
+
+    def apply(self, saves: Sequence[effects.Save]) -> None:
+        if self.broken:
+            raise sqlite3.OperationalError("disk full")
+        super().apply(saves)
+        self.log.append(f"saved {len(saves)}")
+
+
+def _driver(path: Path) -> tuple[Driver, _Watched]:
+    catalog = _Watched.open(path)
+    assert isinstance(catalog, _Watched)
+    catalog.log = []
+    return Driver(State(), catalog, ReferenceCache(), Feed(), commit_seconds=1.0), catalog
+
+
+def _acquire(policy: str, trainer: str = "t1") -> object:
+    return lambda ticket: events.AcquirePolicy(ticket, trainer, "s", policy, PolicyKind.ADAPTER)
+
+
+async def test_a_batch_is_one_transaction_and_answers_come_after_it(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    calls = [asyncio.create_task(driver.call(_acquire(f"p{i}"))) for i in range(5)]  # type: ignore[arg-type]
+    for call in calls:
+        call.add_done_callback(lambda _: catalog.log.append("told"))
+    await asyncio.sleep(0)
+    driver.start()
+    await asyncio.gather(*calls)
+    await asyncio.sleep(0)
+    assert catalog.log == ["saved 5", *["told"] * 5]
+    await driver.stop()
+    catalog.close()
+
+
+async def test_a_catalog_that_cannot_be_written_ends_the_coordinator(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    catalog.broken = True
+    task = driver.start()
+    with pytest.raises(PeerUnavailableError):
+        await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    with pytest.raises(sqlite3.OperationalError):
+        await task
+    assert not driver.state.policies
+    with pytest.raises(PeerUnavailableError):
+        await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    await driver.stop()
+    catalog.close()
+
+
+async def test_what_may_be_written_late_and_cannot_ends_it_too(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    task = driver.start()
+    await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    catalog.broken = True
+    driver._lazy = [effects.SaveRetired(PolicyVersion("p", 1))]
+    with pytest.raises(PeerUnavailableError):
+        await driver.flush()
+    with pytest.raises(sqlite3.OperationalError):
+        await asyncio.wait_for(task, 5)
+    await driver.stop()
+    catalog.close()
+
+
+async def test_an_event_that_cannot_be_decided_harms_nobody_else(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, catalog = _driver(catalog_path)
+    real = driver_module.step
+
+    def step(state: State, event: events.Event, now: float) -> object:
+        if isinstance(event, events.RenewLease):
+            raise ZeroDivisionError
+        return real(state, event, now)
+
+    monkeypatch.setattr(driver_module, "step", step)
+    driver.start()
+    with pytest.raises(WeftError, match="read its log"):
+        await driver.call(lambda ticket: events.RenewLease(ticket, "p", 1))
+    await driver.call(_acquire("p"))  # type: ignore[arg-type]
+    assert "deciding RenewLease failed" in caplog.text
+    await driver.stop()
+    catalog.close()
+
+
+async def test_a_cancelled_call_is_forgotten(catalog_path: Path) -> None:
+    driver, catalog = _driver(catalog_path)
+    driver.start()
+    call = asyncio.create_task(
+        driver.call(lambda ticket: events.DescribeTarget(ticket, driver.now() + 60))
+    )
+    async with asyncio.timeout(5):
+        while not driver.state.target_tickets:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        while driver.state.target_tickets:
+            await asyncio.sleep(0.001)
+    assert not driver._calls
+    await driver.stop()
+    catalog.close()
+
+
+def test_a_thousand_replicas_are_decided_in_reasonable_time() -> None:
+    """Twice linear at most: no step looks at every pair of replicas."""
+    import time
+
+    m = Machine().pool(*(f"r{i:04}" for i in range(1000)))
+    m.acquire("math")
+    begin = time.process_time()
+    ticket = m.begin()
+    m.attend_all(ticket)
+    m.prepare_all(ticket)
+    m.stage_all(ticket)
+    m.answer_commits(ticket)
+    assert m.transfer(ticket).served_by == set(m.state.replicas)
+    assert time.process_time() - begin < 5

@@ -1,0 +1,49 @@
+"""A slow reader of routes gets the newest list, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from weft.contract.errors import PeerUnavailableError
+from weft.coordinator.runtime.watchers import MAX_REMEMBERED, RouteFeed
+
+
+async def test_lists_that_nobody_took_are_not_told() -> None:
+    feed = RouteFeed()
+    assert await feed.newer(-1) == 0
+    waiting = asyncio.create_task(feed.newer(0))
+    await asyncio.sleep(0)
+    for _ in range(1000):
+        feed.change(["r0"])
+    assert await waiting == await feed.newer(0) == 1000
+
+
+async def test_a_reader_is_told_of_every_replica_that_changed_since_and_of_no_other() -> None:
+    feed = RouteFeed()
+    assert feed.changed_since(-1) is None, "it knows nothing yet"
+    for names in (["r0", "r1"], ["r2"], ["r0"]):
+        feed.change(names)
+    assert feed.changed_since(3) == []
+    assert feed.changed_since(2) == ["r0"]
+    assert sorted(feed.changed_since(1) or []) == ["r0", "r2"]
+    assert sorted(feed.changed_since(0) or []) == ["r0", "r1", "r2"]
+
+
+async def test_what_changed_long_ago_is_forgotten_and_told_as_a_whole_list() -> None:
+    feed = RouteFeed()
+    for i in range(MAX_REMEMBERED + 2):
+        feed.change([f"r{i}"])
+    assert feed.changed_since(1) is None
+    assert len(feed.changed_since(2) or []) == MAX_REMEMBERED
+
+
+async def test_the_end_is_told_to_those_who_wait() -> None:
+    feed = RouteFeed()
+    waiting, held = asyncio.create_task(feed.newer(0)), asyncio.create_task(feed.hold(60))
+    await asyncio.sleep(0)
+    feed.close()
+    await asyncio.wait_for(held, 5)
+    with pytest.raises(PeerUnavailableError):
+        await waiting

@@ -1,0 +1,62 @@
+"""Orders to answer a probe that workers do not take: never two on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rollout_side.agent.probe_orders import ProbeOrders
+from rollout_side.engine import GroupSpec
+
+
+class HungEngine:
+    """Takes an order when it is let."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+        self.go_on = asyncio.Event()
+
+    async def join_group(self, spec: GroupSpec) -> None:
+        self.orders.append(spec.group_id)
+        await self.go_on.wait()
+
+
+def _spec(group_id: str) -> GroupSpec:
+    return GroupSpec(
+        coordinator="127.0.0.1:1",
+        trainer_id="probe:r0",
+        group_id=group_id,
+        token="",
+        epoch=1,
+        rank=1,
+        size=2,
+        backend="",
+        host="",
+        is_probe=True,
+    )
+
+
+async def _given_up(orders: ProbeOrders, group_id: str) -> None:
+    """The coordinator's call reaches its deadline."""
+    call = asyncio.create_task(orders.tell(_spec(group_id)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+
+
+def test_workers_are_told_of_a_probe_once_however_often_it_is_repeated() -> None:
+    async def run() -> None:
+        engine = HungEngine()
+        orders = ProbeOrders(engine)  # type: ignore[arg-type]
+        for _ in range(3):
+            await _given_up(orders, "p1")
+        await _given_up(orders, "p2")
+        assert engine.orders == ["p1"], "the next one waits for it"
+        engine.go_on.set()
+        await orders.tell(_spec("p2"))
+        await orders.tell(_spec("p2"))
+        assert engine.orders == ["p1", "p2"]
+
+    asyncio.run(run())

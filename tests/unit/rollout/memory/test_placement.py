@@ -1,0 +1,130 @@
+"""Where versions are put, what is made ahead, and how buckets land there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout_side.memory.placement import MARGIN_BYTES, Memory, Staging, stage_on_device
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import PartialTransfer, StagedVersion
+from rollout_side.receive.landing import Landing, StagedLanding
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import DigestMismatchError
+from weft.contract.manifest import WSUM64, pack_trailer
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.digest import payload_digest
+
+MANIFEST = plan_buckets(
+    [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096, WSUM64
+)
+SIZE = MANIFEST.wire_bytes
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ELSEWHERE = torch.device("cpu", 0)  # not equal to CPU: buffers there, as on an accelerator
+GIB = 2**30
+NONCE = 7
+
+
+@pytest.mark.parametrize(
+    ("staging", "device", "free", "expected"),
+    [
+        ("auto", GPU, 16 * GIB + MARGIN_BYTES, True),
+        ("auto", GPU, 16 * GIB, False),
+        ("device", GPU, 0, True),
+        ("host", GPU, 100 * GIB, False),
+        ("auto", CPU, 100 * GIB, False),
+        ("device", CPU, 100 * GIB, False),
+        ("in-place", GPU, 100 * GIB, False),
+    ],
+)
+def test_a_base_is_staged_on_the_device_if_it_fits(
+    staging: Staging, device: torch.device, free: int, expected: bool
+) -> None:
+    assert stage_on_device(staging, device, 16 * GIB, free) == expected
+
+
+def test_adapters_lie_on_the_host_and_nccl_receives_on_the_device() -> None:
+    memory = Memory(GPU, base_on_device=True)
+    assert memory.place(adapter=False) == GPU
+    assert memory.place(adapter=True) == CPU
+    assert memory.device_of("nccl") == GPU
+    assert memory.device_of("gloo") == CPU
+
+
+def stage(store: WorkerStore, version: str) -> int:
+    """Stage a version; returns where its bytes lie."""
+    parsed = PolicyVersion.parse(version)
+    segment = store.reserve(version, SIZE, adapter=parsed.policy != "base")
+    store.put_staged(StagedVersion(version, parsed, MANIFEST, segment, b""))
+    return segment.data.data_ptr()
+
+
+def test_the_next_adapter_finds_its_memory_made() -> None:
+    store = WorkerStore(10 * SIZE, 10 * SIZE)
+    store.make_spare()  # of nothing yet
+    assert store.usage().free_bytes == 0
+    stage(store, "math@1")
+    for _ in range(2):
+        store.make_spare()
+        assert store.usage().free_bytes == SIZE  # one is enough
+    stage(store, "math@2")
+    assert store.usage().free_bytes == 0
+
+
+def test_no_spare_is_made_for_a_base() -> None:
+    store = WorkerStore(10 * SIZE, 10 * SIZE)
+    stage(store, "base@1")
+    store.make_spare()
+    assert store.usage().free_bytes == 0
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> None:
+    store = WorkerStore(10 * SIZE, 10 * SIZE)
+    segment = store.reserve("t", SIZE, adapter=False)
+    segment.data.fill_(3)
+    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [1]))
+    if settled:
+        store.settle_partial("trainer")
+    store.settle_partial("another")
+    taken = store.take_partial("t", "trainer")
+    assert taken is not None
+    assert (taken.segment is segment) == settled
+    assert taken.segment.data[0] == 3
+
+
+def send(landing: Landing, index: int, nonce: int = NONCE) -> torch.Tensor:
+    """Put a bucket where it is received, as its sender does; returns its payload."""
+    bucket, wire = MANIFEST.buckets[index], landing.wire(index)
+    payload = wire[: bucket.payload_bytes]
+    payload.copy_(torch.arange(payload.numel(), dtype=torch.int32).mul(index + 1).to(torch.uint8))
+    digest = payload_digest(payload.contiguous(), WSUM64)
+    trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
+    end = bucket.payload_bytes + len(trailer)
+    wire[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+    return payload.clone()
+
+
+@pytest.mark.parametrize("device", [CPU, ELSEWHERE])
+def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
+    segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
+    second = torch.zeros(SIZE, dtype=torch.uint8)
+    landing = StagedLanding(MANIFEST, [], segment, device, second)
+    at = 0
+    for index, bucket in enumerate(MANIFEST.buckets):
+        payload = send(landing, index)
+        landing.land(index, NONCE)
+        for memory in (segment.data, second):
+            assert torch.equal(memory[at : at + payload.numel()], payload)
+        at += bucket.wire_bytes
+    assert len(MANIFEST.buckets) > landing.ahead  # so that buffers were used again
+
+
+def test_a_bucket_of_another_transfer_does_not_land() -> None:
+    segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
+    landing = StagedLanding(MANIFEST, [], segment, ELSEWHERE)
+    send(landing, 0, nonce=8)
+    with pytest.raises(DigestMismatchError, match="nonce"):
+        landing.land(0, NONCE)
+    assert not segment.data.any()

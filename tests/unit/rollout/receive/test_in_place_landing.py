@@ -1,0 +1,116 @@
+"""When requests are held still for a base that is loaded in place."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.placement import MARGIN_BYTES, Memory
+from rollout_side.receive.in_place_landing import HOLD_SECONDS, InPlaceLanding, is_load_due
+from rollout_side.receive.landing import make_buffers
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import CapacityError
+from weft.contract.manifest import pack_trailer
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.digest import payload_digest
+from weft.transport.group import CPU, window
+
+METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
+MANIFEST = plan_buckets(METAS, 256)
+
+
+@pytest.mark.parametrize(
+    ("received", "buffers", "buckets", "each", "due"),
+    [
+        (0, 3, 16, 0.0, False),  # nothing is known yet
+        (2, 3, 16, 1.0, True),  # the last buffer is being filled
+        (1, 8, 16, 1.0, False),
+        (6, 8, 16, 1.0, False),
+        (7, 8, 16, 1.0, True),
+        (1, 10, 16, HOLD_SECONDS / 8, True),  # fast: eight more while the engine stops
+        (1, 10, 16, HOLD_SECONDS / 7, False),
+        (15, 99, 16, 1.0, True),  # the last bucket is on its way
+        (14, 99, 16, 1.0, False),
+        (0, 1, 1, 0.0, True),
+        (1, 1, 1, 0.0, True),
+    ],
+)
+def test_as_late_as_receiving_allows(
+    received: int, buffers: int, buckets: int, each: float, due: bool
+) -> None:
+    assert is_load_due(received, buffers, buckets, received * each) is due
+
+
+def _land(landing: InPlaceLanding, index: int) -> None:
+    """A bucket of zeros arrives."""
+    size = MANIFEST.buckets[index].payload_bytes
+    wire = landing.wire(index).zero_()
+    digest = payload_digest(wire[:size], MANIFEST.digest_algorithm)
+    trailer = pack_trailer(digest, 7, index, size)
+    wire[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+    landing.land(index, 7)
+
+
+def _inflow() -> Inflow:
+    return Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+
+
+def test_with_as_few_buffers_as_there_must_be_at_once() -> None:
+    landing = InPlaceLanding(_inflow(), CPU, lambda: None)
+    assert landing.is_load_due()
+    assert not landing.is_load_due()  # said once
+
+
+def test_with_more_of_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    landing = InPlaceLanding(_inflow(), CPU, lambda: None, num_more=3)
+    said = []
+    for index in range(window(CPU) + 3):
+        assert landing.make_room(index, wait=False)
+        now[0] += 1.0
+        _land(landing, index)
+        said.append(landing.is_load_due())
+    assert said == [False, False, False, True, False]
+    assert not landing.make_room(window(CPU) + 3, wait=False)
+
+
+def test_where_it_goes_on_in_another_group_at_once() -> None:
+    inflow = _inflow()
+    _land(InPlaceLanding(inflow, CPU, lambda: None, num_more=6), 0)
+    assert InPlaceLanding(inflow, CPU, lambda: None, num_more=6).is_load_due()
+
+
+def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * gib, 99 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * gib)
+    device = torch.device("cuda", 0)
+    memory = Memory(device, in_place=True)
+    assert 13 * gib - MARGIN_BYTES == 11 * gib
+    assert memory.room_for(gib, device, 64 * gib) == 6  # but for five
+    assert memory.room_for(gib, device, 5 * gib) == 2  # but for three
+    assert memory.room_for(gib, device, 1) == 0
+    assert memory.room_for(4 * gib, device, 64 * gib) == 0
+    assert memory.room_for(gib, CPU, 64 * gib) == 0
+
+
+def test_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(size: int, **settings: object) -> torch.Tensor:
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(CapacityError, match="push smaller buckets"):
+        make_buffers(MANIFEST, 2, CPU)
+    made.clear()
+    assert len(make_buffers(MANIFEST, 1, CPU, more=5)) == 1  # as many as there is room for

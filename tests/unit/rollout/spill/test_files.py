@@ -1,0 +1,191 @@
+"""The files of a spilled version: what others read, and what is refused when damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rollout_side.memory.segment import HostSegment
+from rollout_side.memory.versions import StagedVersion, bucket_starts
+from rollout_side.spill.files import (
+    FACTS,
+    MANIFEST,
+    read_facts,
+    read_into,
+    read_manifest,
+    write_version,
+)
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import InvalidManifestError, TransferAbortedError
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.digest import content_digest, payload_digest
+
+FINGERPRINT = "f" * 64
+CONFIG = '{"peft_type": "LORA", "r": 4}'
+
+
+def held(version: str, metas: list[TensorMeta], bucket_bytes: int = 4096) -> StagedVersion:
+    """A version as a receiver would have staged it, with values of its own."""
+    manifest = plan_buckets(metas, bucket_bytes)
+    segment = HostSegment.allocate(manifest.wire_bytes)
+    starts, generator = bucket_starts(manifest), torch.Generator().manual_seed(len(metas))
+    for slot in manifest.tensors:
+        at = starts[slot.bucket] + slot.offset_bytes
+        values = torch.randint(0, 2, (slot.meta.num_bytes,), generator=generator)
+        segment.data[at : at + slot.meta.num_bytes] = values.to(torch.uint8)
+    digests = [
+        payload_digest(segment.data[at : at + bucket.payload_bytes], manifest.digest_algorithm)
+        for at, bucket in zip(starts, manifest.buckets, strict=True)
+    ]
+    parsed = PolicyVersion.parse(version)
+    return StagedVersion(f"t-{version}", parsed, manifest, segment, content_digest(digests))
+
+
+def write(directory: Path, copy: StagedVersion, **options: int) -> Path:
+    directory.mkdir()
+    write_version(directory, copy, CONFIG, FINGERPRINT, going_on=lambda: True, **options)
+    return directory
+
+
+def digest_of(directory: Path) -> bytes:
+    """As a restore would, into memory that held something else before."""
+    manifest = read_manifest(directory)
+    return read_into(directory, manifest, torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8))
+
+
+BASE = [
+    TensorMeta("model.embed.weight", DataType.BFLOAT16, (50, 7)),
+    TensorMeta("model.layers.0.scale", DataType.FLOAT32, ()),
+    TensorMeta("model.layers.0.odd", DataType.INT8, (3,)),
+    TensorMeta("model.layers.0.weight", DataType.FLOAT32, (33, 5)),
+    TensorMeta("model.layers.1.fp8", DataType.FLOAT8_E4M3FN, (5, 3)),
+    TensorMeta("model.norm.weight", DataType.BFLOAT16, (129,)),
+]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 700, 10**9])
+def test_a_base_is_read_back_and_loads_as_a_checkpoint(tmp_path: Path, shard_bytes: int) -> None:
+    copy = held("base@3", BASE)
+    directory = write(tmp_path / "v", copy, shard_bytes=shard_bytes)
+    assert digest_of(directory) == copy.content_digest
+    assert read_manifest(directory) == copy.manifest
+    facts = read_facts(directory)
+    assert (str(facts.version), facts.fingerprint) == ("base@3", FINGERPRINT)
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) == {1: 6, 700: 3, 10**9: 1}[shard_bytes]
+    loaded: dict[str, torch.Tensor] = {}
+    for file in files:
+        loaded |= load_file(file)
+    expected = dict(copy.tensors())
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        left, right = (t.reshape(-1).view(torch.uint8) for t in (loaded[name], tensor))
+        assert torch.equal(left, right), name
+    with safe_open(files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    index = directory / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1)
+    if index.exists():
+        assert set(json.loads(index.read_text())["weight_map"]) == expected.keys()
+
+
+def test_an_adapter_is_a_peft_directory(tmp_path: Path) -> None:
+    directory = write(tmp_path / "v", held("math@1", BASE[:1]))
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"adapter_model.safetensors", "adapter_config.json", FACTS, MANIFEST}
+    assert (directory / "adapter_config.json").read_text() == CONFIG
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(DataType)), st.lists(st.integers(1, 9), max_size=3).map(tuple)
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sampled_from([256, 1024, 65536]),
+    st.sampled_from([1, 500, 10**9]),
+)
+def test_any_layout_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[tuple[DataType, tuple[int, ...]]],
+    bucket_bytes: int,
+    shard_bytes: int,
+) -> None:
+    metas = [TensorMeta(f"layers.{i}.w", dtype, shape) for i, (dtype, shape) in enumerate(tensors)]
+    copy = held("base@1", metas, bucket_bytes)
+    directory = write(tmp_path_factory.mktemp("any") / "v", copy, shard_bytes=shard_bytes)
+    assert digest_of(directory) == copy.content_digest
+    for file in directory.glob("*.safetensors"):
+        load_file(file)
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+WEIGHTS = "model.safetensors"
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut tensors": lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-3]),
+    "cut header": lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:20]),
+    "empty": lambda d: (d / WEIGHTS).write_bytes(b""),
+    "header": lambda d: _flip(d / WEIGHTS, 8),
+    "header size": lambda d: _flip(d / WEIGHTS, 6),
+    "manifest": lambda d: _flip(d / MANIFEST, 30),
+    "cut manifest": lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:-5]),
+    "facts": lambda d: (d / FACTS).write_text("{"),
+    "other format": lambda d: (d / FACTS).write_text('{"format": 9}'),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found(tmp_path: Path, what: str) -> None:
+    directory = write(tmp_path / "v", held("base@1", BASE))
+    DAMAGE[what](directory)
+
+    def read() -> None:
+        read_facts(directory)
+        digest_of(directory)
+
+    with pytest.raises(InvalidManifestError):
+        read()
+
+
+def test_another_bit_is_another_digest(tmp_path: Path) -> None:
+    copy = held("base@1", BASE)
+    directory = write(tmp_path / "v", copy)
+    _flip(directory / WEIGHTS, -1)
+    assert digest_of(directory) != copy.content_digest
+
+
+def test_a_missing_file_is_the_disks_error_or_a_missing_tensor(tmp_path: Path) -> None:
+    directory = write(tmp_path / "v", held("base@1", BASE), shard_bytes=700)
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(InvalidManifestError, match="is missing"):
+        digest_of(directory)
+    (directory / FACTS).unlink()
+    with pytest.raises(FileNotFoundError):
+        read_facts(directory)
+
+
+def test_a_write_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    with pytest.raises(TransferAbortedError, match="not held any more"):
+        write_version(tmp_path / "v", held("base@1", BASE), "", "f", going_on=lambda: False)

@@ -1,0 +1,347 @@
+"""When what is written, removed and read; several replicas in one directory; full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout_side.spill.folder as spill_folder
+from rollout_side.engine import SpillOrder
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import StagedVersion
+from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
+from rollout_side.spill.spiller import Spiller
+from tests.unit.rollout.spill.test_files import BASE, CONFIG, FINGERPRINT, held
+from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
+from weft.contract.names import PolicyVersion
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def parsed(*versions: str) -> tuple[PolicyVersion, ...]:
+    return tuple(map(PolicyVersion.parse, versions))
+
+
+class Worker:
+    """A store with a spiller, as on the receiving rank."""
+
+    def __init__(
+        self, directory: Path, owner: str, retain: int = 2, capacity_bytes: int = 2**26
+    ) -> None:
+        self.store = WorkerStore(2**26, 2**26, retain)
+        spill = SpillSettings(directory=str(directory), owner=owner, capacity_bytes=capacity_bytes)
+        self.folder = SpillFolder(spill, FINGERPRINT)
+        self.folder.open()
+        self.spiller = Spiller(self.store, self.folder, retain)
+
+    def hold(self, version: str) -> StagedVersion:
+        copy = held(version, BASE)
+        self.store.reserve(copy.transfer_id, copy.manifest.wire_bytes, adapter=False)
+        self.store.put_staged(copy)
+        if copy.version.policy == "base":
+            self.store.keep_base(copy.transfer_id)
+        else:
+            self.store.keep_adapter(copy.transfer_id, CONFIG)
+        return copy
+
+    def follow(self, *keep: str, **fields: Any) -> None:
+        self.spiller.follow(SpillOrder(keep=parsed(*keep), **fields))
+
+    def lists(self, *versions: str) -> None:
+        until(lambda: set(self.spiller.listed) == set(parsed(*versions)))
+
+    def restore(self, copy: StagedVersion, transfer_id: str = "t-back") -> None:
+        self.spiller.restore(
+            transfer_id, copy.version, copy.content_digest, copy.manifest.layout_digest
+        )
+        until(lambda: self.spiller.restored(transfer_id))
+
+    @property
+    def names(self) -> set[str]:
+        return {path.name.rpartition(".")[0] or path.name for path in self.folder.path.iterdir()}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def make(owner: str = "r0", **options: Any) -> Worker:
+        workers.append(Worker(tmp_path, owner, **options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.spiller.close()
+
+
+def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[..., Worker]) -> None:
+    first = start()
+    copies = [first.hold("base@1"), first.hold("math@2")]
+    first.follow("math@2", "base@1", "math@9")  # which is not held any more
+    first.lists("base@1", "math@2")
+    first.spiller.close()
+    again = start()
+    assert again.spiller.listed == parsed("base@1", "math@2")
+    assert again.spiller.digests == tuple((c.version, c.content_digest) for c in copies)
+    for copy in copies:
+        facts = again.folder.facts(copy.version, copy.content_digest).to_proto()
+        assert facts.content_digest.value == copy.content_digest
+        assert facts.content_digest.size_bytes == copy.manifest.total_bytes
+        assert facts.layout_digest == copy.manifest.layout_digest
+        assert facts.adapter.config_json == (CONFIG if copy.version.policy == "math" else "")
+        again.restore(copy, f"t-{copy.version}")
+        staged = again.store.staged(f"t-{copy.version}", copy.content_digest)
+        assert staged.manifest == copy.manifest
+        for (name, left), (_, right) in zip(staged.tensors(), copy.tensors(), strict=True):
+            assert left.equal(right), name
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "served", "retain", "gone"),
+    [
+        ("base@1 base@2 base@3", 3, 1, "base@1 base@2"),
+        ("base@1 base@2 base@3", 3, 2, "base@1"),
+        ("base@1 base@2", 3, 1, "base@1 base@2"),
+        ("base@1 base@2 base@3", 1, 1, "base@2"),
+        ("base@1 base@2 base@3", 0, 1, ""),
+        ("math@1 math@2 code@1", 3, 1, "math@1"),
+    ],
+)
+def test_which_may_leave(on_disk: str, served: int, retain: int, gone: str) -> None:
+    there = {Path(name): PolicyVersion.parse(name) for name in on_disk.split()}
+    found = superseded(there, retired=parsed("math@1"), served_base=served, retain_base=retain)
+    assert " ".join(map(str, found)) == gone
+
+
+def test_retired_and_superseded_versions_leave(start: Callable[..., Worker]) -> None:
+    worker = start(retain=1)
+    for version in ("math@1", "math@2", "base@1"):
+        worker.hold(version)
+    worker.follow("math@1", "math@2", "base@1", served_base=1, settled=True)
+    worker.lists("math@1", "math@2", "base@1")
+    worker.hold("base@2")
+    worker.follow("math@2", "base@2", retired=parsed("math@1"), served_base=2, settled=True)
+    worker.lists("math@2", "base@2")
+    assert worker.names == {"math@2", "base@2"}
+
+
+def test_one_who_serves_other_than_the_pool_removes_no_base(start: Callable[..., Worker]) -> None:
+    worker = start(retain=1)
+    for number in (1, 2):
+        worker.hold(f"base@{number}")
+        worker.follow(f"base@{number}", served_base=number)
+        until(lambda number=number: parsed(f"base@{number}")[0] in worker.spiller.listed)
+    assert worker.names == {"base@1", "base@2"}
+
+
+def test_two_replicas_share_a_directory(start: Callable[..., Worker]) -> None:
+    first, second = start("r0"), start("r1")
+    copy = first.hold("base@1")
+    second.hold("base@1")
+    for worker in (first, second):
+        worker.follow("base@1")
+    until(lambda: first.spiller.listed or second.spiller.listed)
+    # Whichever was first; the other looks again only at a new order, or much later.
+    for worker in (first, second):
+        worker.follow("base@1", served_base=1)
+        worker.lists("base@1")
+    assert len(list(first.folder.path.iterdir())) == 1
+    third = start("r2")
+    third.restore(copy)
+
+
+def _partial(folder: SpillFolder, copy: StagedVersion, owner: str) -> Path:
+    path = folder.path / f".partial.{copy.version}.{copy.content_digest.hex()}"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(b"half of it")
+    (path / ".weft-owner").write_text(f"{owner} token")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("owner", "age_seconds", "is_taken_over"),
+    [("r0", 0, True), ("r9", 0, False), ("r9", spill_folder.STALE_SECONDS + 60, True)],
+)
+def test_what_a_crash_left_is_never_a_version_and_is_taken_over_in_time(
+    start: Callable[..., Worker], owner: str, age_seconds: float, is_taken_over: bool
+) -> None:
+    worker = start()
+    copy = worker.hold("base@1")
+    partial = _partial(worker.folder, copy, owner)
+    then = time.time() - age_seconds
+    for path in (*partial.iterdir(), partial):
+        os.utime(path, (then, then))
+    assert not worker.folder.complete()
+    assert worker.folder.write(copy, "", going_on=lambda: True) is is_taken_over
+    assert bool(worker.folder.complete()) is is_taken_over
+    assert partial.exists() is not is_taken_over
+
+
+def test_a_start_clears_away_what_its_former_process_left(start: Callable[..., Worker]) -> None:
+    worker = start()
+    mine = _partial(worker.folder, held("base@1", BASE), "r0")
+    others = _partial(worker.folder, held("math@1", BASE), "r9")
+    (worker.folder.path / ".removed.1").mkdir()
+    worker.folder.open()
+    assert (mine.exists(), others.exists()) == (False, True)
+    assert not (worker.folder.path / ".removed.1").exists()
+
+
+def test_who_is_second_leaves_what_is_there(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start("r0"), start("r1")
+    copy = first.hold("base@1")
+    real = spill_folder.write_version
+
+    def overtaken(directory: Path, *args: Any, **kwargs: Any) -> None:
+        real(directory, *args, **kwargs)
+        monkeypatch.setattr(spill_folder, "write_version", real)
+        directory.rename(directory.with_name(".aside"))
+        assert second.folder.write(copy, "", going_on=lambda: True)
+        directory.with_name(".aside").rename(directory)
+
+    monkeypatch.setattr(spill_folder, "write_version", overtaken)
+    assert first.folder.write(copy, "", going_on=lambda: True)
+    assert first.names == {"base@1"}
+    first.restore(copy)
+
+
+def test_a_write_that_was_taken_over_publishes_nothing(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    copy = worker.hold("base@1")
+    real = spill_folder.write_version
+
+    def slow(directory: Path, *args: Any, **kwargs: Any) -> None:
+        real(directory, *args, **kwargs)
+        (directory / ".weft-owner").write_text("r9 token")
+
+    monkeypatch.setattr(spill_folder, "write_version", slow)
+    assert not worker.folder.write(copy, "", going_on=lambda: True)
+    assert not worker.folder.complete()
+
+
+def test_a_full_disk_leaves_nothing_and_is_tried_again(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    copy = worker.hold("base@1")
+    worker.hold("math@1")
+    real, is_full = spill_folder.write_version, threading.Event()
+
+    def write(directory: Path, copy: StagedVersion, *args: Any, **kwargs: Any) -> None:
+        real(directory, copy, *args, **kwargs)
+        if copy.version.policy == "base":
+            is_full.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(spill_folder, "write_version", write)
+    worker.follow("base@1", "math@1")
+    worker.lists("math@1")
+    assert is_full.is_set()
+    assert worker.names == {"math@1"}
+    with pytest.raises(OSError, match="No space left"):
+        worker.folder.write(copy, "", going_on=lambda: True)
+    monkeypatch.setattr(spill_folder, "write_version", real)
+    monkeypatch.setattr("rollout_side.spill.spiller._RETRY_SECONDS", 0.0)
+    worker.spiller._retry_at.clear()
+    worker.follow("base@1", "math@1", served_base=1)
+    worker.lists("base@1", "math@1")
+
+
+def test_the_bound_is_kept(start: Callable[..., Worker]) -> None:
+    worker = start(capacity_bytes=2**20 + 5000)
+    first, second = worker.hold("base@1"), worker.hold("base@2")
+    assert worker.folder.write(first, "", going_on=lambda: True)
+    with pytest.raises(CapacityError, match="larger --spill-gib"):
+        worker.folder.write(second, "", going_on=lambda: True)
+    assert worker.names == {"base@1"}
+
+
+def test_a_push_that_needs_the_memory_takes_it_and_the_write_is_given_up(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(retain=1)
+    worker.hold("base@1")
+    reached, go_on = threading.Event(), threading.Event()
+    real = spill_folder.write_version
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        reached.set()
+        go_on.wait(10)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(spill_folder, "write_version", wait)
+    worker.follow("base@1")
+    assert reached.wait(10)
+    worker.hold("base@2")  # the copy of base@1 is dropped, and may be written over
+    go_on.set()
+    worker.follow("base@2", served_base=2)
+    worker.lists("base@2")
+    assert worker.names == {"base@2"}
+
+
+def test_a_damaged_version_is_refused_not_listed_and_written_anew(
+    start: Callable[..., Worker],
+) -> None:
+    worker = start()
+    copy = worker.hold("math@1")
+    worker.follow("math@1")
+    worker.lists("math@1")
+    (path,) = worker.folder.complete()
+    weights = path / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    usage = worker.store.usage()
+    with pytest.raises(DigestMismatchError, match="digest to"):
+        worker.restore(copy)
+    assert worker.spiller.listed == ()
+    assert worker.store.usage().staging_bytes == usage.staging_bytes
+    worker.follow("math@1", served_base=1)
+    worker.lists("math@1")
+    worker.restore(copy, "t-2")
+
+
+def test_what_cannot_be_restored(start: Callable[..., Worker]) -> None:
+    worker = start()
+    copy = worker.hold("base@1")
+    with pytest.raises(NotReadyError, match="is not being restored"):
+        worker.spiller.restored("t-nothing")
+    with pytest.raises(NotReadyError, match="cannot be restored") as caught:
+        worker.restore(copy)
+    assert caught.value.reason == "NOT_RETAINED"
+    worker.folder.write(copy, "", going_on=lambda: True)
+    worker.spiller.restore("t-2", copy.version, copy.content_digest, b"other")
+    with pytest.raises(DigestMismatchError, match="another layout"):
+        until(lambda: worker.spiller.restored("t-2"))
+
+
+def test_a_version_of_another_catalog_gives_way_to_the_one_that_is_served(
+    start: Callable[..., Worker],
+) -> None:
+    worker = start()
+    other = held("math@1", BASE[:2])
+    worker.folder.write(other, CONFIG, going_on=lambda: True)
+    copy = worker.hold("math@1")
+    worker.spiller._list()
+    with pytest.raises(NotReadyError, match="is not there"):
+        worker.restore(copy)
+    assert worker.spiller.listed == (), "it is of no use here"
+    worker.follow("math@1")
+    worker.lists("math@1")
+    assert [p.name for p in worker.folder.complete()] == [f"math@1.{copy.content_digest.hex()}"]

@@ -1,0 +1,99 @@
+"""What differs between versions of vLLM, without vLLM."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rollout_side.vllm_engine.compat import bridges
+from weft.contract.errors import UnsupportedError
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.32.0", "0.32.0+cpu", "0.30.0rc1"])
+def test_versions_that_work(version: str) -> None:
+    bridges.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.9", "dev"])
+def test_versions_that_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        bridges.check_version(version)
+    assert version in str(refused.value)
+    assert ">=0.26,<0.33" in str(refused.value)
+
+
+def test_names_lead_into_wrapped_layers() -> None:
+    """As vLLM before 0.28 needs them."""
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    rename = bridges.lead_into_wrapped({"qkv_proj", "o_proj", "embed_tokens"}, packed)
+    assert rename("model.embed_tokens.weight") == "model.embed_tokens.base_layer.weight"
+    layer = "model.layers.0"
+    assert rename(f"{layer}.self_attn.q_proj.bias") == f"{layer}.self_attn.q_proj.base_layer.bias"
+    assert rename(f"{layer}.self_attn.o_proj.weight").endswith("o_proj.base_layer.weight")
+    assert rename(f"{layer}.mlp.up_proj.weight") == f"{layer}.mlp.up_proj.weight"
+    assert rename("model.norm.weight") == "model.norm.weight"
+    assert rename("lm_head.weight") == "lm_head.weight"
+
+
+def test_names_lead_into_wrapped_experts_only_where_these_are_wrapped() -> None:
+    packed = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
+    inside = "model.layers.1.mlp.experts.3.gate_proj.base_layer.weight"
+    assert bridges.lead_into_wrapped({"experts"}, packed)(name) == inside
+    assert bridges.lead_into_wrapped({"gate_up_proj"}, packed)(name) == name
+    assert bridges.lead_into_wrapped(set(), packed)(name) == name
+
+
+@pytest.mark.parametrize(
+    ("module", "rank", "alpha"),
+    [
+        ("model.layers.0.self_attn.q_proj", 4, 32),
+        ("model.layers.1.mlp.up_proj", 16, 32),
+        ("model.layers.0.mlp.up_proj", 8, 32),
+        ("model.layers.0.self_attn.k_proj", 8, 3),
+        ("model.layers.0.self_attn.other_q_proj", 8, 32),
+    ],
+)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_patterns_scale_as_peft_does(module: str, rank: int, alpha: float, rslora: bool) -> None:
+    config = {
+        "r": 8,
+        "lora_alpha": 32,
+        "use_rslora": rslora,
+        "rank_pattern": {"q_proj": 4, "1.mlp.up_proj": 16},
+        "alpha_pattern": {"k_proj": 3},
+    }
+    scaling = alpha / (math.sqrt(rank) if rslora else rank)
+    assert bridges.pattern_scaling(config, module) == (rank, pytest.approx(scaling))
+    config["rank_pattern"] = config["alpha_pattern"] = None
+    assert bridges.pattern_scaling(config, module)[0] == 8
+
+
+class _Mapper:
+    def get_unstacked_mapper(self) -> str:
+        return "unstacked"
+
+
+class _Model:
+    hf_to_vllm_mapper = _Mapper()
+
+
+def test_the_mapper_by_either_name() -> None:
+    assert bridges.rename_mapper(object()) is None
+    assert bridges.rename_mapper(_Model()) == "unstacked"
+    _Mapper.get_rename_mapper = lambda self: "renames"  # type: ignore[attr-defined]
+    try:
+        assert bridges.rename_mapper(_Model()) == "renames"
+    finally:
+        del _Mapper.get_rename_mapper  # type: ignore[attr-defined]
+
+
+async def test_what_an_old_version_lacks_is_left_out() -> None:
+    class Old:
+        """An engine and a model runner without the newer methods."""
+
+    await bridges.set_weight_version(Old(), "base@3")
+    bridges.reset_lora_state(Old())
+    bridges.validate_loaded(Old(), None)
+    assert not bridges.helper_knows_patterns(Old())

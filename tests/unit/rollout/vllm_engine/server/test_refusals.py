@@ -1,0 +1,68 @@
+"""What a replica refuses before its engine starts, without vLLM."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_side.vllm_engine.server.refusals import (
+    close_endpoints,
+    num_experts,
+    refuse_environment,
+)
+from weft.contract.errors import UnsupportedError
+
+
+@pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])
+@pytest.mark.parametrize("value", ["1", "true", " True "])
+def test_an_environment_that_opens_other_ways_to_weights(name: str, value: str) -> None:
+    with pytest.raises(UnsupportedError, match="--allow-unversioned-changes") as refused:
+        refuse_environment({name: value}, allow=False)
+    assert f"unset {name}," in refused.value.message
+
+
+def test_both_variables_are_named_at_once() -> None:
+    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    with pytest.raises(UnsupportedError) as refused:
+        refuse_environment(environ, allow=False)
+    assert all(name in refused.value.message for name in environ)
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "False"])
+def test_variables_that_open_nothing(value: str) -> None:
+    refuse_environment({"VLLM_SERVER_DEV_MODE": value, "PATH": "/bin"}, allow=False)
+
+
+def test_who_allows_it_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        refuse_environment({"VLLM_SERVER_DEV_MODE": "1"}, allow=True)
+    assert "VLLM_SERVER_DEV_MODE" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({}, 0),
+        ({"num_experts": None}, 0),
+        ({"num_experts": 4}, 4),
+        ({"num_local_experts": 8}, 8),
+        ({"n_routed_experts": 64, "num_experts_per_tok": 2}, 64),
+        ({"moe_num_experts": [16, 32]}, 32),
+    ],
+)
+def test_experts_are_found_where_vllm_finds_them(fields: dict[str, Any], experts: int) -> None:
+    text = SimpleNamespace(**fields)
+    assert num_experts(SimpleNamespace(get_text_config=lambda: text)) == experts
+    assert num_experts(None) == 0
+
+
+def test_scaling_is_taken_from_the_server() -> None:
+    paths = ["/v1/completions", "/scale_elastic_ep", "/health"]
+    routes = [SimpleNamespace(path=path) for path in paths]
+    app = SimpleNamespace(router=SimpleNamespace(routes=[*routes, object()]))
+    close_endpoints(app)
+    left = [getattr(route, "path", None) for route in app.router.routes]
+    assert left == ["/v1/completions", "/health", None]

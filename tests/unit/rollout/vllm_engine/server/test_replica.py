@@ -1,0 +1,372 @@
+"""The order of a switch's steps and what each failure leaves, with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_side.engine import GroupSpec, SpillOrder
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.server.replica import GRACE_SECONDS, EngineParts, VllmReplica
+from rollout_side.vllm_engine.server.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.served_models import ServedModels
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.worker_calls import Deadlines
+from rollout_side.vllm_engine.worker.answers import Answer
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage, HoldingsWriter
+from weft.contract.capabilities import Capabilities
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotReadyError,
+    TransferTimeoutError,
+)
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+
+BASE = PolicyVersion("base", 3)
+SPEC = GroupSpec(
+    coordinator="", trainer_id="t", group_id="g", token="", epoch=1, rank=1, size=2,
+    backend="gloo", host="",
+)  # fmt: skip
+
+
+def ok(rank: int = 0, **value: Any) -> Answer:
+    return Answer(
+        ok=True,
+        rank=rank,
+        seconds=0.0,
+        error_reason="",
+        error_message="",
+        metadata={},
+        value=value,
+    )
+
+
+def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
+    return Answer(
+        ok=False,
+        rank=rank,
+        seconds=0.0,
+        error_reason=reason,
+        error_message="no",
+        metadata={"dirty": "true"} if dirty else {},
+        value={},
+    )
+
+
+class FakeEngine:
+    """Records what is called; answers as told, per method."""
+
+    errored = False
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.calls: list[str] = []
+        self.answers: dict[str, Callable[[], list[Answer]]] = {}
+        self.hang: dict[str, asyncio.Event] = {}
+        self.reset_works = True
+        self.num_ranks = num_ranks
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
+        self.calls.append(method)
+        await self._answer(method)
+        if method in self.answers:
+            return self.answers[method]()
+        values = {
+            "weft_handle": {"handle": b"h"},
+            "weft_discard": {"changed": False, "kept": False},
+            "weft_loaded": {"load_seconds": 2.0},
+        }
+        value = values.get(method, {})
+        return [ok(rank, **value) for rank in range(self.num_ranks)]
+
+    async def _answer(self, method: str) -> None:
+        if method in self.hang:
+            await self.hang[method].wait()
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.calls.append("pause")
+        await self._answer("pause")
+
+    async def resume_scheduler_async(self) -> None:
+        self.calls.append("resume")
+        await self._answer("resume")
+
+    async def update_weight_version(self, text: str) -> None:
+        self.calls.append(text)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        assert reset_running_requests
+        self.calls.append("reset")
+        return self.reset_works
+
+
+def make_replica(
+    engine: FakeEngine,
+    load_seconds: float = 5.0,
+    restore_seconds: float = 5.0,
+    call_seconds: float = 5.0,
+    spills: bool = False,
+    in_place: bool = False,
+    holdings: HoldingsPage | None = None,
+) -> VllmReplica:
+    serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
+    parts: Any = EngineParts(
+        engine=engine,
+        holdings=holdings or HoldingsPage(),
+        models=ServedModels(serving),
+        http=SimpleNamespace(port=1),  # type: ignore[arg-type]
+        tracker=RequestTracker(),
+        started_with=StartedWith("dummy"),
+        cleanup=contextlib.AsyncExitStack(),
+    )
+    spill_folder = SpillFolder(
+        SpillSettings(directory="/nonexistent", capacity_bytes=0, owner="r0"), "f" * 64
+    )
+    return VllmReplica(
+        parts,
+        capabilities=Capabilities(
+            engine_version="0",
+            base_fingerprint="",
+            architecture="",
+            base_dtype=DataType.FLOAT32,
+            adapter_dtype=DataType.FLOAT32,
+            tensor_parallel_size=engine.num_ranks,
+            loads_in_place=in_place,
+        ),
+        reference=Reference("", ()),
+        model_name="tiny",
+        worker_pids=(),
+        deadlines=Deadlines(
+            load_seconds=load_seconds,
+            restore_seconds=restore_seconds,
+            call_seconds=call_seconds,
+        ),
+        spill_folder=spill_folder if spills else None,
+    )
+
+
+async def test_a_restore_is_waited_for() -> None:
+    engine, holdings = FakeEngine(num_ranks=2), HoldingsPage()
+    replica = make_replica(engine, spills=True, holdings=holdings)
+    restoring = asyncio.create_task(replica.restore("t", BASE, b"d", b"l"))
+    while "weft_restore" not in engine.calls:
+        await asyncio.sleep(0)
+    assert not restoring.done()
+    held = {"adapter_bytes": 0, "staging_bytes": 0, "transfer_ids": ["t"], "retained_bases": []}
+    held |= {"spilled": [], "spilled_digests": [], "pinned_base_bytes": 0, "ended_restore": "t"}
+    HoldingsWriter(holdings.path).write(held)
+    await restoring
+    assert engine.calls == ["weft_restore", "weft_restored"]  # asked once
+    engine.answers["weft_restored"] = lambda: [failed("DIGEST_MISMATCH"), ok(1)]
+    with pytest.raises(DigestMismatchError):
+        await replica.restore("t", BASE, b"d", b"l")
+    assert not replica.dirty_reason
+
+
+async def test_a_restore_that_takes_too_long_is_dropped() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, restore_seconds=0.0, spills=True)
+    with pytest.raises(TransferTimeoutError):
+        await replica.restore("t", BASE, b"d", b"l")
+    assert engine.calls[-1] == "weft_discard"
+    assert not replica.dirty_reason
+
+
+async def test_nothing_is_restored_without_a_spill_directory() -> None:
+    engine = FakeEngine()
+    with pytest.raises(NotReadyError, match="no --spill-dir"):
+        await make_replica(engine).restore("t", BASE, b"d", b"l")
+    assert engine.calls == []
+
+
+async def test_a_switch_of_the_base() -> None:
+    engine = FakeEngine()
+    times = await make_replica(engine).apply_base("t", BASE, b"")
+    assert engine.calls == [
+        "pause",
+        "weft_apply_base",
+        "base@3",
+        "reset",
+        "weft_keep_base",
+        "resume",
+    ]
+    assert times.pause_seconds >= times.load_seconds >= 0
+
+
+async def test_ranks_share_the_copy_before_the_pause_and_drop_it_after() -> None:
+    engine = FakeEngine(num_ranks=2)
+    await make_replica(engine).apply_base("t", BASE, b"")
+    assert engine.calls[:3] == ["weft_handle", "weft_adopt", "pause"]
+    assert engine.calls[-2:] == ["weft_keep_base", "resume"]
+
+
+async def test_nothing_changed_means_that_requests_go_on() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine)
+    engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED")]
+    with pytest.raises(NotReadyError):
+        await replica.apply_base("t", BASE, b"")
+    assert engine.calls == ["pause", "weft_apply_base", "resume"]
+    assert replica.dirty_reason == replica.tracker.refuse_reason == ""
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [failed("LOAD_FAILED", dirty=True), failed("LOAD_FAILED", rank=1, dirty=True)],
+        [failed("NOT_STAGED"), ok(1)],
+    ],
+    ids=["a rank says so", "one rank loaded, one did not"],
+)
+async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[Answer]) -> None:
+    engine = FakeEngine(num_ranks=2)
+    replica = make_replica(engine)
+    engine.answers["weft_apply_base"] = lambda: answers
+    with pytest.raises(Exception, match="rank 0 of 2") as raised:
+        await replica.apply_base("t", BASE, b"")
+    assert raised.value.metadata["dirty"] == "true"  # type: ignore[attr-defined]
+    assert "resume" not in engine.calls
+    assert replica.tracker.refuse_reason
+    engine.answers["weft_apply_base"] = lambda: [failed("NOT_STAGED"), failed("NOT_STAGED", rank=1)]
+    with pytest.raises(NotReadyError):
+        await replica.apply_base("t", BASE, b"")
+    assert "resume" not in engine.calls, "an earlier failure left the weights mixed"
+    del engine.answers["weft_apply_base"]
+    await replica.apply_base("t", BASE, b"")
+    assert "resume" in engine.calls
+    assert replica.dirty_reason == replica.tracker.refuse_reason == ""
+
+
+async def test_a_cache_that_cannot_be_reset_is_not_served_from() -> None:
+    engine = FakeEngine()
+    engine.reset_works = False
+    replica = make_replica(engine)
+    with pytest.raises(LoadFailedError, match="KV cache"):
+        await replica.apply_base("t", BASE, b"")
+    assert "resume" not in engine.calls
+    assert "KV cache" in replica.dirty_reason
+
+
+@pytest.mark.parametrize("method", ["weft_apply_base", "weft_load_adapter"])
+async def test_an_overrun_is_dirty_and_is_not_cancelled(method: str) -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, load_seconds=0.01)
+    engine.hang[method] = asyncio.Event()
+    switch = (
+        replica.apply_base("t", BASE, b"")
+        if method == "weft_apply_base"
+        else replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    )
+    with pytest.raises(LoadFailedError, match=r"within 0.01 s") as raised:
+        await switch
+    assert raised.value.metadata["dirty"] == "true"
+    assert method in replica.dirty_reason
+    engine.hang[method].set()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("method", ["weft_pin_bases", "weft_join", "weft_spill", "weft_held"])
+async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) -> None:
+    """Stopped for longer than any call may take, and back."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01, spills=True)
+    away = engine.hang[method] = asyncio.Event()
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "weft_pin_bases": lambda: replica.pin_bases([3]),
+        "weft_join": lambda: replica.join_group(SPEC),
+        "weft_spill": lambda: replica.spill(SpillOrder()),
+        "weft_held": lambda: replica.manifest(BASE),
+    }
+    with pytest.raises(TransferTimeoutError, match=method):
+        await calls[method]()
+    assert replica.dirty_reason == ""
+    away.set()
+    del engine.hang[method]
+    if method != "weft_held":
+        await calls[method]()
+    await replica.apply_base("t", BASE, b"")
+
+
+async def test_a_pause_that_comes_late_is_taken_back() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["pause"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="pausing"):
+        await replica.apply_base("t", BASE, b"")
+    away.set()
+    assert engine.calls == ["pause", "resume"]  # the engine does them in this order
+    assert replica.dirty_reason == ""
+
+
+async def test_a_resume_that_is_late_after_a_load_is_dirty() -> None:
+    """Whoever asked is told of a failure, so nobody may take it for what it served."""
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    away = engine.hang["resume"] = asyncio.Event()
+    with pytest.raises(LoadFailedError, match="resuming"):
+        await replica.apply_base("t", BASE, b"")
+    assert "resuming" in replica.dirty_reason
+    away.set()
+    await asyncio.sleep(0)
+
+
+async def test_an_adapter_is_dropped_once_the_workers_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    def request(version: PolicyVersion, number: int) -> Any:
+        path = f"{lora_hook.SCHEME}{version}"
+        return SimpleNamespace(lora_name=str(version), lora_path=path, lora_int_id=number)
+
+    monkeypatch.setattr(lora_hook, "lora_request", request)
+    engine = FakeEngine()
+    replica = make_replica(engine, call_seconds=0.01)
+    old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    for version in (old, new):
+        await replica.load_adapter("t", version, "{}", b"")
+    assert not await replica.retire(old)
+    await asyncio.sleep(GRACE_SECONDS)
+    away = engine.hang["weft_drop_adapter"] = asyncio.Event()
+    with pytest.raises(TransferTimeoutError, match="weft_drop_adapter"):
+        await replica.retire(old)
+    assert replica.dirty_reason == ""
+    away.set()
+    assert await replica.retire(old)
+
+
+async def test_an_interrupted_switch_is_dirty() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine)
+    engine.hang["weft_apply_base"] = asyncio.Event()
+    task = asyncio.create_task(replica.apply_base("t", BASE, b""))
+    while "weft_apply_base" not in engine.calls:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "interrupted" in replica.dirty_reason
+    engine.hang["weft_apply_base"].set()
+    await asyncio.sleep(0)
+
+
+async def test_a_dead_engine_is_a_dirty_one() -> None:
+    engine = FakeEngine()
+
+    def die() -> list[Answer]:
+        raise RuntimeError("EngineCore encountered an issue")
+
+    engine.answers["weft_pin_bases"] = die
+    with pytest.raises(LoadFailedError, match="encountered an issue") as raised:
+        await make_replica(engine).pin_bases([3])
+    assert raised.value.metadata["dirty"] == "true"

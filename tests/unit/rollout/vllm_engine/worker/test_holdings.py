@@ -1,0 +1,185 @@
+"""What a worker holds reaches the replica's process without being asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_side.memory.placement import Memory
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import StagedVersion
+from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.worker.holdings_page import SLOT_BYTES, HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+
+MANIFEST = plan_buckets((TensorMeta("w", DataType.FLOAT32, (4,)),))
+EMPTY: dict[str, Any] = {
+    "adapter_bytes": 0,
+    "staging_bytes": 0,
+    "transfer_ids": [],
+    "retained_bases": [],
+    "spilled": [],
+    "spilled_digests": [],
+    "pinned_base_bytes": 0,
+    "ended_restore": "",
+}
+
+
+@pytest.fixture
+def page() -> Iterator[HoldingsPage]:
+    made = HoldingsPage()
+    yield made
+    made.close()
+
+
+def test_what_was_written_last_is_read(page: HoldingsPage) -> None:
+    assert page.read().retained_bases == ()
+    writer = HoldingsWriter(page.path)
+    for number in range(1, 6):
+        writer.write({**EMPTY, "retained_bases": [number], "spilled": [f"math@{number}"]})
+        held = page.read()
+        assert held.retained_bases == (number,)
+        assert held.spilled == (PolicyVersion("math", number),)
+        assert page.read() is held  # nothing is parsed where nothing has changed
+
+
+def test_a_slot_that_is_being_written_is_not_read(page: HoldingsPage) -> None:
+    writer = HoldingsWriter(page.path)
+    writer.write({**EMPTY, "adapter_bytes": 1})
+    writer.write({**EMPTY, "adapter_bytes": 2})
+    # The next text over the older slot, as far as it came; its header is the old one's.
+    torn = SLOT_BYTES + 20
+    writer._map[torn : torn + 9] = b"\xff" * 9
+    assert page.read().adapter_bytes == 2
+    other = HoldingsPage()
+    writer = HoldingsWriter(other.path)
+    writer.write({**EMPTY, "adapter_bytes": 1})
+    torn = SLOT_BYTES + 20
+    writer._map[torn : torn + 9] = b"\xff" * 9
+    assert other.read().adapter_bytes == 0
+    other.close()
+
+
+def test_what_does_not_fit_leaves_what_was_there(page: HoldingsPage) -> None:
+    writer = HoldingsWriter(page.path)
+    writer.write({**EMPTY, "adapter_bytes": 3})
+    with pytest.raises(ValueError, match="do not fit"):
+        writer.write({**EMPTY, "spilled": ["x" * SLOT_BYTES]})
+    assert page.read().adapter_bytes == 3
+
+
+def test_thousands_of_spilled_versions_fit(page: HoldingsPage) -> None:
+    names = [f"{'n' * 63}@{number}" for number in range(4096)]
+    digests = [(name, bytes(32)) for name in names]
+    HoldingsWriter(page.path).write({**EMPTY, "spilled": names, "more": digests})
+    assert len(page.read().spilled) == 4096
+
+
+def _write_for_ever(path: str) -> None:
+    writer, number = HoldingsWriter(path), 0
+    while True:
+        number += 1
+        writer.write({**EMPTY, "adapter_bytes": number, "staging_bytes": number})
+
+
+def test_a_writer_of_another_process_is_never_seen_halfway_nor_missed_when_killed(
+    page: HoldingsPage,
+) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_write_for_ever, args=(page.path,)
+    )
+    process.start()
+    try:
+        seen = 0
+        until(lambda: page.read().adapter_bytes > 0)
+        for _ in range(20_000):
+            held = page.read()
+            assert held.adapter_bytes == held.staging_bytes >= seen
+            seen = held.adapter_bytes
+    finally:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    held = page.read()
+    assert held.adapter_bytes == held.staging_bytes >= seen
+    assert page.read() == held
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class _Worker:
+    rank = 0
+
+    def __init__(self, state: WorkerState) -> None:
+        self.weft_state = state
+
+    @guarded
+    def drop(self) -> None:
+        self.weft_state.store.discard("t")
+        raise ValueError("after it was dropped")
+
+
+def _state(page: HoldingsPage) -> WorkerState:
+    state = WorkerState(WorkerStore(2**20, 2**20, 1, Memory()), Reference("Model", ()))
+    state.receiver = SimpleNamespace()  # type: ignore[assignment]
+    state.report = HoldingsReport(
+        HoldingsWriter(page.path), lambda: look_at(state), lambda: memory_of(state)
+    )
+    return state
+
+
+def test_what_another_thread_changes_is_told_soon_and_what_a_call_changes_at_once(
+    page: HoldingsPage,
+) -> None:
+    state = _state(page)
+    assert state.report is not None
+    state.report.start()
+    assert page.read().staged_transfer_ids == ()
+
+    def receive() -> None:
+        segment = state.store.reserve("t", MANIFEST.wire_bytes, adapter=False)
+        version = PolicyVersion("base", 1)
+        state.store.put_staged(StagedVersion("t", version, MANIFEST, segment, b"d"))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    thread.join()
+    until(lambda: page.read().staged_transfer_ids == ("t",))
+    assert page.read().staging_bytes == MANIFEST.wire_bytes
+    answer = _Worker(state).drop()
+    assert not answer["ok"]
+    assert page.read().staged_transfer_ids == ()  # told before the answer was
+    state.report.close()
+    state.store.reserve("u", 2 * MANIFEST.wire_bytes, adapter=False)
+    state.tell_holdings()  # the thread has ended, calls still tell
+    assert page.read().staging_bytes == 2 * MANIFEST.wire_bytes
+
+
+def test_a_page_whose_process_is_gone_fails_no_call(page: HoldingsPage) -> None:
+    state = _state(page)
+    assert state.report is not None
+    state.report.tell()
+    page.close()
+    state.store.reserve("t", MANIFEST.wire_bytes, adapter=False)
+    state.tell_holdings()
+    assert page.read().staging_bytes == 0
+    with pytest.raises(OSError, match="/proc/"):
+        HoldingsWriter(page.path)

@@ -1,0 +1,72 @@
+"""What a worker may still rely on once a load in place has ended."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import ServedBase
+from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
+from rollout_side.vllm_engine.worker import state as worker_state
+from rollout_side.vllm_engine.worker.state import WorkerState, loader
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import LoadFailedError, TransferAbortedError, WeftError
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType, TensorMeta
+
+METAS = (TensorMeta("w", DataType.FLOAT32, (4,)),)
+MANIFEST = plan_buckets(METAS)
+OLD, NEW = cast(DirectPlan, object()), cast(DirectPlan, object())
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, result: DirectPlan | WeftError) -> WorkerState:
+    """A load that ends so; the state that it leaves."""
+    store = WorkerStore(2**20, 2**20)
+    state = WorkerState(store, Reference("Model", METAS), plan=OLD)
+    base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
+    store.set_served(base)
+
+    def load(worker: Any, inflow: Inflow, reference: Reference, plan: Any) -> DirectPlan:
+        assert plan is OLD
+        assert not store.is_served("t1", b"digest")  # its weights are about to change
+        assert state.plan is None
+        if isinstance(result, WeftError):
+            raise result
+        return result
+
+    monkeypatch.setattr(worker_state, "load_in_place", load)
+    inflow = Inflow("t2", PolicyVersion("base", 2), MANIFEST, time.monotonic() + 20)
+    run = loader(SimpleNamespace(device=torch.device("cpu")), state)
+    if isinstance(result, WeftError):
+        with pytest.raises(type(result)):
+            run(inflow)
+    else:
+        run(inflow)
+    return state
+
+
+def test_what_was_loaded_whole_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _end(monkeypatch, NEW)
+    assert state.plan is NEW
+    assert state.store.retained_bases() == ()  # until it is committed
+
+
+def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _end(monkeypatch, TransferAbortedError("it never began"))
+    assert state.plan is OLD
+    assert state.store.is_served("t1", b"digest")
+    assert not state.store.is_served("t1", b"other")
+    assert state.store.retained_bases() == (1,)
+
+
+def test_nothing_is_left_of_what_failed_midway(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _end(monkeypatch, LoadFailedError("a layer burned", metadata={"dirty": "true"}))
+    assert state.plan is None
+    assert state.store.retained_bases() == ()

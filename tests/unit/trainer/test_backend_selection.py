@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer_side import backend_selection as module
+from trainer_side.backend_selection import DEVICE_BUCKET_BYTES, Lane, plan_for
+from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
+from weft.contract.errors import NotReadyError
+from weft.contract.manifest import WSUM64, XXH3_64
+
+BOTH = ("nccl", "gloo")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A process that has one."""
+    monkeypatch.setattr(module, "available_backends", lambda _: BOTH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_without_an_accelerator_bytes_take_gloo():
+    assert Lane().backend(BOTH) == "gloo"
+    assert Lane().device_of("nccl") == torch.device("cpu")
+
+
+def test_a_pool_from_before_backends_were_told_takes_gloo():
+    assert Lane().backend(()) == "gloo"
+
+
+def test_with_one_they_take_what_the_pool_likes_best(gpu):
+    assert Lane().backend(BOTH) == "nccl"
+    assert Lane().backend(("gloo",)) == "gloo"
+    assert Lane("gloo").backend(BOTH) == "gloo"
+
+
+def test_the_device_is_the_current_one_or_as_chosen(gpu):
+    assert Lane().device_of("nccl") == torch.device("cuda", 1)
+    assert Lane(device=torch.device("cuda", 3)).device_of("nccl") == torch.device("cuda", 3)
+    assert Lane(device=torch.device("cuda", 3)).device_of("gloo") == torch.device("cpu")
+
+
+def test_no_shared_backend_is_refused():
+    with pytest.raises(NotReadyError, match="offers nccl, this process has gloo") as caught:
+        Lane().backend(("nccl",))
+    assert caught.value.reason == "BACKEND_MISMATCH"
+    with pytest.raises(NotReadyError, match="may use nccl only"):
+        Lane("nccl").backend(BOTH)
+
+
+def test_buckets_and_digests_suit_the_backend():
+    assert plan_for("gloo", None) == module.Plan(DEFAULT_BUCKET_BYTES, XXH3_64)
+    assert plan_for("nccl", None) == module.Plan(DEVICE_BUCKET_BYTES, WSUM64)
+    assert plan_for("nccl", 2**20).bucket_bytes == 2**20

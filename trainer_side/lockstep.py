@@ -1,0 +1,49 @@
+"""A push's reading of its source, in step on every rank of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer_side.ranks import Ranks
+from trainer_side.sources.source import Source
+from weft.contract.manifest import Manifest
+
+
+class LedSource:
+    """The sender's source, which the other ranks ``follow``: before each bucket, all
+    learn whether all can go on.
+
+    Args:
+        source: Collective.
+        ranks: Of the trainer.
+    """
+
+    is_collective = True
+
+    def __init__(self, source: Source, ranks: Ranks) -> None:
+        self.description, self.metas = source.description, source.metas
+        self._source, self._ranks = source, ranks
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        """See ``Source.read``."""
+        self._ranks.agree()
+        try:
+            self._source.read(first, count, views)
+        except BaseException:
+            self._ranks.abandon()  # others may wait for us inside a gather
+            raise
+
+
+def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:
+    """What another rank than the sender does for a push: give what it holds.
+
+    Raises:
+        WeftError: What ended the push, as at every rank.
+    """
+    led = LedSource(source, ranks)
+    first = 0
+    for bucket in manifest.buckets:
+        led.read(first, bucket.num_tensors, None)
+        first += bucket.num_tensors

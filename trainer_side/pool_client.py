@@ -1,0 +1,367 @@
+"""One push as the sender carries it out: begin, send, learn the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from trainer_side.backend_selection import Lane
+from trainer_side.contact import Contact, data_address
+from trainer_side.leases import Leases
+from trainer_side.progress import ProgressReporter
+from trainer_side.sender import Sender
+from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.source import Source
+from weft.contract.errors import (
+    LeaseFencedError,
+    NotFiniteError,
+    NotReadyError,
+    PeerUnavailableError,
+    StaleEpochError,
+    TransferTimeoutError,
+    WeftError,
+    lost_weights,
+    with_lost_weights,
+)
+from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY
+from weft.rpc.channel import open_channel
+from weft.rpc.codec import duration_to_proto, version_from_proto
+from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.transport.member import GroupTicket
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.publish_pb2_grpc import PublishServiceStub
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How often the outcome is asked again while the coordinator is away.
+_RETRY_SECONDS = 0.5
+# Longest that the error of a failed push waits for the coordinator's word on it.
+_VERDICT_SECONDS = 2.0
+
+
+class Delivery:
+    """The coordinator and the side group, as the sender of a trainer uses them.
+
+    Used by one thread at a time; leases are renewed on a thread of their own.
+
+    Args:
+        coordinator: HOST:PORT.
+        trainer_id: Owner of the policies that are pushed.
+        data_host: Address that replicas reach this machine by; None finds it out.
+        lane: Which way the bytes take.
+        reporter: Shows progress.
+        connect_seconds: See ``Contact``.
+        takeover, on_wanted: See ``Leases``.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        trainer_id: str,
+        data_host: str | None,
+        lane: Lane,
+        reporter: ProgressReporter,
+        *,
+        connect_seconds: float,
+        takeover: bool = False,
+        on_wanted: Callable[[str], None] | None = None,
+    ) -> None:
+        self._target = coordinator
+        self._data_host = data_host
+        self._host = ""
+        self._lane = lane
+        self._reporter = reporter
+        self._channel = open_channel(coordinator)
+        self._stub = PublishServiceStub(self._channel)
+        self._contact = Contact(self._channel, coordinator, connect_seconds)
+        self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
+        self._sender: Sender | None = None
+        self._put: set[bytes] = set()
+        #: What the push under way was begun with.
+        self._request: pb.BeginTransferRequest | None = None
+
+    def describe(self, deadline: float) -> pb.DescribeTargetResponse:
+        """What the pool serves, and of its backends the one to use; blocks until a
+        replica has described it.
+
+        Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
+            NotReadyError: ``BACKEND_MISMATCH``.
+        """
+        if not self._contact.was_reached:
+            self._contact.wait(deadline)
+        # Known now, before anything is begun: what is wrong with it would end every push.
+        self._host = data_address(self._data_host, self._target)
+        target = self._call(
+            lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
+            deadline,
+        )
+        target.backends[:] = [self._lane.backend(target.backends)]
+        return target
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """See ``Leases.wanted``."""
+        return self._leases.wanted
+
+    def close(self) -> None:
+        """Release the leases and leave the side group; blocks at most some seconds."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        self._leases.close()
+        self._channel.close()
+
+    def begin(
+        self,
+        policy: str,
+        manifest: Manifest,
+        adapter: Adapter | None,
+        backend: str,
+        deadline: float,
+        *,
+        min_replicas: int,
+        check_finite: bool,
+        trained_on: int | None,
+        refuse_other_base: bool,
+    ) -> pb.BeginTransferResponse:
+        """Begin, after acquiring the lease and making the manifest known as needed.
+
+        Args:
+            policy, manifest: What is pushed.
+            adapter: None for the base.
+            backend: What will carry it.
+            deadline: ``time.monotonic()`` of the push.
+            min_replicas: 0 is all in contact.
+            check_finite: Whether what is packed is looked at.
+            trained_on: Version of the base that the adapter was trained on; None where
+                nobody knows.
+            refuse_other_base: Have it refused over any other.
+        """
+        kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
+        spec = None
+        if adapter is not None:
+            spec = types_pb2.AdapterSpec(
+                config_json=adapter.config_json,
+                base_fingerprint=adapter.base_fingerprint,
+                trained_on_base_version=trained_on,
+            )
+        request = pb.BeginTransferRequest(
+            request_id=secrets.token_hex(16),
+            policy=policy,
+            session_id=self._leases.session_id,
+            layout_digest=manifest.layout_digest,
+            adapter=spec,
+            require=pb.Requirement(min_replicas=min_replicas),
+            backend=backend,
+            check_finite=check_finite,
+            refuse_other_base=refuse_other_base,
+        )
+        self._request = request
+        fenced = False
+        while True:
+            request.fencing_token = self._leases.token(policy, kind, deadline)
+            if manifest.layout_digest not in self._put:
+                self._put_manifest(manifest, deadline)
+            if self._sender is not None and self._can_reuse(self._sender, request.backend):
+                request.group_id = self._sender.ticket.group_id
+            request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
+            try:
+                begun = self._call(
+                    lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
+                )
+                self._leases.assigned(policy, begun.version.version)
+                return begun
+            except LeaseFencedError as error:
+                # Expired while we were away (a long step under a debugger, a restart
+                # of the coordinator): acquire anew once, or learn who holds it.
+                self._leases.forget(policy)
+                if fenced or error.metadata.get("holder"):  # somebody took it over
+                    raise
+                fenced = True
+            except NotReadyError as error:
+                if error.reason != "MANIFEST_UNKNOWN" or manifest.layout_digest not in self._put:
+                    raise
+                self._put.discard(manifest.layout_digest)  # the coordinator restarted
+
+    def _can_reuse(self, sender: Sender, backend: str) -> bool:
+        """Whether the group that is kept suits a push; an accelerator may have changed."""
+        ticket = sender.ticket
+        wanted = backend, self._lane.device_of(backend)
+        return sender.usable and (ticket.backend, ticket.device) == wanted
+
+    def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
+        def chunks() -> Iterator[pb.PutManifestRequest]:
+            return (pb.PutManifestRequest(chunk=chunk) for chunk in manifest_to_chunks(manifest))
+
+        self._call(lambda left: self._stub.PutManifest(chunks(), timeout=left), deadline)
+        self._put.add(manifest.layout_digest)
+
+    def carry_out(
+        self,
+        begun: pb.BeginTransferResponse,
+        source: Source,
+        manifest: Manifest,
+        check_finite: bool,
+        deadline: float,
+    ) -> pb.Transfer:
+        """Send, then learn the outcome; the group is kept if all went well."""
+        if not begun.HasField("group"):  # a retried call of a push that has ended
+            return self._outcome(begun, deadline, None)
+        sender = None
+        try:
+            # When the group is gone, only the coordinator knows why, or whether the
+            # version was committed all the same.
+            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                sender = self._sender_for(begun, deadline)
+                self._send(sender, begun, source, manifest, check_finite, deadline)
+            return self._outcome(begun, deadline, sender)
+        except BaseException as error:
+            self._give_up(begun, error)
+            if names := self._lost_weights(begun, error):
+                if isinstance(error, WeftError):
+                    raise with_lost_weights(error, names) from error
+                _log.error("%s", lost_weights(names))
+            raise
+
+    def _send(
+        self,
+        sender: Sender,
+        begun: pb.BeginTransferResponse,
+        source: Source,
+        manifest: Manifest,
+        check_finite: bool,
+        deadline: float,
+    ) -> None:
+        version = version_from_proto(begun.version)
+        with self._reporter.push(str(version), manifest.total_bytes) as progress:
+            sender.send(
+                source,
+                manifest,
+                transfer_id=begun.transfer_id,
+                nonce=begun.nonce,
+                deadline=deadline,
+                progress=progress,
+                check_finite=check_finite,
+                find_group=lambda known: self._group_now(begun, known, deadline),
+            )
+
+    def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
+        group = begun.group
+        if self._sender is not None:
+            if self._sender.usable and self._sender.ticket.group_id == group.group_id:
+                return self._sender
+            self._sender.close()
+            self._sender = None
+        while True:
+            try:
+                self._sender = Sender(self._target, self._ticket(group))
+                return self._sender
+            except (StaleEpochError, PeerUnavailableError):
+                moved = self._group_now(begun, group.group_id, deadline)
+                if moved is None:
+                    raise
+                group = moved
+
+    def _group_now(
+        self, begun: pb.BeginTransferResponse, known: str, deadline: float
+    ) -> pb.GroupPlan | None:
+        """The place in the group that a transfer goes on in, if it was re-formed before this
+        rank came to the group that it knows: there nobody can tell it any more."""
+        if self._request is None:
+            return None
+        request = self._request
+        try:  # asked again, begin answers what has become of the same transfer
+            answer = self._call(
+                lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
+            )
+        except WeftError:
+            return None
+        is_other = answer.HasField("group") and answer.group.group_id != known
+        return answer.group if is_other and answer.transfer_id == begun.transfer_id else None
+
+    def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
+        return GroupTicket(
+            group_id=group.group_id,
+            token=group.token,
+            epoch=group.epoch,
+            rank=group.rank,
+            size=group.size,
+            backend=group.backend,
+            host=self._host,
+            device=self._lane.device_of(group.backend),
+        )
+
+    def _outcome(
+        self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None
+    ) -> pb.Transfer:
+        """Wait for the commit, the sender standing by; outlives the coordinator."""
+        request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
+
+        def ask(left: float) -> pb.AwaitTransferResponse:
+            call = self._stub.AwaitTransfer.future(request, timeout=left)
+            if sender is not None:
+                sender.stand_by(call)
+            return call.result()
+
+        transfer = self._call(ask, deadline).transfer
+        self._leases.published(begun.version.policy)
+        return transfer
+
+    def _give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
+        """Tell the coordinator, best effort, and leave the group."""
+        request = pb.AbortTransferRequest(
+            transfer_id=begun.transfer_id,
+            policy=begun.version.policy,
+            fencing_token=self._leases.held_token(begun.version.policy),
+            message=f"the trainer gave up: {error!r}"[:500],
+        )
+        if not isinstance(error, WeftError) or isinstance(
+            error, TransferTimeoutError | NotFiniteError
+        ):
+            try:
+                self._stub.AbortTransfer(request, timeout=2.0)
+            except grpc.RpcError as rpc_error:
+                _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _lost_weights(self, begun: pb.BeginTransferResponse, error: BaseException) -> str:
+        """Replicas that had begun to load a push in place that has failed, as the
+        coordinator says; best effort."""
+        told = isinstance(error, WeftError) and "dirty" in error.metadata
+        if told or begun.version.policy != BASE_POLICY:
+            return ""
+        request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
+        try:
+            self._stub.AwaitTransfer(request, timeout=_VERDICT_SECONDS)
+        except grpc.RpcError as verdict:
+            return error_from_rpc(verdict).metadata.get("replicas", "")
+        return ""
+
+    def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
+        """One RPC with the time that is left, made again once a coordinator that was away
+        is back (all of them are idempotent); its failure as a typed error."""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError("the push's deadline passed")
+            try:
+                return call(left)
+            except grpc.RpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                if error.reason != "COORDINATOR_AWAY":
+                    raise error from rpc_error
+            time.sleep(_RETRY_SECONDS)
+            self._contact.wait(deadline)

@@ -1,0 +1,259 @@
+"""What one push sends, as the user handed it over: told apart here, sent elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer_side.origin import BaseOf
+from trainer_side.params.choose import Kind, Opened, open_model
+from trainer_side.params.merged import MergedParams
+from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
+from trainer_side.params.snapshot import Lease, snapshot
+from trainer_side.ranks import Ranks
+from trainer_side.sources.active_adapters import active_remarks
+from trainer_side.sources.adapter_source import Adapter, adapter_of_model, adapter_parameters
+from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
+from trainer_side.sources.module_source import ModuleSource
+from trainer_side.sources.names import adapter_tensor_name, unwrapped_name
+from trainer_side.sources.source import CastRule, Source
+from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.rpc.codec import dtype_from_proto
+from weft.v1 import publish_pb2 as pb
+
+#: What ``push_base`` and ``push_adapter`` take.
+Model = torch.nn.Module | str | Path
+
+
+class Content(Protocol):
+    """Weights of one push."""
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
+        """The source for a pool, and the adapter's description if it is one; not
+        collective.
+
+        Raises:
+            WeftError: They cannot be pushed; says why.
+        """
+
+    def kept(self, memory: Lease) -> Content:
+        """The same with copies of the weights as they are now, in ``memory``: training
+        may go on. Collective where the framework alone can gather."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know, and could not see from the push's success."""
+
+    @property
+    def base(self) -> BaseOf:
+        """What is pushed as the base, or what an adapter was trained on."""
+
+
+@dataclass(frozen=True)
+class ModelBase:
+    """Every weight of a model."""
+
+    opened: Opened
+    cast: bool
+    merged: str | None = None
+    """The adapter to merge into them."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the model as it was when the push was asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        cast: bool,
+        merged: str | None,
+        kind: Kind = "auto",
+    ) -> ModelBase:
+        """Look at a model; see ``open_model``.
+
+        Raises:
+            InvalidRequestError: A PEFT model without saying what to merge, or none.
+        """
+        opened = open_model(model, ranks, kind)
+        is_peft = hasattr(opened.module, "peft_config")
+        if is_peft and merged is None:
+            raise InvalidRequestError(
+                "this is a PEFT model: push_adapter sends its adapter, push_merged its base with "
+                "the adapter merged in"
+            )
+        if not is_peft and merged is not None:
+            raise InvalidRequestError("push_merged needs a PEFT model: push_base sends this one")
+        notes = active_remarks(opened.module, merged) if merged is not None else ()
+        return cls(opened, cast, merged, notes)
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
+        """See ``Content.source``."""
+        module: Any = self.opened.module
+        params = self.opened.params
+        if params.is_collective and has_quantised_layers(module):
+            raise UnsupportedError(
+                "a base that is both quantised and sharded cannot be dequantised on the way: push "
+                "the adapter (push_adapter), or shard an unquantised base"
+            )
+        if self.merged is not None:
+            params = MergedParams(module, params, self.merged)
+            module = module.get_base_model()
+        return ModuleSource(module, params, _base_rule(target, self.cast)), None
+
+    def kept(self, memory: Lease) -> ModelBase:
+        """See ``Content.kept``. Of a PEFT model only what is trained: its base is not."""
+        names = set(self.opened.params.metas)
+        if self.merged is not None:
+            names = {
+                unwrapped_name(name)
+                for name, param in self.opened.module.named_parameters()
+                if param.requires_grad or adapter_tensor_name(name, self.merged) is not None
+            }
+        params = snapshot(self.opened.params, names, memory)
+        return replace(self, opened=replace(self.opened, params=params))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """See ``Content.remarks``."""
+        if isinstance(self.opened.params, DequantisedParams):
+            text = "the base is quantised here: its dequantised weights were pushed"
+            return (text, *self.notes)
+        return self.notes
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``."""
+        return _base_of(self.opened)
+
+
+@dataclass(frozen=True)
+class ModelAdapter:
+    """A PEFT model's adapter."""
+
+    opened: Opened
+    adapter_name: str
+    cast: bool
+    check_base: bool
+    notes: tuple[str, ...] = ()
+    """Remarks on the model as it was when the push was asked for."""
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
+        """See ``Content.source``."""
+        adapter = adapter_of_model(
+            self.opened, self.adapter_name, _adapter_rule(target, self.cast),
+            check_base=self.check_base,
+        )  # fmt: skip
+        return adapter.source, adapter
+
+    def kept(self, memory: Lease) -> ModelAdapter:
+        """See ``Content.kept``."""
+        names = adapter_parameters(self.opened.params, self.adapter_name)
+        params = snapshot(self.opened.params, names, memory)
+        return replace(self, opened=replace(self.opened, params=params))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """See ``Content.remarks``."""
+        kind = self.opened.params.kind
+        if "quantised" not in kind:
+            return self.notes
+        return (
+            f"the adapter was trained on a base that is {kind.partition(' ')[2]}, and is served on "
+            "the pool's own: answers differ from the trainer's by the error of that quantisation",
+            *self.notes,
+        )
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``."""
+        return _base_of(self.opened)
+
+
+@dataclass(frozen=True)
+class FileBase:
+    """A checkpoint on disk; read when it is sent."""
+
+    path: Path
+    cast: bool
+    remarks: tuple[str, ...] = ()
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
+        """See ``Content.source``."""
+        return CheckpointSource(self.path, _base_rule(target, self.cast)), None
+
+    def kept(self, memory: Lease) -> FileBase:
+        """See ``Content.kept``: files are not copied."""
+        return self
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: no module of this process."""
+        return BaseOf()
+
+
+@dataclass(frozen=True)
+class FileAdapter:
+    """A directory that PEFT saved; read when it is sent."""
+
+    path: Path
+    cast: bool
+    remarks: tuple[str, ...] = ()
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
+        """See ``Content.source``."""
+        adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
+        return adapter.source, adapter
+
+    def kept(self, memory: Lease) -> FileAdapter:
+        """See ``Content.kept``: files are not copied."""
+        return self
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: what PEFT wrote down as it was saved."""
+        return base_of_dir(self.path)
+
+
+def _base_of(opened: Opened) -> BaseOf:
+    module: Any = opened.module
+    is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+    return BaseOf.of(module.get_base_model() if is_peft else module)
+
+
+def base_content(
+    model: Model, ranks: Ranks, cast: bool, merged: str | None = None, kind: Kind = "auto"
+) -> Content:
+    """What ``push_base`` and ``push_merged`` were handed."""
+    if isinstance(model, str | Path):
+        return FileBase(Path(model), cast)
+    return ModelBase.of(model, ranks, cast, merged, kind)
+
+
+def adapter_content(
+    model: Model,
+    ranks: Ranks,
+    cast: bool,
+    adapter_name: str,
+    check_base: bool,
+    kind: Kind = "auto",
+) -> Content:
+    """What ``push_adapter`` was handed."""
+    if isinstance(model, str | Path):
+        return FileAdapter(Path(model), cast)
+    opened = open_model(model, ranks, kind)
+    notes = active_remarks(opened.module, adapter_name)
+    return ModelAdapter(opened, adapter_name, cast, check_base, notes)
+
+
+def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:
+    exceptions = {
+        name: dtype_from_proto(dtype) for name, dtype in target.base_dtype_exceptions.items()
+    }
+    return CastRule(cast, dtype_from_proto(target.base_dtype), exceptions)
+
+
+def _adapter_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:
+    return CastRule(cast, dtype_from_proto(target.adapter_dtype))

@@ -1,0 +1,141 @@
+"""Tensors in safetensors files, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_side.origin import BaseOf
+from trainer_side.params.params import copy_into
+from trainer_side.sources.adapter_config import config_in_names
+from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.source import CastRule, make_metas, tensor_source
+from weft.contract.errors import InvalidManifestError, InvalidRequestError
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def is_adapter_dir(path: Path) -> bool:
+    """Whether PEFT's save_pretrained wrote it."""
+    return (path / _ADAPTER_CONFIG).is_file()
+
+
+def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
+    """The adapter that PEFT saved in a directory.
+
+    Raises:
+        InvalidRequestError: A file is missing, with what to do.
+        InvalidAdapterError: The config cannot be read.
+    """
+    weights = path / _ADAPTER_WEIGHTS
+    if not is_adapter_dir(path) or not weights.is_file():
+        raise InvalidRequestError(
+            f"{path} is not a PEFT adapter: it needs {_ADAPTER_CONFIG} and {_ADAPTER_WEIGHTS} "
+            "(save_pretrained with safe_serialization=True writes both)"
+        )
+    _safe_open()
+    from safetensors.torch import load_file
+
+    tensors = load_file(weights)
+    source = tensor_source(tensors, cast, f"PEFT directory {path}")
+    config_json = config_in_names((path / _ADAPTER_CONFIG).read_text(), tensors, None)
+    return Adapter(source, config_json, "")
+
+
+def base_of_dir(path: Path) -> BaseOf:
+    """What an adapter that PEFT saved was trained on, as it wrote down."""
+    config = json.loads((path / _ADAPTER_CONFIG).read_text())
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return BaseOf(
+        None,
+        name if isinstance(name, str) else "",
+        revision if isinstance(revision, str) else None,
+    )
+
+
+class CheckpointSource:
+    """All tensors of a checkpoint directory or of one safetensors file.
+
+    Tensors are read in the order of their names, layer by layer, each from disk as
+    it is packed: extra memory is that of the largest tensor.
+
+    Raises:
+        InvalidRequestError: No safetensors file there.
+        InvalidManifestError: Two files hold a tensor of one name.
+    """
+
+    is_collective = False
+
+    def __init__(self, path: Path, cast: CastRule) -> None:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(f.is_file() for f in files):
+            raise InvalidRequestError(f"{path} holds no .safetensors file")
+        open_file = _safe_open()
+        self._files = [open_file(file, "pt") for file in files]
+        by_name: dict[str, Any] = {}
+        tied = _tied_head(path)
+        for file in self._files:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name in by_name:
+                    raise InvalidManifestError(f"two files of {path} hold a tensor {name!r}")
+                if name != tied:
+                    by_name[name] = file
+        self.description = f"checkpoint {path}, {len(by_name)} tensors"
+        self._by_name = by_name
+        self._names = sorted(by_name, key=_natural_key)
+        # Slices tell shape and dtype without reading; meta tensors carry both.
+        self.metas = make_metas(
+            [(name, _meta(by_name[name].get_slice(name))) for name in self._names], cast
+        )
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        """See ``Source.read``."""
+        assert views is not None
+        for name, view in zip(self._names[first:], views, strict=False):
+            copy_into([view], [self._by_name[name].get_tensor(name)])
+
+
+# safetensors' names of element types.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def _meta(piece: Any) -> torch.Tensor:
+    dtype = _DTYPES.get(piece.get_dtype())
+    if dtype is None:
+        raise InvalidManifestError(f"element type {piece.get_dtype()!r} cannot be sent")
+    return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+
+
+def _natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+
+
+def _tied_head(path: Path) -> str | None:
+    """The output head's name where the config ties it to the embedding."""
+    config = path / "config.json"
+    if path.is_dir() and config.is_file():
+        settings = json.loads(config.read_text())
+        if settings.get("tie_word_embeddings"):
+            return "lm_head.weight"
+    return None
+
+
+def _safe_open() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise InvalidRequestError(
+            "reading safetensors files needs the package safetensors: pip install safetensors"
+        ) from None
+    return safe_open

@@ -1,0 +1,111 @@
+"""Every weight of a model, in checkpoint names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from trainer_side.params.params import Params, copy_into, whole_tensors
+from trainer_side.sources.names import Conversion, Revert, plan_conversions, reverter
+from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
+from weft.contract.errors import InvalidManifestError
+from weft.contract.tensors import TensorMeta
+
+
+class ModuleSource:
+    """Parameters of a model, tied ones once, buffers not.
+
+    Args:
+        model: The module itself, without wrappers, which knows its checkpoint names.
+        params: Its parameters; they must not change while a push reads them.
+        cast: See ``CastRule``.
+
+    Parameters that transformers holds in another form are converted one group at a
+    time: extra memory at the sender is that of the largest such group.
+
+    Raises:
+        InvalidManifestError: A parameter's values are not here (offloaded, on meta).
+    """
+
+    def __init__(self, model: torch.nn.Module, params: Params, cast: CastRule) -> None:
+        for name, tensor in params.local():
+            if tensor.is_meta:
+                raise InvalidManifestError(
+                    f"parameter {name!r} is on the meta device: its values are elsewhere "
+                    "(offloaded?); load it first"
+                )
+        self._params = params
+        self._revert = reverter(model)
+        self._groups, outputs = cached_conversions(model, params.metas, self._revert)
+        self.description = f"{params.kind} {type(model).__name__}, {len(params.metas)} parameters"
+        self.is_collective = params.is_collective
+        self.metas = make_metas(
+            [(name, outputs[name]) for group in self._groups for name in group.targets], cast
+        )
+        self._dtypes = torch_dtypes(self.metas)
+        self._index = [
+            (group, position) for group in self._groups for position in range(len(group.targets))
+        ]
+        self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        """See ``Source.read``."""
+        run: list[int] = []
+        for index in range(first, first + count):
+            group, position = self._index[index]
+            if group.is_identity:
+                run.append(index)
+                continue
+            converted = self._convert(group, wanted=views is not None)
+            if views is not None and converted is not None:
+                copy_into([views[index - first]], [converted[position]])
+        if run:
+            self._params.fetch(
+                [self._index[index][0].sources[0] for index in run],
+                [self._dtypes[index] for index in run],
+                None if views is None else [views[index - first] for index in run],
+            )
+        if first + count == len(self._index):
+            self._converted = None
+
+    def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
+        """The group's checkpoint tensors; None at ranks that only give what they hold."""
+        if self._converted is None or self._converted[0] is not group:
+            self._converted = None  # free the former before making the next
+            tensors = whole_tensors(self._params, group.sources, wanted=wanted)
+            outs = None if tensors is None else convert(group, tensors, self._revert)
+            self._converted = (group, outs)
+        return self._converted[1]
+
+
+def convert(
+    group: Conversion, params: Mapping[str, torch.Tensor], revert: Revert | None
+) -> list[torch.Tensor]:
+    """The checkpoint tensors of one group, in the order of its targets."""
+    tensors = {name: params[name] for name in group.sources}
+    out = tensors if revert is None else revert(tensors)
+    return [out[name] for name in group.targets]
+
+
+def reference_metas(model: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
+    """Checkpoint names and shapes of a model's ``params``, without reading them."""
+    _, outputs = cached_conversions(model, params, reverter(model))
+    return list(make_metas(outputs, CastRule(enabled=False)))
+
+
+_Signature = tuple[tuple[str, torch.Size], ...]
+_Planned = tuple[list[Conversion], dict[str, torch.Tensor]]
+_PLANNED: WeakKeyDictionary[torch.nn.Module, tuple[_Signature, _Planned]] = WeakKeyDictionary()
+
+
+def cached_conversions(
+    model: torch.nn.Module, params: Mapping[str, torch.Tensor], revert: Revert | None
+) -> _Planned:
+    """``plan_conversions``, made once a model: it costs milliseconds a layer."""
+    signature = tuple((name, param.shape) for name, param in params.items())
+    kept = _PLANNED.get(model)
+    if kept is None or kept[0] != signature:
+        kept = _PLANNED[model] = (signature, plan_conversions(params, revert))
+    return kept[1]

@@ -1,0 +1,114 @@
+"""One step in the making: the state so far and the effects so far.
+
+Local to a call of ``step``; the rules share it so that each can be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.contract.errors import WeftError
+from weft.contract.frozen import replace
+from weft.coordinator.decisions.effects import Announce, Answer, Effect, Refuse, Reply
+from weft.coordinator.decisions.state.pool import FitKey, Policy, State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+
+#: Ended transfers that are remembered.
+MAX_HISTORY = 100
+
+
+class Change:
+    """What a step has decided so far; ``state`` is replaced, never mutated.
+
+    ``touched`` are the replicas whose standing may have changed; ``touched_all``
+    says that what the pool serves has.
+    """
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.effects: list[Effect] = []
+        self.touched: set[str] = set()
+        self.touched_all = False
+
+    def emit(self, *effects: Effect) -> None:
+        """Add effects, in order."""
+        self.effects += effects
+
+    def reply(self, ticket: int, answer: Answer) -> None:
+        """Answer a call."""
+        self.effects.append(Reply(ticket, answer))
+
+    def refuse(self, tickets: Iterable[int], error: WeftError) -> None:
+        """Fail calls."""
+        self.effects += [Refuse(ticket, error) for ticket in tickets]
+
+    def announce(self, kind: str, subject: str, message: str) -> None:
+        """Tell watchers and the log."""
+        self.effects.append(Announce(kind, subject, message))
+
+    def put_replica(self, replica: Replica) -> Replica:
+        """Add or replace a replica; returns it."""
+        self.touched.add(replica.replica_id)
+        replicas = {**self.state.replicas, replica.replica_id: replica}
+        self.state = replace(self.state, replicas=replicas)
+        return replica
+
+    def drop_replica(self, replica_id: str) -> None:
+        """Forget a replica."""
+        self.touched.add(replica_id)
+        replicas = {k: v for k, v in self.state.replicas.items() if k != replica_id}
+        self.state = replace(self.state, replicas=replicas)
+
+    def put_policy(self, policy: Policy) -> None:
+        """Add or replace a policy."""
+        old = self.state.policies.get(policy.name)
+        self.touched_all |= old is None or old.versions != policy.versions
+        self.state = replace(self.state, policies={**self.state.policies, policy.name: policy})
+
+    def put_group(self, group: Group) -> None:
+        """Add or replace a group."""
+        self.state = replace(self.state, groups={**self.state.groups, group.group_id: group})
+
+    def drop_group(self, group_id: str) -> None:
+        """Forget a group."""
+        groups = {k: v for k, v in self.state.groups.items() if k != group_id}
+        self.state = replace(self.state, groups=groups)
+
+    def put_transfer(self, transfer: Transfer) -> Transfer:
+        """Add or replace a transfer under way; returns it."""
+        transfers = {**self.state.transfers, transfer.transfer_id: transfer}
+        self.state = replace(self.state, transfers=transfers)
+        return transfer
+
+    def drop_transfer(self, transfer_id: str) -> None:
+        """Forget a transfer that never got a version."""
+        transfers = {k: v for k, v in self.state.transfers.items() if k != transfer_id}
+        self.state = replace(self.state, transfers=transfers)
+
+    def end_transfer(self, transfer: Transfer) -> None:
+        """Move a transfer from those under way to the history."""
+        if transfer.replica_id:  # what the pool serves is the same
+            self.touched.add(transfer.replica_id)
+        else:
+            self.touched_all = True
+        self.drop_transfer(transfer.transfer_id)
+        transfer = replace(transfer, layout=replace(transfer.layout, manifest=None))
+        history = {**self.state.history, transfer.transfer_id: transfer}
+        while len(history) > MAX_HISTORY:
+            del history[next(iter(history))]
+        self.state = replace(self.state, history=history)
+
+    def look_up(self, replica_id: str) -> None:
+        """Remember that something is being looked up for a replica."""
+        self.state = replace(self.state, lookups=self.state.lookups | {replica_id})
+
+    def looked_up(self, replica_id: str) -> None:
+        """It was."""
+        self.touched.add(replica_id)
+        self.state = replace(self.state, lookups=self.state.lookups - {replica_id})
+
+    def fit_under_way(self, key: FitKey) -> None:
+        """Remember that preflight was asked."""
+        self.state = replace(self.state, fits_under_way=self.state.fits_under_way | {key})

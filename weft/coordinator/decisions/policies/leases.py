@@ -1,0 +1,178 @@
+"""Leases: one owner a policy, a fencing token that only grows, expiry."""
+
+from __future__ import annotations
+
+from weft.contract.errors import (
+    InvalidNameError,
+    InvalidRequestError,
+    LeaseFencedError,
+    PolicyOwnedError,
+    WeftError,
+)
+from weft.contract.frozen import replace
+from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import Done, LeaseAnswer, SavePolicy
+from weft.coordinator.decisions.policies import numbering
+from weft.coordinator.decisions.recovery.republish import publish_again_version
+from weft.coordinator.decisions.state.pool import Lease, Policy, State
+from weft.coordinator.decisions.state.values import Errand, Failure, PolicyKind
+from weft.coordinator.decisions.transfers import abort
+
+
+def acquire(change: Change, event: events.AcquirePolicy) -> None:
+    """Take a free policy, or answer the caller's own lease again, renewed."""
+    try:
+        _check_names(event)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    policy = change.state.policies.get(event.policy)
+    policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
+    lease = live_lease(policy, change.now)
+    if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
+        if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
+            change.refuse([event.ticket], _owned(policy, lease, change.now))
+            return
+        lease = None
+    if lease and lease.fencing_token < event.last_token <= numbering.MAX_NUMBER:
+        # Given to an earlier call of this session, which did not know of the token yet that
+        # a catalog gave which is lost: a session's tokens only grow.
+        lease = None
+    if lease is None:
+        _expire(change, policy, event)
+        policy = numbering.trainer_asks(change, policy, event)
+        token = numbering.next_token(policy, event.last_token)
+        lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
+        policy = replace(policy, fencing_token=token)
+        change.emit(SavePolicy(policy))
+        change.announce(
+            "lease_acquired", event.policy, f"by trainer {event.trainer_id}, token {token}"
+        )
+    _answer(change, event.ticket, policy, lease)
+
+
+def _check_names(event: events.AcquirePolicy) -> None:
+    check_name(event.trainer_id, "trainer")
+    if not 1 <= len(event.session_id) <= 128:
+        raise InvalidRequestError("session_id must have 1 to 128 characters")
+    if event.policy != BASE_POLICY:
+        check_adapter_name(event.policy)
+    if (event.policy == BASE_POLICY) != (event.kind is PolicyKind.BASE):
+        raise InvalidNameError(
+            f"policy {event.policy!r} cannot be of kind {event.kind.name}: 'base', and only it, "
+            "is the base model's weights"
+        )
+
+
+def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
+    left = lease.expires_at - now
+    return PolicyOwnedError(
+        f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}); its "
+        f"lease expires in {left:.1f} s unless renewed",
+        metadata={
+            "holder": lease.trainer_id,
+            "expires_in_seconds": f"{left:.3f}",
+            "fencing_token": str(lease.fencing_token),
+            "num_renewals": str(lease.num_renewals),
+            "host": lease.process.host,
+            "host_key": lease.process.host_key,
+            "pid": str(lease.process.pid),
+            "start_time": f"{lease.process.start_time:.3f}",
+        },
+    )
+
+
+def renew(change: Change, event: events.RenewLease) -> None:
+    """Extend a lease that is still held."""
+    try:
+        policy, lease = require_lease(
+            change.state, event.policy, event.fencing_token, change.now, event.session_id
+        )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    _answer(change, event.ticket, policy, lease)
+
+
+def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
+    seconds = change.state.settings.lease_seconds
+    lease = replace(lease, expires_at=change.now + seconds, num_renewals=lease.num_renewals + 1)
+    change.put_policy(replace(policy, lease=lease))
+    lost = publish_again_version(change.state, policy.name)
+    change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
+
+
+def release(change: Change, event: events.ReleasePolicy) -> None:
+    """Give a lease back; one that is not held any more is no error."""
+    policy = change.state.policies.get(event.policy)
+    lease = live_lease(policy, change.now) if policy else None
+    is_own = event.session_id in ("", lease.session_id) if lease else False
+    if policy and lease and is_own and lease.fencing_token == event.fencing_token:
+        change.put_policy(replace(policy, lease=None))
+        change.announce("lease_released", policy.name, f"by trainer {lease.trainer_id}")
+        _abort_transfers(change, policy.name, "its trainer gave the lease back")
+    change.reply(event.ticket, Done())
+
+
+def expire_leases(change: Change) -> None:
+    """Drop leases that ran out, and what was being pushed under them."""
+    for policy in list(change.state.policies.values()):
+        if policy.lease and policy.lease.expires_at <= change.now:
+            _expire(change, policy)
+
+
+def _expire(
+    change: Change, policy: Policy, displaced_by: events.AcquirePolicy | None = None
+) -> None:
+    """End a lease that ran out, or that the next process of its trainer takes over."""
+    lease = policy.lease
+    if lease is None:
+        return
+    change.put_policy(replace(policy, lease=None))
+    if displaced_by is not None and change.now < lease.expires_at:
+        why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
+    else:
+        why = f"the lease of trainer {lease.trainer_id!r} expired"
+    change.announce("lease_released", policy.name, why)
+    _abort_transfers(change, policy.name, why)
+
+
+def _abort_transfers(change: Change, policy: str, why: str) -> None:
+    failure = Failure("LEASE_FENCED", f"the push of {policy!r} was given up: {why}")
+    for transfer in list(change.state.transfers.values()):
+        pushed = transfer.errand is Errand.PUSH and transfer.policy == policy
+        if pushed and transfer.uncommitted:
+            abort.abort(change, transfer, failure)
+
+
+def live_lease(policy: Policy, now: float) -> Lease | None:
+    """The lease, if it has not run out."""
+    lease = policy.lease
+    return lease if lease and now < lease.expires_at else None
+
+
+def require_lease(
+    state: State, policy_name: str, fencing_token: int, now: float, session_id: str = ""
+) -> tuple[Policy, Lease]:
+    """The policy and its lease, if the token is that lease's, and the session where one
+    is named: a catalog that was lost may have given the token before.
+
+    Raises:
+        LeaseFencedError: The lease expired, was taken over, or never was.
+    """
+    policy = state.policies.get(policy_name)
+    lease = live_lease(policy, now) if policy else None
+    if policy is None or lease is None:
+        raise LeaseFencedError(
+            f"no lease of policy {policy_name[:80]!r} is held: it expired or was never taken; "
+            "acquire it again"
+        )
+    if lease.fencing_token != fencing_token or session_id not in ("", lease.session_id):
+        raise LeaseFencedError(
+            f"token {fencing_token} of policy {policy_name!r} was superseded by "
+            f"{lease.fencing_token}, held by trainer {lease.trainer_id!r} ({lease.process})",
+            metadata={"holder": lease.trainer_id},
+        )
+    return policy, lease

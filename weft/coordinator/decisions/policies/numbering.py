@@ -1,0 +1,120 @@
+"""Numbering: versions, tokens, epochs and generations go on above all that was heard.
+
+The catalog counts them; but it may have been lost, or be an older copy. Replicas and
+trainers say how far they have heard each count go, and what is beyond the catalog's is
+leapt over: by ``LEAP``, for not everybody may have been heard yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from weft.contract.errors import InvalidNameError
+from weft.contract.frozen import replace
+from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import (
+    SaveEpoch,
+    SaveGeneration,
+    SaveNumberFloor,
+    SavePolicy,
+)
+from weft.coordinator.decisions.state.pool import Policy, State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.values import PolicyKind
+
+#: What is left free above the highest number or token that was heard.
+LEAP: Final = 1000
+#: Nobody counts so far: a larger number is an error of who says it, and is not followed.
+#: What is counted from there is still within the bounds of ``weft.v1``.
+MAX_NUMBER: Final = 2**52
+
+
+def new_policy(state: State, name: str, kind: PolicyKind) -> Policy:
+    """A policy that the catalog does not know."""
+    return Policy(name, kind, last_version=state.number_floor, fencing_token=state.number_floor)
+
+
+def replica_registers(change: Change, event: events.Register) -> None:
+    """Go on above what a replica has heard."""
+    state = change.state
+    generation, epoch = event.last_generation, event.last_epoch
+    # The same, and of another: that one's catalog does not know of us, or ours of it.
+    is_ours = event.last_coordinator_id == state.coordinator_id
+    is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
+    if is_behind:
+        change.state = replace(change.state, generation=generation + 1)
+        change.emit(SaveGeneration(generation + 1))
+        # An order of the former coordinator may be on its way to it yet.
+        epoch += LEAP
+        change.announce(
+            "catalog_behind",
+            event.replica_id,
+            f"it has served a coordinator of generation {generation}, this catalog has counted "
+            f"to {state.generation}: it was lost, or is an older copy; what is known of it goes "
+            f"on from here, numbers leap by {LEAP:,}",
+        )
+        _leap_all(change)
+    if state.epoch < epoch <= MAX_NUMBER:
+        change.state = replace(change.state, epoch=epoch)
+        change.emit(SaveEpoch(epoch))
+
+
+def _leap_all(change: Change) -> None:
+    """Of policies that were not heard of yet, too: others may hold later versions."""
+    floor = max(change.state.number_floor, LEAP)
+    if floor > change.state.number_floor:
+        change.state = replace(change.state, number_floor=floor)
+        change.emit(SaveNumberFloor(floor))
+    for policy in list(change.state.policies.values()):
+        _raise(change, policy, policy.last_version + LEAP)
+
+
+def versions_heard(change: Change, replica: Replica, heard: Iterable[events.Heard] = ()) -> None:
+    """Go on above the versions that a replica serves, and those that it holds the bytes of."""
+    vector = replica.vector
+    versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]
+    for name, entry in vector.adapters.items():
+        versions.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
+    _go_above(change, (*versions, *(one.held.version for one in heard)))
+
+
+def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
+    for version in heard:
+        policy = change.state.policies.get(version.policy)
+        known = policy.last_version if policy else 0
+        if not known < version.version <= MAX_NUMBER:
+            continue
+        if policy is None:
+            try:
+                check_name(version.policy, "policy")
+            except InvalidNameError:
+                continue  # nobody could have pushed it
+            kind = PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER
+            policy = new_policy(change.state, version.policy, kind)
+        _raise(change, policy, version.version + LEAP)
+
+
+def _raise(change: Change, policy: Policy, last_version: int) -> None:
+    """Let a policy's numbers go on above one, and its tokens above those of the
+    coordinators that assigned what is below."""
+    last_version = max(policy.last_version, last_version)
+    policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)
+    change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+
+
+def trainer_asks(change: Change, policy: Policy, event: events.AcquirePolicy) -> Policy:
+    """The policy, its count above what a trainer was told of."""
+    if policy.last_version < event.last_version <= MAX_NUMBER:
+        return replace(policy, last_version=event.last_version + LEAP)
+    return policy
+
+
+def next_token(policy: Policy, last_token: int) -> int:
+    """A policy's next fencing token; above ``last_token``, which its trainer held."""
+    if policy.fencing_token < last_token <= MAX_NUMBER:
+        return last_token + LEAP
+    return policy.fencing_token + 1

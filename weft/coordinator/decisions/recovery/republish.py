@@ -1,0 +1,80 @@
+"""What no replica holds any more: its owner is asked to publish it again.
+
+A whole pool that was restarted without a spill directory lacks what it served. That
+must last a while: of a pool that restarts, another replica may bring it yet.
+"""
+
+from __future__ import annotations
+
+from weft.contract.frozen import replace
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.recovery.needs import wants, who_publishes
+from weft.coordinator.decisions.state.pool import Demand, State
+from weft.coordinator.decisions.state.replica import holds
+
+
+def watch(change: Change) -> None:
+    """Note what is lost, and what was brought back; with each tick.
+
+    O(policies) while a replica holds everything.
+    """
+    state = change.state
+    lost = _lost(state)
+    if not lost and not state.demands:
+        return
+    demands = {}
+    for policy, version in lost.items():
+        demand = state.demands.get(policy)
+        if demand is None or demand.version != version:
+            demand = Demand(version, change.now)
+        waited = change.now - demand.since
+        if not demand.is_asked and waited >= state.settings.publish_again_after_seconds:
+            demand = replace(demand, is_asked=True)
+            change.announce(
+                "publish_again_wanted",
+                str(PolicyVersion(policy, version)),
+                f"no replica in contact holds it: {who_publishes(state, policy)}",
+            )
+        demands[policy] = demand
+    change.state = replace(state, demands=demands)
+
+
+def _lost(state: State) -> dict[str, int]:
+    """Served versions that a replica lacks and nobody in contact can bring, by policy."""
+    reachable = [r for r in state.replicas.values() if not r.lost]
+    # From those that an operator quarantined nothing is brought, as ``copies`` has it.
+    holders = [r for r in reachable if not state.is_quarantined(r.replica_id)]
+    unheld = set()
+    for policy in state.policies.values():
+        version = PolicyVersion(policy.name, policy.served_version)
+        if version.version and not any(
+            holds(replica, version) or version in replica.spilled for replica in holders
+        ):
+            unheld.add(version)
+    if not unheld:
+        return {}
+    return {
+        version.policy: version.version
+        for replica in reachable
+        for version in wants(state, replica)
+        if version in unheld
+    }
+
+
+def publish_again_version(state: State, policy: str) -> int:
+    """The version that a policy's owner is asked to replace; 0 for none."""
+    demand = state.demands.get(policy)
+    lost = demand.version if demand and demand.is_asked else 0
+    return max((lost, *conflicts(state, policy)))
+
+
+def conflicts(state: State, policy: str) -> list[int]:
+    """Versions that replicas held with other bytes each, until a newer one is served."""
+    known = state.policies.get(policy)
+    served = known.served_version if known else 0
+    return sorted(
+        version.version
+        for version in state.conflicts
+        if version.policy == policy and version.version > served
+    )

@@ -1,0 +1,82 @@
+"""Staged bytes that no transfer under way speaks for: what a restart leaves behind.
+
+The catalog decides. A version that was committed before the coordinator died is
+switched to (roll forward) where it is still wanted, in turn with all else that is done
+to a replica; anything else was aborted by the restart, or is brought in other ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.contract.names import BASE_POLICY, replica_sender
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import CallDiscard
+from weft.coordinator.decisions.recovery.needs import wants
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft.coordinator.decisions.state.values import (
+    Errand,
+    Layout,
+    PolicyKind,
+    VersionRecord,
+    VersionState,
+)
+
+
+def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]) -> None:
+    """Have each leftover of a replica switched to, as its turn comes, or discarded.
+
+    Repeated with every heartbeat until it is gone; both orders are idempotent.
+    """
+    for transfer_id, record in sorted(staged.items()):
+        name = restore_id(transfer_id, replica.replica_id)
+        if transfer_id in change.state.transfers or name in change.state.transfers:
+            continue
+        # What ended under this coordinator was offered to the replica, which refused
+        # it or missed it for good; what it refuses now is not offered again.
+        history = change.state.history
+        is_ours = transfer_id in history or name in history or bool(replica.commit_failure)
+        if record is not None and not is_ours and _is_wanted(change.state, replica, record):
+            change.put_transfer(_restore(change.now, name, replica, record))
+        else:
+            change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
+
+
+def restore_id(transfer_id: str, replica_id: str) -> str:
+    """What the switch of one replica to a leftover is named: each waits for its turn."""
+    return f"{transfer_id}.{replica_id}"
+
+
+def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> Transfer:
+    digest, version = record.content_digest, record.version
+    assert digest is not None
+    return Transfer(
+        ids=FreshIds(name, 0, "", "", ""),
+        request_id="",
+        policy=version.policy,
+        kind=PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER,
+        trainer_id=replica_sender(replica.replica_id),
+        session_id="",
+        fencing_token=-1,
+        layout=Layout(None, record.layout_digest, digest.size_bytes, digest.size_bytes, 0),
+        adapter=record.adapter,
+        min_replicas=1,
+        backend="",
+        wanted_group_id="",
+        begin_at=now,
+        deadline=float("inf"),
+        answer_by=float("inf"),
+        version=version.version,
+        content_digest=digest,
+        errand=Errand.RESTORE,
+        replica_id=replica.replica_id,
+        leftover=record.transfer_id,
+    )
+
+
+def _is_wanted(state: State, replica: Replica, record: VersionRecord) -> bool:
+    if record.state is not VersionState.COMMITTED:
+        return False
+    return record.version in wants(state, replica) and not replica.vector.holds(record.version)

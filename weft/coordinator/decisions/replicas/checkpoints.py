@@ -1,0 +1,145 @@
+"""Is base@0 one model? Each replica brings its own from disk, unseen by anybody.
+
+The first replica that tells what its checkpoint holds binds what base@0 is in this pool,
+for good. It matters only while the pool serves base@0, or is asked to go back to it: then
+a replica is in service only if its checkpoint, as it serves it, is that one. A later
+version is brought to all, whatever they were started with.
+"""
+
+from __future__ import annotations
+
+from weft.contract.checkpoint import CheckpointState, differing_files
+from weft.contract.errors import NotFoundError
+from weft.contract.frozen import replace
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import Done, SaveCheckpoint
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.values import BoundCheckpoint
+
+_MAX_NAMED_FILES = 3
+
+
+def doubt(state: State, replica: Replica) -> str:
+    """Why a replica may not answer as base@0, for people; empty where it may, or where
+    base@0 is not what the pool and it serve. Cheap where it is compared already."""
+    if state.vector.base or replica.vector.base:
+        return ""
+    return difference(state, replica)
+
+
+def difference(state: State, replica: Replica) -> str:
+    """How a replica's base@0 is not known to be the pool's; empty where it is, or where
+    there is nothing to compare."""
+    own, bound = replica.checkpoint, state.checkpoint
+    match own.state:
+        case CheckpointState.READING:
+            return "its checkpoint is being read, to compare its base@0 with the pool's"
+        case CheckpointState.DUMMY:
+            return (
+                "it was started with dummy weights, which are nobody's base@0: push a base, or "
+                "start it without --load-format dummy"
+            )
+        case CheckpointState.NOT_COMPARED:
+            return ""
+    if bound is None:
+        return ""
+    if own.digest != bound.digest:
+        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_REMEDY}"
+    served = replica.capabilities
+    if served.base_dtype is not bound.base_dtype:
+        return (
+            f"it serves base@0 in {served.base_dtype.torch_name}, {bound.replica_id} bound it in "
+            f"{bound.base_dtype.torch_name}: start it with the same --dtype, or push a base"
+        )
+    if served.quantization != bound.quantization:
+        return (
+            f"it serves base@0 quantised by {served.quantization or 'nothing'}, "
+            f"{bound.replica_id} bound it quantised by {bound.quantization or 'nothing'}: start it "
+            "with the same --quantization, or push a base"
+        )
+    return ""
+
+
+_REMEDY = (
+    "start it from the same files, or push a base; if the pool's is the wrong one, stop all "
+    "replicas and bind it anew: weft base --rebind"
+)
+
+
+def _files(replica: Replica, bound: BoundCheckpoint) -> str:
+    names = differing_files(replica.checkpoint, bound.files)
+    shown = ", ".join(names[:_MAX_NAMED_FILES]) or "files beyond those that are told"
+    more = len(names) - _MAX_NAMED_FILES
+    if more > 0:
+        shown += f" and {more} more"
+    return f"{shown} differ from those of {bound.replica_id}, which bound it"
+
+
+def report(change: Change, event: events.ReportCheckpoint) -> None:
+    """A replica has read its checkpoint."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None or replica.lost or replica.incarnation != event.incarnation:
+        error = NotFoundError(
+            f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
+            reason="REPLICA_UNKNOWN",
+        )
+        change.refuse([event.ticket], error)
+        return
+    note(change, replace(replica, checkpoint=event.checkpoint))
+    change.reply(event.ticket, Done())
+
+
+def note(change: Change, replica: Replica) -> None:
+    """Take down what a replica told, and bind base@0 to it if nothing is bound."""
+    change.put_replica(replica)
+    if change.state.checkpoint is None and replica.checkpoint.state is CheckpointState.DIGESTED:
+        _bind(change, replica)
+
+
+def _bind(change: Change, replica: Replica) -> None:
+    own, served = replica.checkpoint, replica.capabilities
+    bound = BoundCheckpoint(
+        digest=own.digest,
+        base_dtype=served.base_dtype,
+        quantization=served.quantization,
+        replica_id=replica.replica_id,
+        files=own.files,
+    )
+    change.state = replace(change.state, checkpoint=bound, checkpoint_unseen_since=None)
+    change.touched_all = True
+    change.emit(SaveCheckpoint(bound))
+    change.announce(
+        "checkpoint_bound",
+        own.digest.hex()[:12],
+        f"base@0 is the checkpoint that {replica.replica_id} was started with",
+    )
+
+
+def watch(change: Change) -> None:
+    """Bind base@0 anew where a wrong first model would stand for ever: nothing was ever
+    pushed, and for as long as it takes to give a replica up nobody was there who has it.
+
+    With each tick; O(replicas) until something is pushed.
+    """
+    state, bound = change.state, change.state.checkpoint
+    if bound is None or any(policy.last_version for policy in state.policies.values()):
+        return
+    others: list[Replica] = []
+    for replica in state.replicas.values():
+        own = replica.checkpoint
+        if replica.lost or own.state is CheckpointState.NOT_COMPARED:
+            continue
+        if own.state is CheckpointState.READING or own.digest == bound.digest:
+            others = []
+            break
+        if own.state is CheckpointState.DIGESTED:
+            others.append(replica)
+    if not others:
+        if state.checkpoint_unseen_since is not None:
+            change.state = replace(state, checkpoint_unseen_since=None)
+    elif state.checkpoint_unseen_since is None:
+        change.state = replace(state, checkpoint_unseen_since=change.now)
+    elif change.now - state.checkpoint_unseen_since > state.settings.lost_after_seconds:
+        _bind(change, min(others, key=lambda replica: replica.replica_id))

@@ -1,0 +1,113 @@
+"""Withdrawals: replicas that an operator keeps out of service, in the pool or not.
+
+A replica is told at once to refuse requests, or to take them again, and says what it
+enforces in its answer and in every heartbeat. Orders are numbered, since a call and an
+answer to a heartbeat may overtake each other: the newest counts, on both sides.
+"""
+
+from __future__ import annotations
+
+from weft.contract.errors import InvalidRequestError, NotReadyError
+from weft.contract.frozen import replace
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import CallRefuse, Done, SaveWithdrawn, StandingAnswer
+from weft.coordinator.decisions.replicas.drains import unknown_replica
+from weft.coordinator.decisions.replicas.replica_state import standing
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.replica import Replica, Withdrawn
+from weft.coordinator.decisions.state.values import Standing
+
+
+def withdraw(change: Change, event: events.Withdraw) -> None:
+    """Cordon or quarantine a replica; a cordon does not loosen a quarantine."""
+    state, name, order = change.state, event.replica_id, event.order
+    if name not in state.replicas and name not in state.withdrawn:
+        change.refuse([event.ticket], unknown_replica(name))
+        return
+    if order.standing is Standing.QUARANTINED and not order.reason:
+        error = InvalidRequestError("say why, so that somebody can tell when it may serve again")
+        change.refuse([event.ticket], error)
+        return
+    if order.standing is Standing.QUARANTINED or not state.is_quarantined(name):
+        _put(change, name, order)
+    change.reply(event.ticket, Done())
+
+
+def uncordon(change: Change, event: events.Uncordon) -> None:
+    """Put a replica back into service; says where it stands then."""
+    name = event.replica_id
+    if name in change.state.withdrawn:
+        _put(change, name, None)
+    elif name not in change.state.replicas:
+        change.refuse([event.ticket], unknown_replica(name))
+        return
+    else:
+        where, why = standing(change.state, change.state.replicas[name])
+        if where in (Standing.QUARANTINED, Standing.DRAINING, Standing.SUSPECT):
+            error = NotReadyError(
+                f"no operator's order keeps {name!r} out of service, and none puts it back: {why}",
+                reason="NOT_WITHDRAWN",
+            )
+            change.refuse([event.ticket], error)
+            return
+    replica = change.state.replicas.get(name)
+    if replica is None:
+        change.reply(event.ticket, StandingAnswer(None, ""))
+    else:
+        change.reply(event.ticket, StandingAnswer(*standing(change.state, replica)))
+
+
+def refuse_reason(state: State, replica_id: str) -> str:
+    """Why an operator wants a replica to refuse requests; empty where none does."""
+    order = state.withdrawn.get(replica_id)
+    if order is None or order.standing is not Standing.QUARANTINED:
+        return ""
+    return f"an operator quarantined this replica: {order.reason}"
+
+
+def order_answered(change: Change, event: events.RefuseAnswered) -> None:
+    """A replica says what it enforces."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        change.put_replica(heard(change.state, replica, event.refusing, event.order_number))
+
+
+def heard(state: State, replica: Replica, refusing: str, order_number: int) -> Replica:
+    """A replica once it has said what it enforces. What it said before it heard a later
+    order, and came late, does not count, nor does an order that was never given."""
+    if not replica.order_number <= order_number <= state.order_number:
+        return replica
+    return replace(replica, refusing=refusing, order_number=order_number)
+
+
+def _put(change: Change, replica_id: str, order: Withdrawn | None) -> None:
+    before = refuse_reason(change.state, replica_id)
+    orders = {name: o for name, o in change.state.withdrawn.items() if name != replica_id}
+    if order is not None:
+        orders[replica_id] = order
+    change.state = replace(change.state, withdrawn=orders)
+    change.touched.add(replica_id)
+    change.emit(SaveWithdrawn(replica_id, order))
+    _tell(change, replica_id, before)
+
+
+def _tell(change: Change, replica_id: str, before: str) -> None:
+    """Have a replica hear at once what it is to enforce; heartbeats repeat it."""
+    reason = refuse_reason(change.state, replica_id)
+    if reason != before:
+        change.state = replace(change.state, order_number=change.state.order_number + 1)
+    replica = change.state.replicas.get(replica_id)
+    if replica is None or replica.lost:
+        return
+    if reason != before:
+        replica = change.put_replica(replace(replica, order_due=change.state.order_number))
+    change.emit(
+        CallRefuse(
+            replica_id,
+            replica.incarnation,
+            replica.address,
+            reason,
+            change.state.order_number,
+        )
+    )

@@ -1,0 +1,250 @@
+"""What the coordinator knows, as immutable values.
+
+Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
+``State.wall_offset_seconds`` gives seconds since 1970 for what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.coordinator.decisions.state.replica import Replica, Withdrawn, held_versions
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import BoundCheckpoint, Failure, PolicyKind, Standing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options that decisions depend on; ``CoordinatorConfig`` explains them."""
+
+    lease_seconds: float = 10.0
+    heartbeat_seconds: float = 2.0
+    lost_after_seconds: float = 6.0
+    retain: int = 4
+    forget_after_seconds: float = 3600.0
+    """A replica lost for so long is no longer listed."""
+    retire_retry_seconds: float = 2.0
+    """Between two requests to drop versions that one replica still holds."""
+    clone_seconds: float = 600.0
+    """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    stall_seconds: float = 10.0
+    """How long a member of a transfer may owe the next step without a word."""
+    sender_stall_seconds: float = 60.0
+    """The same of a trainer, where another transfer waits for a replica that it holds."""
+    max_transfer_seconds: float = 3600.0
+    """Longest that a push may take once it is its turn."""
+    clone_interruptions: int = 3
+    """A clone that pushes have ended so often goes before them."""
+    clone_patience_seconds: float = 60.0
+    """So does one that is so old."""
+    publish_again_after_seconds: float = 5.0
+    """How long a version must be held by nobody before its owner is asked for it: of
+    a pool that restarts, another replica may hold it."""
+
+
+@dataclass(frozen=True)
+class TrainerProcess:
+    """The process that holds a lease, as it says; see ``weft.v1.TrainerProcess``."""
+
+    host: str = ""
+    host_key: str = ""
+    pid: int = 0
+    start_time: float = 0.0
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        started = datetime.fromtimestamp(self.start_time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.host}, started {started}"
+
+
+#: Of callers that did not say.
+UNKNOWN_PROCESS = TrainerProcess()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A trainer's hold on a policy until ``expires_at``."""
+
+    trainer_id: str
+    session_id: str
+    fencing_token: int
+    expires_at: float
+    process: TrainerProcess = UNKNOWN_PROCESS
+    num_renewals: int = 0
+    """Grows with each sign of life of its holder."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A stream of versions. All but ``lease`` is durable."""
+
+    name: str
+    kind: PolicyKind
+    last_version: int = 0
+    fencing_token: int = 0
+    served_version: int = 0
+    versions: tuple[int, ...] = ()
+    """Committed and not retired, ascending."""
+    lease: Lease | None = None
+    pinned: tuple[int, ...] = ()
+    """Never retired, ascending; durable."""
+    retain: int = 0
+    """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
+    trained_on: Mapping[int, int] = field(default_factory=dict)
+    """Of an adapter's versions: the version of the base that each was trained on, where
+    that is known. In the catalog with each version's record."""
+
+
+def num_retained(policy: Policy, settings: Settings) -> int:
+    """How many of the newest versions of an adapter are kept."""
+    return policy.retain or settings.retain
+
+
+@dataclass(frozen=True)
+class FitKey:
+    """What a preflight's answer depends on."""
+
+    layout_digest: bytes
+    config_digest: bytes
+    capabilities: Capabilities
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A served version that a replica lacks and no replica in contact can bring."""
+
+    version: int
+    since: float
+    is_asked: bool = False
+    """Whether its owner is asked to publish again."""
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """A replica is asked what is to be recorded of a version."""
+
+    replica_id: str
+    again_at: float
+    """When somebody is asked again."""
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """A committed version that no replica is known to serve (see unserved.py)."""
+
+    transfer: Transfer
+    """That brought it, as it ended."""
+    silent: frozenset[str]
+    """Replicas that have not reported without it."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything; replaced, never changed."""
+
+    settings: Settings = field(default_factory=Settings)
+    generation: int = 1
+    coordinator_id: str = ""
+    """Random for each process."""
+    wall_offset_seconds: float = 0.0
+    fingerprint: str = ""
+    """Of the pool's base model; durable, empty before the first replica."""
+    architecture: str = ""
+    checkpoint: BoundCheckpoint | None = None
+    """What base@0 is; durable, None until a replica has told it."""
+    checkpoint_unseen_since: float | None = None
+    """Since when replicas with another checkpoint are there, and none with this one."""
+    epoch: int = 0
+    """Of the newest group; durable."""
+    reference_known: bool = False
+    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    transfers: Mapping[str, Transfer] = field(default_factory=dict)
+    """Under way, in order of their begin."""
+    history: Mapping[str, Transfer] = field(default_factory=dict)
+    """The last ended ones, oldest first."""
+    fits: Mapping[FitKey, Failure | None] = field(default_factory=dict)
+    """Answers of preflight; None where the version fits. Bounded."""
+    fits_under_way: frozenset[FitKey] = frozenset()
+    retire_at: float = float("-inf")
+    """When to look next for versions to retire."""
+    settled_at: float = float("-inf")
+    """When replicas that were there before a restart have registered, or are lost."""
+    tick_at: float = float("-inf")
+    """When the last tick was."""
+    discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Replica to the transfers whose staged bytes it was not heard to drop."""
+    discard_at: float = float("-inf")
+    """When to repeat those orders."""
+    target_tickets: Mapping[int, float] = field(default_factory=dict)
+    """Callers of DescribeTarget that wait, with their deadlines."""
+    plan_at: float = float("-inf")
+    """When the end of a clone may next give rise to a plan."""
+    lookups: frozenset[str] = frozenset()
+    """Replicas for which a version is being looked up."""
+    demands: Mapping[str, Demand] = field(default_factory=dict)
+    """By policy."""
+    unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
+    """Committed versions that nobody is known to serve. Bounded; not durable."""
+    withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
+    """By replica, of the pool or not; durable."""
+    number_floor: int = 0
+    """Numbers and tokens of policies that are new to the catalog begin above; durable."""
+    unrecorded_since: Mapping[str, float] = field(default_factory=dict)
+    """By policy, since when a replica holds versions that the catalog does not know."""
+    inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
+    """Those of whose facts a holder is asked."""
+    adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
+    """The digests of those that were recorded since the start."""
+    conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
+    """Those under whose number replicas held other bytes: by digest, who."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
+
+    @cached_property
+    def vector(self) -> VersionVector:
+        """What a ready replica serves."""
+        base = self.policies.get(BASE_POLICY)
+        return VersionVector(
+            base=base.served_version if base else 0,
+            adapters={
+                policy.name: AdapterVersions(policy.versions, policy.served_version)
+                for policy in self.policies.values()
+                if policy.kind is PolicyKind.ADAPTER and policy.served_version
+            },
+        )
+
+    @cached_property
+    def copies(self) -> frozenset[PolicyVersion]:
+        """Versions that a replica in contact holds a copy of that others may have, in
+        memory or spilled."""
+        return frozenset(
+            version
+            for replica in self.replicas.values()
+            if not replica.lost and not self.is_quarantined(replica.replica_id)
+            for version in (*held_versions(replica), *replica.spilled)
+        )
+
+    @property
+    def pinned_bases(self) -> tuple[int, ...]:
+        """Versions of the base that replicas are to keep copies of, ascending."""
+        base = self.policies.get(BASE_POLICY)
+        return base.pinned if base else ()
+
+    def is_quarantined(self, replica_id: str) -> bool:
+        """Whether an operator keeps a replica out of service and out of transfers."""
+        order = self.withdrawn.get(replica_id)
+        return order is not None and order.standing is Standing.QUARANTINED
+
+    def wall(self, now: float) -> float:
+        """``now`` in seconds since 1970."""
+        return now + self.wall_offset_seconds

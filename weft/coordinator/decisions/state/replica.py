@@ -1,0 +1,144 @@
+"""A replica as the coordinator knows it, as an immutable value; times as in ``state``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint, not_compared
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.versions import VersionVector
+from weft.coordinator.decisions.state.values import HeldVersion, Standing
+
+
+@dataclass(frozen=True)
+class Setback:
+    """A version that could not be brought to a replica."""
+
+    count: int
+    retry_at: float
+    source: str
+    """Who was to send it last."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A thread of a replica stalled a transfer; it has not answered a probe since."""
+
+    why: str
+    secret: str = field(repr=False)
+    """Tokens of its probes are derived from it; never sent."""
+    probe_at: float
+    """When it may next be told to attend a probe."""
+    num_probes: int = 0
+    group_id: str = ""
+    """Of the newest probe."""
+    is_told: bool = False
+    """Whether it has taken the order to attend that."""
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """An operator's order that keeps a replica out of service; durable."""
+
+    standing: Standing
+    """CORDONED or QUARANTINED."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A replica leaves in good order, at ``deadline`` at the latest."""
+
+    deadline: float
+    reason: str
+
+
+#: Of a replica that says nothing of its checkpoint.
+NOT_TOLD = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica as last heard of."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    vector: VersionVector
+    last_heard: float
+    adapter_used_bytes: int = 0
+    lost: bool = False
+    suspicion: str = ""
+    """Why it may be dead: a transfer lost it, and it was not heard of since."""
+    suspect: Suspicion | None = None
+    """Set while it takes no part in transfers, though its process is heard."""
+    dirty_reason: str = ""
+    """Why its engine may hold mixed weights: it stays out of service."""
+    commit_failure: str = ""
+    """Why it did not switch to a committed version."""
+    vector_set_at: float = float("-inf")
+    """When a CommitTransfer last told what it serves."""
+    retire_at: float = float("-inf")
+    """When it may next be asked to drop versions."""
+    announced: Standing | None = None
+    """The standing that was last told to watchers."""
+    routed: bool = False
+    """Whether watchers of the routes see it."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
+    """What could not be brought to it yet."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    """Versions that lie in its spill directory."""
+    drain: Drain | None = None
+    """Set while it is to leave."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Versions of the base that it keeps copies of where it holds them."""
+    pinned_bytes: int = 0
+    """Of those copies."""
+    unrecorded: frozenset[HeldVersion] = frozenset()
+    """What it holds and the catalog does not know; see ``adoption``."""
+    mistaken: frozenset[HeldVersion] = frozenset()
+    """What it holds under numbers of other bytes: not counted in ``vector``, ``retained``
+    and ``spilled``, and dropped."""
+    checkpoint: Checkpoint = NOT_TOLD
+    """What it was started with."""
+    refusing: str = ""
+    """Why it refuses new requests, as it said last; empty while it is open."""
+    order_number: int = 0
+    """Of the order that it said that by."""
+    order_due: int = 0
+    """Of the newest order that it must have heard to be what it is to be."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has said that it takes requests, and was ordered nothing else since."""
+        return not self.refusing and self.order_number >= self.order_due
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether it is heard and its weights are whole; ``standing.in_contact`` says which
+        of these a push goes to."""
+        return not self.lost and not self.suspicion and not self.dirty_reason
+
+
+def holds(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a copy of a version's bytes in memory, to send or load."""
+    if version.policy == BASE_POLICY:
+        return version.version in replica.retained
+    return replica.vector.holds(version)
+
+
+def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
+    """Every version that ``holds`` is true of."""
+    for number in replica.retained:
+        yield PolicyVersion(BASE_POLICY, number)
+    for name, entry in replica.vector.adapters.items():
+        for number in entry.versions:
+            yield PolicyVersion(name, number)

@@ -1,0 +1,271 @@
+"""The coordinator's decisions: ``step(state, event, now) -> (state, effects)``.
+
+Pure: no clock, socket, thread or random number. ``now`` is in seconds of one
+monotonic clock. A race is a list of events in some order.
+"""
+
+from __future__ import annotations
+
+from weft.contract.errors import (
+    LeaseFencedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+)
+from weft.contract.frozen import replace
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import Done, Effect
+from weft.coordinator.decisions.policies import leases, pins, retention, rollback
+from weft.coordinator.decisions.recovery import adoption, clones, interruptions, republish
+from weft.coordinator.decisions.replicas import (
+    base_binding,
+    checkpoints,
+    drains,
+    membership,
+    out_of_service,
+    routes,
+    suspects,
+)
+from weft.coordinator.decisions.replicas.replica_state import reachable
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.transfers import (
+    abort,
+    admission,
+    commit,
+    discard,
+    preflight,
+    staging,
+    stalls,
+    unserved,
+)
+
+
+def step(state: State, event: events.Event, now: float) -> tuple[State, list[Effect]]:
+    """Decide what one event changes and what is to be done about it.
+
+    Args:
+        state: What was known.
+        event: What happened.
+        now: When, in monotonic seconds; never less than in a former call.
+
+    Returns:
+        What is known now, and the effects in order. Effects other than saves are
+        to be carried out only once the durable saves among them (and among those
+        of former steps) are on disk.
+    """
+    change = Change(state, now)
+    _apply(change, event)
+    if change.state.unserved:
+        unserved.settle(change)
+    if state.history is not change.state.history:
+        _plan_after(change, state)
+    interruptions.end_unwanted(change)
+    admission.admit(change)
+    if isinstance(event, events.FitChecked):
+        preflight.forget_unanswered(change, event)
+    if change.touched_all or change.touched:
+        membership.announce_standings(change)
+        routes.note_changes(state, change)
+    _answer_describers(change)
+    return change.state, change.effects
+
+
+def _apply(change: Change, event: events.Event) -> None:
+    match event:
+        case events.Tick():
+            membership.forgive_own_sleep(change)
+            membership.find_lost(change)
+            leases.expire_leases(change)
+            stalls.watch(change)
+            staging.watch_deadlines(change)
+            suspects.probe(change)
+            discard.repeat_discards(change)
+            if change.now >= change.state.retire_at:
+                retention.retire(change)
+            adoption.watch(change)
+            clones.plan(change)
+            republish.watch(change)
+            checkpoints.watch(change)
+        case events.CallerGone():
+            _forget_caller(change, event.ticket)
+        case events.AcquirePolicy():
+            leases.acquire(change, event)
+        case events.RenewLease():
+            leases.renew(change, event)
+        case events.ReleasePolicy():
+            leases.release(change, event)
+        case events.DescribeTarget():
+            tickets = {**change.state.target_tickets, event.ticket: event.deadline}
+            change.state = replace(change.state, target_tickets=tickets)
+        case events.BeginTransfer():
+            admission.begin(change, event)
+        case events.AwaitTransfer():
+            _await_transfer(change, event)
+        case events.AbortTransfer():
+            _abort_transfer(change, event)
+        case events.Register():
+            membership.register(change, event)
+        case events.ReportCheckpoint():
+            checkpoints.report(change, event)
+        case events.Heartbeat():
+            membership.heartbeat(change, event)
+        case events.Leave():
+            membership.leave(change, event)
+        case events.ReferenceKnown():
+            if event.fingerprint == change.state.fingerprint:
+                change.state = replace(change.state, reference_known=True)
+        case events.FitChecked():
+            preflight.fit_checked(change, event)
+        case events.RankAttends():
+            staging.rank_attends(change, event)
+            suspects.rank_attends(change, event)
+        case events.RankGone():
+            staging.rank_gone(change, event)
+        case events.RanksHeard():
+            stalls.heard(change, event)
+        case events.RankPrepared():
+            staging.rank_prepared(change, event)
+        case events.RankLoadDue():
+            staging.rank_load_due(change, event)
+        case events.RankStaged():
+            staging.rank_staged(change, event)
+        case events.RankFailed():
+            staging.rank_failed(change, event)
+        case events.JoinAnswered():
+            if not suspects.join_answered(change, event):
+                admission.join_answered(change, event)
+        case events.LoadAnswered():
+            staging.load_answered(change, event)
+        case events.CommitAnswered():
+            commit.commit_answered(change, event)
+            if event.transfer_id in change.state.history:
+                retention.retire(change)
+        case events.RetireAnswered():
+            retention.retire_answered(change, event)
+        case events.DiscardAnswered():
+            discard.discard_answered(change, event)
+            unserved.discard_answered(change, event)
+        case events.LookedUp():
+            clones.looked_up(change, event)
+        case events.HeldDescribed():
+            adoption.described(change, event)
+        case events.Rollback():
+            rollback.ask(change, event)
+        case events.Pin():
+            pins.pin(change, event)
+        case events.RetireVersion():
+            pins.retire_version(change, event)
+        case events.SetRetention():
+            pins.set_retention(change, event)
+        case events.Withdraw():
+            out_of_service.withdraw(change, event)
+        case events.Uncordon():
+            out_of_service.uncordon(change, event)
+        case events.RefuseAnswered():
+            out_of_service.order_answered(change, event)
+        case events.DrainReplica():
+            drains.drain(change, event)
+        case events.RebindBase():
+            base_binding.rebind(change, event)
+
+
+def _plan_after(change: Change, before: State) -> None:
+    """Plan clones once a transfer has ended, before others take its replicas; after
+    clones, of which there may be many, not every time."""
+    ended = [t for name, t in change.state.history.items() if name not in before.history]
+    if change.now >= change.state.plan_at or any(not t.replica_id for t in ended):
+        clones.plan(change)
+
+
+def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
+    ended = change.state.history.get(event.transfer_id)
+    under_way = change.state.transfers.get(event.transfer_id)
+    if ended and ended.failure:
+        change.refuse([event.ticket], ended.failure.error())
+    elif ended:
+        change.reply(event.ticket, ended)
+    elif under_way:
+        tickets = (*under_way.await_tickets, event.ticket)
+        change.put_transfer(replace(under_way, await_tickets=tickets))
+    else:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+
+
+def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
+    state = change.state
+    transfer = state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
+    if transfer is None:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+    elif not _owns(transfer, event):
+        error = not_its_owner(event.transfer_id, event.policy, event.fencing_token)
+        change.refuse([event.ticket], error)
+    elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
+        change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
+    else:
+        if transfer.uncommitted:
+            message = event.message or "no reason given"
+            failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
+            abort.abort(change, transfer, failure)
+        change.reply(event.ticket, Done())
+
+
+def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
+    """Whether it is a push of that policy under that token: each policy counts its own."""
+    given = (event.policy, event.fencing_token)
+    return transfer.errand is Errand.PUSH and given == (transfer.policy, transfer.fencing_token)
+
+
+def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:
+    """The failure of giving up what is another's."""
+    return LeaseFencedError(
+        f"token {token} of policy {policy[:80]!r} does not own transfer {transfer_id[:80]!r}"
+    )
+
+
+def unknown_transfer(transfer_id: str) -> NotFoundError:
+    """The failure of a call that names no transfer we know of."""
+    return NotFoundError(f"no transfer {transfer_id[:80]!r} is known", reason="TRANSFER_UNKNOWN")
+
+
+def already_committed(version: str) -> NotReadyError:
+    """The failure of aborting too late."""
+    return NotReadyError(
+        f"{version} is committed and cannot be given up", reason="ALREADY_COMMITTED"
+    )
+
+
+def _forget_caller(change: Change, ticket: int) -> None:
+    """A cancelled wait; a transfer that nobody waits to begin is not begun."""
+    if ticket in change.state.target_tickets:
+        tickets = {t: d for t, d in change.state.target_tickets.items() if t != ticket}
+        change.state = replace(change.state, target_tickets=tickets)
+        return
+    for transfer in change.state.transfers.values():
+        begins = tuple(t for t in transfer.begin_tickets if t != ticket)
+        awaits = tuple(t for t in transfer.await_tickets if t != ticket)
+        if transfer.phase is Phase.WAITING and transfer.begin_tickets and not begins:
+            change.drop_transfer(transfer.transfer_id)
+            return
+        if (begins, awaits) != (transfer.begin_tickets, transfer.await_tickets):
+            change.put_transfer(replace(transfer, begin_tickets=begins, await_tickets=awaits))
+            return
+
+
+def _answer_describers(change: Change) -> None:
+    """Answer callers of DescribeTarget when there is something to describe."""
+    waiting = change.state.target_tickets
+    if not waiting:
+        return
+    if change.state.reference_known and reachable(change.state):
+        for ticket in waiting:
+            change.reply(ticket, Done())
+        waiting = {}
+    else:
+        late = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
+        why = "no replica is in contact that has described its base model"
+        change.refuse(late, PeerUnavailableError(why, reason="POOL_EMPTY"))
+        waiting = {t: d for t, d in waiting.items() if t not in late}
+    change.state = replace(change.state, target_tickets=waiting)

@@ -1,0 +1,67 @@
+"""Giving a transfer up before its commit point: nothing that is served has changed."""
+
+from __future__ import annotations
+
+from weft.contract.frozen import replace
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import DropGroup, SaveVersion, SendAbort
+from weft.coordinator.decisions.recovery import backoff
+from weft.coordinator.decisions.state.records import record_of
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import Errand, Failure, Phase, VersionState
+from weft.coordinator.decisions.transfers import in_place
+from weft.coordinator.decisions.transfers.discard import discard
+
+
+def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
+    """End a transfer that is not committed with ``failure``.
+
+    One that still waits never got a version: its callers are refused and nothing
+    is recorded. The group goes too, since a collective may be half done in it.
+    """
+    assert transfer.uncommitted
+    failure = in_place.with_price(transfer, failure)
+    error = failure.error()
+    change.refuse((*transfer.begin_tickets, *transfer.await_tickets), error)
+    if transfer.phase is Phase.WAITING:
+        change.drop_transfer(transfer.transfer_id)
+        return
+    ended = replace(
+        transfer,
+        phase=Phase.ABORTED,
+        failure=failure,
+        end_at=change.now,
+        begin_tickets=(),
+        await_tickets=(),
+    )
+    change.end_transfer(ended)
+    if transfer.errand is not Errand.PUSH:
+        backoff.note(change, transfer.replica_id, transfer.policy_version, transfer.source, failure)
+    else:
+        _record(change, ended)
+    change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
+    close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
+    discard(change, transfer.transfer_id, transfer.targets)
+    in_place.abandon(change, transfer, transfer.targets, failure)
+    change.announce(
+        "clone_failed" if transfer.errand is Errand.CLONE else "transfer_aborted",
+        transfer.transfer_id,
+        f"{transfer.policy_version}: {failure.message} [{failure.reason}]",
+    )
+
+
+def _record(change: Change, ended: Transfer) -> None:
+    # Not at once: a restart ends a version that is STAGING in the same way.
+    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
+
+
+def close_group(change: Change, group_id: str, why: str) -> None:
+    """Forget a group; whoever waits in it wakes with EPOCH_FENCED."""
+    if group_id in change.state.groups:
+        change.drop_group(group_id)
+        change.emit(DropGroup(group_id, why))
+
+
+def peer_gone(member: str, why: str) -> Failure:
+    """The failure of a transfer that lost a member."""
+    return Failure("PEER_GONE", f"{member} is gone: {why}", {"member": member})

@@ -1,0 +1,209 @@
+"""May this version go to these replicas? Everything is asked before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.contract.adapter import check_adapter
+from weft.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    InvalidNameError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
+from weft.contract.frozen import replace
+from weft.contract.group import MAX_GROUP_SIZE
+from weft.contract.manifest import Manifest
+from weft.contract.names import BASE_POLICY, name_in_the_way
+from weft.contract.reference import Reference, check_base
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import CheckFit
+from weft.coordinator.decisions.state.pool import FitKey, State
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import AdapterSpec, Failure, PolicyKind
+from weft.coordinator.decisions.transfers import in_place
+
+#: Answers that are remembered: layouts x adapter configs x kinds of replicas.
+MAX_FITS = 4096
+
+
+def check_fit(
+    manifest: Manifest, adapter: AdapterSpec | None, reference: Reference, key: FitKey
+) -> Failure | None:
+    """Hold a layout against the base and a replica's capabilities; O(tensors)."""
+    metas = [slot.meta for slot in manifest.tensors]
+    try:
+        if adapter is None:
+            check_base(metas, reference)
+        else:
+            check_adapter(adapter.config_json, metas, reference, key.capabilities)
+    except WeftError as error:
+        return Failure.of(error)
+    return None
+
+
+def fit_key(transfer: Transfer, replica: Replica) -> FitKey:
+    """What the answer for this replica depends on."""
+    config_digest = transfer.adapter.config_digest if transfer.adapter else b""
+    return FitKey(transfer.layout.digest, config_digest, replica.capabilities)
+
+
+def fit_checked(change: Change, event: events.FitChecked) -> None:
+    """Remember an answer, and forget the oldest ones."""
+    fits = {**change.state.fits, event.key: event.failure}
+    while len(fits) > MAX_FITS:
+        del fits[next(iter(fits))]
+    change.state = replace(
+        change.state, fits=fits, fits_under_way=change.state.fits_under_way - {event.key}
+    )
+
+
+def forget_unanswered(change: Change, event: events.FitChecked) -> None:
+    """Do not remember a preflight that could not be carried out."""
+    if event.failure and event.failure.reason == "INTERNAL":
+        known = {key: fit for key, fit in change.state.fits.items() if key != event.key}
+        change.state = replace(change.state, fits=known)
+
+
+def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> bool:
+    """Whether every answer is there and positive; asks for those that are not.
+
+    Raises:
+        WeftError: The first replica's refusal.
+    """
+    complete = True
+    for key in {fit_key(transfer, replica) for replica in replicas}:
+        if key in change.state.fits:
+            failure = change.state.fits[key]
+            if failure:
+                raise failure.error()
+            continue
+        complete = False
+        if key not in change.state.fits_under_way:
+            assert transfer.layout.manifest is not None
+            change.fit_under_way(key)
+            change.emit(CheckFit(key, transfer.layout.manifest, transfer.adapter))
+    return complete
+
+
+def check_names(state: State, policy: str) -> None:
+    """Refuse an adapter whose name a replica's server has for something else; asked of all
+    that may serve it one day: one that is withdrawn comes back. O(replicas).
+
+    Raises:
+        InvalidNameError: Metadata names the replica and the name.
+    """
+    if policy == BASE_POLICY:
+        return
+    for replica in state.replicas.values():
+        name = name_in_the_way(policy, replica.capabilities.served_names)
+        if name and not replica.lost:
+            raise InvalidNameError(
+                f"replica {replica.replica_id!r} has the name {name!r} for its base model or for "
+                f"an adapter from a file: give the policy {policy!r} another name, or start the "
+                "replica with another --served-model-name or --lora-modules",
+                metadata={"replica": replica.replica_id, "name": name},
+            )
+
+
+def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) -> None:
+    """Refuse what a replica has no room, no backend or another base for; cheap.
+
+    Raises:
+        BaseMismatchError: The adapter names another base than the pool's, or was trained
+            on another version of it and is not to be served over this one.
+        NotReadyError: ``BACKEND_MISMATCH``.
+        CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
+        UnsupportedError: What is sent is to be checked, and is loaded before it can be.
+    """
+    spec = transfer.adapter
+    if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
+        raise BaseMismatchError(
+            f"the adapter fits the base {spec.base_fingerprint[:12]}, the pool serves "
+            f"{state.fingerprint[:12]} ({state.architecture})",
+            metadata={
+                "pool_fingerprint": state.fingerprint,
+                "adapter_fingerprint": spec.base_fingerprint,
+            },
+        )
+    mismatch = other_base(state, transfer)
+    if mismatch is not None:
+        raise mismatch.error()
+    need, size = transfer.layout.wire_bytes, 1
+    for replica in replicas:
+        size += replica.capabilities.num_receivers
+        if size > MAX_GROUP_SIZE:
+            raise CapacityError(
+                f"the replicas in contact have more than {MAX_GROUP_SIZE - 1} receivers, which "
+                "is all that a side group holds beside its sender",
+                reason="GROUP_TOO_LARGE",
+            )
+        capabilities = replica.capabilities
+        if transfer.backend not in capabilities.backends:
+            raise NotReadyError(
+                f"replica {replica.replica_id!r} cannot use the side-group backend "
+                f"{transfer.backend!r}; it offers {', '.join(capabilities.backends)}",
+                reason="BACKEND_MISMATCH",
+                metadata={"replica": replica.replica_id},
+            )
+        if in_place.loads_in_place(replica, transfer.kind):
+            if transfer.check_finite:
+                raise _checked_too_late(replica)
+            continue
+        if transfer.kind is PolicyKind.BASE:
+            room = capabilities.staging_capacity_bytes - replica.pinned_bytes
+            what = "staging"
+        elif capabilities.lora_enabled:
+            room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
+            what = "adapter"
+        else:
+            continue  # refused with LORA_DISABLED by check_fit
+        if need > room:
+            raise CapacityError(
+                f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
+                f"this push needs {need}{_held_by_pins(state, transfer, replica)}",
+                metadata={"replica": replica.replica_id, "need_bytes": str(need)},
+            )
+
+
+def other_base(state: State, transfer: Transfer) -> Failure | None:
+    """Why an adapter that is to be served over the base it was trained on alone is refused;
+    asked when it begins and at its commit point, between which a base may have come."""
+    spec, base = transfer.adapter, state.vector.base
+    if spec is None or not transfer.refuse_other_base or spec.trained_on_base_version == base:
+        return None
+    trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
+    remedy = (
+        "say base_version="
+        if spec.trained_on_base_version is None
+        else "train on the newer base, or push with on_base_change='warn'"
+    )
+    return Failure(
+        "BASE_MISMATCH",
+        f"the adapter {transfer.policy!r} was trained on base@{trained_on}, the pool serves "
+        f"base@{base}: {remedy}",
+        {"trained_on_base_version": str(trained_on), "base_version": str(base)},
+    )
+
+
+def _checked_too_late(replica: Replica) -> UnsupportedError:
+    return UnsupportedError(
+        f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
+        "NaN in a later bucket would leave it with mixed weights; check the model before the push "
+        "and push without check_finite, or start the replicas with --staging device or host",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _held_by_pins(state: State, transfer: Transfer, replica: Replica) -> str:
+    if transfer.kind is not PolicyKind.BASE or not replica.pinned_bytes:
+        return ""
+    names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
+    return (
+        f": {replica.pinned_bytes} are held by {names or 'versions'} that are pinned; unpin, or "
+        "start it with a larger --staging-memory-gib"
+    )

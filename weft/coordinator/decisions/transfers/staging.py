@@ -1,0 +1,208 @@
+"""From a formed group to the commit point: attend, prepare, start, staged.
+
+When a peer dies, the others often see its broken connection before we see its
+broken stream. A rank that reports PEER_GONE therefore accuses nobody by name,
+and is not itself to blame: judgement waits ``JUDGE_AFTER_SECONDS`` for the
+stream that really broke.
+"""
+
+from __future__ import annotations
+
+from weft.contract.frozen import replace
+from weft.contract.manifest import DIGEST_NAMES
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import SendPrepare, SendStart
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import ContentDigest, Errand, Failure, Phase
+from weft.coordinator.decisions.transfers import abort, in_place, reform
+from weft.coordinator.decisions.transfers.commit import commit
+
+JUDGE_AFTER_SECONDS = 0.5
+
+
+def rank_attends(change: Change, event: events.RankAttends) -> None:
+    """A rank opened its stream."""
+    group = change.state.groups.get(event.group_id)
+    if group is None:
+        return
+    change.put_group(replace(group, attending=group.attending | {event.rank}))
+    transfer = transfer_of(change.state, event.group_id)
+    if transfer:
+        prepare_if_complete(change, transfer)
+
+
+def transfer_of(state: State, group_id: str) -> Transfer | None:
+    """The transfer that uses a group now."""
+    return next((t for t in state.transfers.values() if t.group_id == group_id), None)
+
+
+def _named(state: State, group_id: str, transfer_id: str) -> tuple[Transfer, Group] | None:
+    """A transfer that a rank spoke of, if it is of that rank's group and uncommitted."""
+    transfer = state.transfers.get(transfer_id)
+    group = state.groups.get(group_id)
+    if transfer is None or group is None or transfer.group_id != group_id:
+        return None
+    return (transfer, group) if transfer.uncommitted else None
+
+
+def prepare_if_complete(change: Change, transfer: Transfer) -> None:
+    """Once all attend, tell receivers what comes."""
+    group = change.state.groups[transfer.group_id]
+    if transfer.phase is Phase.FORMING and not transfer.prepare_sent and group.complete:
+        transfer = change.put_transfer(replace(transfer, prepare_sent=True))
+        change.emit(SendPrepare(group.group_id, transfer, transfer.deadline - change.now))
+
+
+def rank_prepared(change: Change, event: events.RankPrepared) -> None:
+    """Once all receivers are ready, bytes may flow."""
+    found = _named(change.state, event.group_id, event.transfer_id)
+    if found is None or not found[0].prepare_sent or event.rank == 0:
+        return
+    transfer, group = found
+    prepared = {**transfer.prepared, event.rank: event.num_verified}
+    transfer = replace(transfer, prepared=prepared)
+    if transfer.phase is Phase.FORMING and len(prepared) == group.size - 1:
+        start_at = transfer.start_at or change.now
+        transfer = replace(transfer, phase=Phase.STAGING, start_at=start_at)
+        change.emit(
+            SendStart(
+                group.group_id,
+                transfer.transfer_id,
+                group.size - 1,
+                transfer.layout.num_buckets,
+                min(min(prepared.values()), transfer.layout.num_buckets),
+            )
+        )
+    change.put_transfer(transfer)
+
+
+def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
+    """A receiver's memory is soon full: its replica is to load in place."""
+    found = _named(change.state, event.group_id, event.transfer_id)
+    if found is None or found[0].phase is not Phase.STAGING:
+        return
+    transfer, group = found
+    replica = change.state.replicas.get(group.member_name(event.rank))
+    if replica is not None and in_place.loads_in_place(replica, transfer.kind):
+        in_place.order_load(change, transfer, replica)
+
+
+def load_answered(change: Change, event: events.LoadAnswered) -> None:
+    """A replica that cannot load in place, or cannot be told to, is lost to the push."""
+    transfer = change.state.transfers.get(event.transfer_id)
+    if transfer and event.replica_id in transfer.holding:
+        holding = transfer.holding - {event.replica_id}
+        transfer = change.put_transfer(replace(transfer, holding=holding))
+    if event.failure and transfer and transfer.uncommitted:
+        why = f"{event.replica_id} does not load in place: {event.failure.message}"
+        failure = Failure(event.failure.reason, why, {"member": event.replica_id})
+        reform.lose_replica(change, transfer, event.replica_id, failure)
+
+
+def rank_staged(change: Change, event: events.RankStaged) -> None:
+    """Once every rank has the same digest over everything, commit."""
+    found = _named(change.state, event.group_id, event.transfer_id)
+    if found is None or found[0].phase is not Phase.STAGING:
+        return
+    transfer, group = found
+    member = group.member_name(event.rank)
+    known = next(iter(transfer.staged.items()), None)
+    if wrong := _not_of_its_layout(transfer, event.digest):
+        abort.abort(change, transfer, _mismatch(member, wrong))
+    elif known and known[1] != event.digest:
+        what = (
+            f"the digest {event.digest.value.hex()}, {group.member_name(known[0])} "
+            f"{known[1].value.hex()}"
+        )
+        abort.abort(change, transfer, _mismatch(member, what))
+    else:
+        staged = {**transfer.staged, event.rank: event.digest}
+        transfer = change.put_transfer(replace(transfer, staged=staged))
+        if len(staged) == group.size:
+            commit(change, transfer, event.digest)
+
+
+def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
+    """What is wrong with a digest by itself, whoever else agrees; empty when nothing is."""
+    layout = transfer.layout
+    if digest.size_bytes != layout.total_bytes:
+        return f"{digest.size_bytes} bytes, the manifest has {layout.total_bytes}"
+    wanted = layout.manifest.digest_algorithm if layout.manifest else digest.algorithm
+    if digest.algorithm != wanted:
+        names = [DIGEST_NAMES.get(number, str(number)) for number in (digest.algorithm, wanted)]
+        return f"a digest by {names[0]}, the manifest says {names[1]}"
+    return ""
+
+
+def _mismatch(member: str, what: str) -> Failure:
+    return Failure("DIGEST_MISMATCH", f"{member} has {what}", {"member": member})
+
+
+def rank_failed(change: Change, event: events.RankFailed) -> None:
+    """A rank cannot go on: nor can the transfer, unless it is loaded in place already."""
+    found = _named(change.state, event.group_id, event.transfer_id)
+    if found is None:
+        return
+    transfer, group = found
+    member = group.member_name(event.rank)
+    failure = Failure(event.reason or "INTERNAL", f"{member}: {event.message}", {"member": member})
+    if failure.reason != "PEER_GONE":
+        if event.rank and (transfer.loading or member not in transfer.required):
+            reform.lose_replica(change, transfer, member, failure)
+        else:
+            abort.abort(change, transfer, failure)
+        return
+    judge_at = transfer.judge_at or change.now + JUDGE_AFTER_SECONDS
+    accusations = {**transfer.accusations, event.rank: failure}
+    change.put_transfer(replace(transfer, accusations=accusations, judge_at=judge_at))
+
+
+def rank_gone(change: Change, event: events.RankGone) -> None:
+    """A stream broke: its transfer, or else the group that is kept, ends."""
+    group = change.state.groups.get(event.group_id)
+    if group is None:
+        return
+    member = group.member_name(event.rank)
+    transfer = transfer_of(change.state, event.group_id)
+    if transfer is None or not transfer.uncommitted:
+        abort.close_group(change, event.group_id, f"{member} left it: {event.why}")
+        return
+    change.put_group(replace(group, attending=group.attending - {event.rank}))
+    if event.rank in transfer.accusations:
+        return  # it gave up because of another; judge() will tell
+    failure = abort.peer_gone(member, event.why)
+    if event.rank == 0:  # without its sender no push goes on
+        abort.abort(change, transfer, failure)
+    else:
+        reform.lose_replica(change, transfer, member, failure)
+
+
+def watch_deadlines(change: Change) -> None:
+    """End transfers whose time is up, and those whose culprit did not show."""
+    for transfer in list(change.state.transfers.values()):
+        if transfer.phase not in (Phase.FORMING, Phase.STAGING):
+            continue
+        if transfer.accusations and change.now >= transfer.judge_at:
+            abort.abort(change, transfer, next(iter(transfer.accusations.values())))
+        elif change.now >= transfer.deadline:
+            abort.abort(change, transfer, _deadline(change.state, transfer))
+
+
+def _deadline(state: State, transfer: Transfer) -> Failure:
+    group = state.groups[transfer.group_id]
+    everyone = frozenset(range(group.size))
+    if not transfer.prepare_sent:
+        what, missing = "did not join the group", everyone - group.attending
+    elif transfer.phase is Phase.FORMING:
+        what, missing = "did not get ready", everyone - frozenset(transfer.prepared) - {0}
+    else:
+        what, missing = "did not finish", everyone - frozenset(transfer.staged)
+    names = list(dict.fromkeys(group.member_name(rank) for rank in sorted(missing)))
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    longest = state.settings.max_transfer_seconds
+    why = "the push's time was up"
+    if transfer.errand is Errand.PUSH and transfer.deadline >= transfer.admitted_at + longest:
+        why = f"the push took longer than the coordinator's --max-transfer-seconds ({longest:g})"
+    return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})

@@ -1,0 +1,187 @@
+"""Stalls: a member that lives, owes the next step, and says nothing.
+
+A death shows as a broken stream or as silence of a whole process. A working thread that
+hangs shows as neither: its process goes on beating and its stream stays open. So each
+rank's working thread says what it does (``weft.v1.Progress``), and one that *owes* a step
+and is silent for ``Settings.stall_seconds`` is given up for its transfer, and is suspect
+(see suspects.py). Who owes what, and which message discharges it:
+
+====================  ===================================  =======================
+while                 who owes                             discharged by
+====================  ===================================  =======================
+the group forms       a rank that was told to join         Hello
+receivers prepare     a receiver that was told             Prepared
+bytes flow            a receiver that was sent more than   BucketVerified
+                      it has reported
+bytes flow            a receiver that has reported all     Staged
+bytes flow            the sender, if all have reported     a further bucket, Staged
+                      what it has sent
+====================  ===================================  =======================
+
+Everybody else waits, and owes nothing: above all a receiver to which another one does not
+relay what it has got. Any word of the rank puts the end off; a rank that works may be slow
+until the push's deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from weft.contract.frozen import replace
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.replicas import suspects
+from weft.coordinator.decisions.replicas.replica_state import reachable
+from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.progress import Watch
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.transfers import abort, reform
+
+_SENDER = 0
+
+
+def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
+    """The ranks that owe the next step, and that step for people."""
+    ranks = range(group.size)
+    if transfer.phase is Phase.FORMING and not transfer.prepare_sent:
+        return {rank: "join the group" for rank in ranks if rank not in group.attending}
+    if transfer.phase is Phase.FORMING:
+        return {rank: "get ready" for rank in ranks[1:] if rank not in transfer.prepared}
+    if transfer.phase is not Phase.STAGING:
+        return {}
+    return _owed_while_bytes_flow(transfer, group)
+
+
+def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
+    num_buckets, receivers = transfer.layout.num_buckets, range(1, group.size)
+    first = min(transfer.prepared.values(), default=0)
+    verified = {rank: transfer.watch.num_verified.get(rank, first) for rank in receivers}
+    word = transfer.watch.words.get(_SENDER)
+    num_sent = max(word.bucket if word else 0, *verified.values())
+    steps = {}
+    for rank, count in verified.items():
+        if rank in transfer.staged or group.member_name(rank) in transfer.holding:
+            continue  # while its engine is told to hold requests still, it can do nothing
+        if count >= num_buckets:
+            steps[rank] = "stage what it has"
+        elif count < num_sent:
+            steps[rank] = f"verify bucket {count}"
+    if _SENDER not in transfer.staged and min(verified.values()) >= num_sent:
+        steps[_SENDER] = f"send bucket {num_sent}" if num_sent < num_buckets else "end"
+    return steps
+
+
+def stalled(transfer: Transfer, group: Group, now: float, seconds: float) -> list[int]:
+    """The ranks that have owed a step for so long without a word, ascending."""
+    watch = transfer.watch
+    return [r for r in range(group.size) if r in watch.debts and watch.silence(r, now) >= seconds]
+
+
+def heard(change: Change, event: events.RanksHeard) -> None:
+    """Ranks have said what they do, or have verified buckets."""
+    for transfer in change.state.transfers.values():
+        if transfer.group_id == event.group_id and transfer.uncommitted:
+            ours = ("", transfer.transfer_id)
+            words = {r: word for r, word in event.words.items() if word.transfer_id in ours}
+            verified = event.num_verified if event.transfer_id == transfer.transfer_id else {}
+            watch = transfer.watch.heard(words, verified, change.now)
+            change.put_transfer(replace(transfer, watch=watch))
+            return
+
+
+def watch(change: Change) -> None:
+    """Give up the members that stall; with each tick."""
+    for transfer in list(change.state.transfers.values()):
+        if transfer.phase not in (Phase.FORMING, Phase.STAGING):
+            continue
+        group = change.state.groups[transfer.group_id]
+        seen = transfer.watch.with_debts(owed_steps(transfer, group), change.now)
+        if seen is not transfer.watch:
+            transfer = change.put_transfer(replace(transfer, watch=seen))
+        if not transfer.accusations:  # else somebody is about to be found dead
+            _give_up(change, transfer, group)
+
+
+def forgive(change: Change, seconds: float) -> None:
+    """The coordinator itself was stopped for so long: silence meanwhile says nothing."""
+    for transfer in list(change.state.transfers.values()):
+        if transfer.watch != Watch():
+            watch = transfer.watch.forgiven(seconds)
+            change.put_transfer(replace(transfer, watch=watch))
+
+
+def order_not_taken(change: Change, transfer: Transfer, replica_id: str, why: str) -> None:
+    """A replica's process answers, but did not take an order in time: its worker hangs."""
+    failure = _failure(replica_id, f"its workers did not take the order to join: {why}")
+    _lose(change, transfer, {replica_id: failure})
+
+
+def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
+    settings = change.state.settings
+    ranks = stalled(transfer, group, change.now, settings.stall_seconds)
+    if _SENDER in ranks:
+        ranks.remove(_SENDER)
+        if transfer.errand is not Errand.PUSH:
+            failure = _failure(transfer.source, _what(transfer, _SENDER, change.now))
+            suspects.suspect(change, transfer, transfer.source, failure.message)
+            abort.abort(change, transfer, failure)
+            return
+        if _sender_holds_up(change, transfer):
+            what = _what(transfer, _SENDER, change.now)
+            abort.abort(change, transfer, _failure(transfer.trainer_id, what))
+            return
+    lost = {
+        name: _failure(name, _what(transfer, rank, change.now))
+        for rank in reversed(ranks)
+        for name in (group.member_name(rank),)
+    }
+    if lost := _spared(transfer, group, lost):
+        _lose(change, transfer, lost)
+
+
+def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
+    """Those that may be given up. Where nobody would be left, members that load in place
+    are not: their weights are mixed, and may yet become whole until the deadline."""
+    is_anybody_left = any(member.replica_id not in lost for member in group.members)
+    if is_anybody_left:
+        return dict(lost)
+    return {name: why for name, why in lost.items() if name not in transfer.loading}
+
+
+def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
+    for name, failure in lost.items():
+        suspects.suspect(change, transfer, name, failure.message)
+    reform.lose_replicas(change, transfer, lost)
+
+
+def _sender_holds_up(change: Change, transfer: Transfer) -> bool:
+    """Whether a trainer that stalls is given up: it has had its time, and another
+    transfer waits for a replica that it holds."""
+    silence = transfer.watch.silence(_SENDER, change.now)
+    if silence < change.state.settings.sender_stall_seconds:
+        return False
+    held = set(transfer.held)
+    return any(
+        not held.isdisjoint(_awaited(change.state, other))
+        for other in change.state.transfers.values()
+        if other.phase is Phase.WAITING
+    )
+
+
+def _awaited(state: State, waiting: Transfer) -> Iterable[str]:
+    """The replicas that a transfer waits for its turn on."""
+    if waiting.replica_id:
+        return (waiting.replica_id, waiting.source)
+    return (replica.replica_id for replica in reachable(state))
+
+
+def _what(transfer: Transfer, rank: int, now: float) -> str:
+    debt, word = transfer.watch.debts[rank], transfer.watch.words.get(rank)
+    silence = transfer.watch.silence(rank, now)
+    said = f", and last said that it was {word}" if word else ""
+    return f"it was to {debt.step} and has been silent for {silence:.1f} s{said}"
+
+
+def _failure(member: str, what: str) -> Failure:
+    return Failure("STALLED", f"{member} makes no progress: {what}", {"member": member})

@@ -1,0 +1,190 @@
+"""Commits that no replica is known to serve: withdrawn, or waited for.
+
+Where every replica has refused definitely, nobody serves the version and nobody ever will:
+it becomes FAILED at once, and its policy goes back to what it served. Where one is dirty,
+silent or was restarted, it may serve the version, or be about to: the version stays
+COMMITTED until each of these has reported without it, and then fails as well. A replica
+has reported without it when
+
+- it has refused definitely, if late;
+- it has answered DiscardTransfer, which waits for its turn among the orders to switch:
+  no order of that transfer is carried out any more, and what it serves is in the answer;
+- another process of it has registered, which refuses orders that are meant for the former.
+
+A base that was loaded in place is never withdrawn: what it replaced is gone, so its
+owner is asked to publish again (republish.py).
+
+None of this is durable: after a restart of the coordinator the version stays COMMITTED.
+"""
+
+from __future__ import annotations
+
+from weft.contract.frozen import replace
+from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import SavePolicy, SaveRetired, SaveVersion
+from weft.coordinator.decisions.state.pool import State, Unserved
+from weft.coordinator.decisions.state.records import record_of
+from weft.coordinator.decisions.state.replica import Replica, holds
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import Phase, PolicyKind, VersionState
+from weft.coordinator.decisions.transfers.refusals import is_definite
+
+#: Versions that are waited for; of the oldest ones nothing more is expected.
+MAX_UNSERVED = 64
+
+
+def may_go_back(transfer: Transfer) -> bool:
+    """Whether what a push replaced is still there once it has failed everywhere."""
+    return not transfer.loading.intersection(transfer.targets)
+
+
+def wait_for_reports(change: Change, ended: Transfer) -> None:
+    """Keep a commit that nobody is known to serve until it is known."""
+    silent = frozenset(
+        replica_id
+        for replica_id, failure in ended.refusals.items()
+        if not is_definite(failure, ended.incarnations.get(replica_id, ""))
+    )
+    cases = {**change.state.unserved, ended.policy_version: Unserved(ended, silent)}
+    while len(cases) > MAX_UNSERVED:
+        oldest = next(iter(cases))
+        retire_replaced(change, cases.pop(oldest).transfer)
+    change.state = replace(change.state, unserved=cases)
+
+
+def commit_answered(change: Change, event: events.CommitAnswered) -> None:
+    """A late answer: it counts if it is a definite refusal."""
+    if event.failure and is_definite(event.failure, event.incarnation):
+        _has_reported(change, event.transfer_id, event.replica_id, event.incarnation)
+
+
+def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
+    """A replica carries out no order of a transfer any more, and says what it serves."""
+    for version, case in change.state.unserved.items():
+        if case.transfer.transfer_id == event.transfer_id and not event.vector.holds(version):
+            _has_reported(change, event.transfer_id, event.replica_id, event.incarnation)
+
+
+def _has_reported(change: Change, transfer_id: str, replica_id: str, incarnation: str) -> None:
+    for version, case in change.state.unserved.items():
+        told = case.transfer.incarnations.get(replica_id)
+        if case.transfer.transfer_id == transfer_id and told == incarnation:
+            case = replace(case, silent=case.silent - {replica_id})
+            change.state = replace(change.state, unserved={**change.state.unserved, version: case})
+            return
+
+
+def settle(change: Change) -> None:
+    """Decide what has become clear, the newest first; cheap where every commit is served."""
+    for version, case in sorted(change.state.unserved.items(), key=_version, reverse=True):
+        state = change.state
+        policy = state.policies[version.policy]
+        if any(r.vector.holds(version) for r in state.replicas.values() if not r.lost):
+            _stands(change, version, case)
+        elif _may_return(state, version):
+            continue
+        elif version.version not in policy.versions:  # replaced, or retired by an order
+            _stands(change, version, case)
+        elif not _still_awaited(state, version, case):
+            _fails(change, version, case)
+
+
+def _version(item: tuple[PolicyVersion, Unserved]) -> PolicyVersion:
+    return item[0]
+
+
+def _may_return(state: State, version: PolicyVersion) -> bool:
+    """Whether a later change of the policy is undecided, which may go back to this one."""
+    return any(v.policy == version.policy and v > version for v in state.unserved) or any(
+        t.policy == version.policy and t.phase is Phase.COMMITTING and not t.replica_id
+        for t in state.transfers.values()
+    )
+
+
+def _still_awaited(state: State, version: PolicyVersion, case: Unserved) -> bool:
+    """Whether a replica may serve the version yet."""
+    for replica_id in case.silent:
+        replica = state.replicas.get(replica_id)
+        if replica is None or replica.incarnation == case.transfer.incarnations[replica_id]:
+            return True
+    if any(_has_bytes(r, version) for r in state.replicas.values() if not r.lost):
+        return True
+    return any(t.policy_version == version for t in state.transfers.values())
+
+
+def _has_bytes(replica: Replica, version: PolicyVersion) -> bool:
+    return holds(replica, version) or version in replica.spilled
+
+
+def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
+    """A replica serves it after all, or it is not held any more: the commit stands."""
+    _forget(change, version)
+    served = change.state.policies[version.policy].served_version
+    if served != case.transfer.replaced_version:
+        retire_replaced(change, case.transfer)
+
+
+def _fails(change: Change, version: PolicyVersion, case: Unserved) -> None:
+    _forget(change, version)
+    if change.state.policies[version.policy].served_version != version.version:
+        _mark_failed(change, case.transfer)
+    elif _can_be_served(change.state, case.transfer):
+        go_back(change, case.transfer)
+    else:
+        retire_replaced(change, case.transfer)
+        return
+    history = change.state.history
+    ended = history.get(case.transfer.transfer_id)
+    if ended is not None:
+        ended = replace(ended, phase=Phase.ABORTED)
+        change.state = replace(change.state, history={**history, ended.transfer_id: ended})
+
+
+def _can_be_served(state: State, ended: Transfer) -> bool:
+    """Whether anybody serves, or could bring, what the policy would go back to."""
+    if ended.kind is PolicyKind.ADAPTER:
+        return True
+    before = PolicyVersion(BASE_POLICY, ended.replaced_version)
+    while before in state.unserved:  # which is waited for, too
+        number = state.unserved[before].transfer.replaced_version
+        before = PolicyVersion(BASE_POLICY, number)
+    serves = any(r.in_contact and r.vector.holds(before) for r in state.replicas.values())
+    return serves or before in state.copies
+
+
+def _forget(change: Change, version: PolicyVersion) -> None:
+    cases = {v: case for v, case in change.state.unserved.items() if v != version}
+    change.state = replace(change.state, unserved=cases)
+
+
+def go_back(change: Change, ended: Transfer) -> None:
+    """The version fails, and its policy goes on with what it served before."""
+    policy = change.state.policies[ended.policy]
+    change.put_policy(replace(policy, served_version=ended.replaced_version))
+    _mark_failed(change, ended)
+
+
+def _mark_failed(change: Change, ended: Transfer) -> None:
+    policy = change.state.policies[ended.policy]
+    versions = tuple(v for v in policy.versions if v != ended.version)
+    if policy.kind is PolicyKind.BASE:
+        versions = (policy.served_version,) if policy.served_version else ()
+    policy = replace(policy, versions=versions)
+    change.put_policy(policy)
+    change.touched_all = True
+    change.emit(SaveVersion(record_of(ended, VersionState.FAILED)), SavePolicy(policy))
+    assert ended.failure is not None
+    now = f"{policy.name!r} stays at {policy.served_version}"
+    if not policy.served_version:
+        now = f"{policy.name!r} has no version" if policy.name != BASE_POLICY else "base@0 stays"
+    change.announce("version_failed", str(ended.policy_version), f"{ended.failure.message}; {now}")
+
+
+def retire_replaced(change: Change, ended: Transfer) -> None:
+    """A base has one version: the one before it is no longer held."""
+    if ended.kind is PolicyKind.BASE and ended.replaced_version:
+        before = replace(ended, version=ended.replaced_version).policy_version
+        change.emit(SaveRetired(before))
+        change.announce("version_retired", str(before), f"superseded by {ended.policy_version}")

@@ -1,0 +1,404 @@
+"""The live side groups: their stores, their rank streams, and the watermark.
+
+The hot path (a report for every bucket and receiver) ends here: only what a
+decision needs becomes an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from weft.contract.errors import (
+    REASONS,
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    RequestConflictError,
+    StaleEpochError,
+    WeftError,
+)
+from weft.contract.manifest import DIGEST_BYTES
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.progress import Word
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout
+from weft.coordinator.messages.wire import group_to_proto
+from weft.coordinator.runtime.group_store import GroupStore
+from weft.rpc.codec import duration_to_proto, version_to_proto
+from weft.v1 import rendezvous_pb2, types_pb2
+
+_MAX_QUEUED: Final = 256
+_MAX_REMEMBERED: Final = 256
+_MAX_LAYOUTS: Final = 8
+_MAX_ID: Final = 128
+
+
+class RankLink:
+    """One rank's stream: what it must still be told. Bounded; releases coalesce."""
+
+    def __init__(self, group_id: str, rank: int) -> None:
+        self.group_id = group_id
+        self.rank = rank
+        self._queue: deque[rendezvous_pb2.AttendResponse] = deque()
+        self._released: rendezvous_pb2.AttendResponse | None = None
+        self._ended = False
+        self._error: WeftError | None = None
+        self._wake = asyncio.Event()
+
+    def send(self, message: rendezvous_pb2.AttendResponse) -> None:
+        """Queue a message; a rank that reads nothing is cut off."""
+        if len(self._queue) >= _MAX_QUEUED:
+            self.end(CapacityError("the rank does not read its stream", reason="TOO_SLOW"))
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def release(self, transfer_id: str, num_buckets: int) -> None:
+        """Tell the sender how far it may reuse memory; only the newest count is kept."""
+        released = rendezvous_pb2.Released(transfer_id=transfer_id, num_buckets=num_buckets)
+        self._released = rendezvous_pb2.AttendResponse(released=released)
+        self._wake.set()
+
+    def end(self, error: WeftError | None) -> None:
+        """Close the stream after what is queued: with ``error``, or in peace."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._released = None  # of no use to a stream that closes
+        self._wake.set()
+
+    async def next(self) -> rendezvous_pb2.AttendResponse | None:
+        """The next message; None when the stream is to be closed in peace.
+
+        Raises:
+            WeftError: The stream is to be closed.
+        """
+        while True:
+            if self._queue:
+                return self._queue.popleft()
+            if self._released is not None:
+                message, self._released = self._released, None
+                return message
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+
+
+class Watermark:
+    """Counts, for one transfer, the buckets that every receiver has verified."""
+
+    def __init__(
+        self, transfer_id: str, num_receivers: int, num_buckets: int, first_bucket: int = 0
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.num_verified = self._first = first_bucket
+        self._num_receivers = num_receivers
+        self._reports = [0] * num_buckets
+        self._next: dict[int, int] = {}
+
+    @property
+    def num_reported(self) -> Mapping[int, int]:
+        """Buckets, from the first, that each receiver has reported, of those that did."""
+        return self._next
+
+    def report(self, rank: int, bucket: int) -> bool:
+        """Count a report; whether the watermark advanced.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
+        """
+        expected = self._next.get(rank, self._first)
+        if bucket != expected or bucket >= len(self._reports) or rank == 0:
+            raise InvalidRequestError(
+                f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
+            )
+        self._next[rank] = bucket + 1
+        self._reports[bucket] += 1
+        before = self.num_verified
+        while (
+            self.num_verified < len(self._reports)
+            and self._reports[self.num_verified] == self._num_receivers
+        ):
+            self.num_verified += 1
+        return self.num_verified > before
+
+    def is_through(self, rank: int) -> bool:
+        """Whether a receiver has reported every bucket."""
+        return self._next.get(rank, self._first) == len(self._reports)
+
+
+class _Room:
+    """A live group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group_id = group.group_id
+        # By digest, so that how long a look-up takes tells nothing of a token.
+        self.ranks = {_digest(group.token_of(rank)): rank for rank in range(group.size)}
+        self.size = group.size
+        self.store = GroupStore()
+        self.links: dict[int, RankLink] = {}
+        self.layouts: OrderedDict[bytes, Layout] = OrderedDict()
+        self.watermark: Watermark | None = None
+        self.words: dict[int, Word] = {}
+        self.num_told: dict[int, int] = {}
+
+    def take_progress(self) -> events.RanksHeard | None:
+        """What its ranks have said, and verified, since this was asked last; None if nothing."""
+        words, self.words = self.words, {}
+        transfer_id, new = "", dict[int, int]()
+        if (mark := self.watermark) is not None:
+            transfer_id, told = mark.transfer_id, self.num_told
+            new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
+            told.update(new)
+        if not words and not new:
+            return None
+        return events.RanksHeard(self.group_id, words, transfer_id, new)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+class Hub:
+    """All live groups. On the event loop; no method blocks.
+
+    Args:
+        post: Takes the events that streams give rise to.
+    """
+
+    def __init__(self, post: Callable[[events.Event], None]) -> None:
+        self._post = post
+        self._rooms: dict[str, _Room] = {}
+        self._dropped: OrderedDict[str, str] = OrderedDict()
+
+    def open_group(self, group: Group) -> None:
+        """Let the members in."""
+        self._rooms[group.group_id] = _Room(group)
+
+    def drop_group(self, group_id: str, why: str) -> None:
+        """Close the store and the streams with EPOCH_FENCED."""
+        room = self._rooms.pop(group_id, None)
+        if room is None:
+            return
+        self._dropped[group_id] = why
+        while len(self._dropped) > _MAX_REMEMBERED:
+            self._dropped.popitem(last=False)
+        room.store.close(why)
+        for link in room.links.values():
+            link.end(StaleEpochError(f"the group was dropped: {why}"))
+
+    def close(self, why: str) -> None:
+        """Drop every group."""
+        for group_id in list(self._rooms):
+            self.drop_group(group_id, why)
+
+    def _room(self, group_id: str, token: str) -> tuple[_Room, int]:
+        """A group, and the rank that the token is of."""
+        room = self._rooms.get(group_id)
+        if room is None:
+            why = self._dropped.get(group_id, "it is not known here (any more)")
+            raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
+        rank = room.ranks.get(_digest(token))
+        if rank is None:
+            raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
+        return room, rank
+
+    def store(self, group_id: str, token: str) -> GroupStore:
+        """A group's store, for any of its ranks.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Wrong token; no such group.
+        """
+        return self._room(group_id, token)[0].store
+
+    def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
+        """The layout of a transfer of the group, for any of its ranks."""
+        return self._room(group_id, token)[0].layouts.get(digest)
+
+    def attend(self, group_id: str, token: str, rank: int) -> RankLink:
+        """Open a rank's stream.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Not the rank's own token; no such group.
+            InvalidRequestError: ``PROTOCOL``: the group has no such rank.
+            RequestConflictError: The rank attends already.
+        """
+        room, authorised = self._room(group_id, token)
+        if rank >= room.size:
+            raise InvalidRequestError(
+                f"rank {rank} of a group of {room.size} members", reason="PROTOCOL"
+            )
+        if rank != authorised:
+            raise NotAllowedError(
+                f"the token is of rank {authorised} of group {group_id[:64]!r}, not of rank {rank}"
+            )
+        if rank in room.links:
+            raise RequestConflictError(f"rank {rank} attends already")
+        link = room.links[rank] = RankLink(group_id, rank)
+        welcome = rendezvous_pb2.Welcome(num_attending=len(room.links))
+        link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
+        self._post(events.RankAttends(group_id, rank))
+        return link
+
+    def leave(self, link: RankLink, why: str) -> None:
+        """A stream has ended; said twice, the second is ignored."""
+        room = self._rooms.get(link.group_id)
+        if room is not None and room.links.get(link.rank) is link:
+            del room.links[link.rank]
+            self._post(events.RankGone(link.group_id, link.rank, why))
+
+    def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
+        """Take what a rank says.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``.
+        """
+        group_id, rank = link.group_id, link.rank
+        match message.WhichOneof("message"):
+            case "bucket_verified":
+                self._verified(link, message.bucket_verified)
+            case "prepared":
+                prepared = message.prepared
+                self._post(
+                    events.RankPrepared(
+                        group_id, prepared.transfer_id, rank, prepared.num_buckets_verified
+                    )
+                )
+            case "progress":
+                self._progress(link, message.progress)
+            case "load_due":
+                self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
+            case "staged":
+                self._staged(link, message.staged)
+            case "failed":
+                failed = message.failed
+                # A reason that is none of ours would be answered to the trainer as a bug here.
+                reason = failed.reason if failed.reason in REASONS else "TRANSFER_ABORTED"
+                self._post(
+                    events.RankFailed(group_id, failed.transfer_id, rank, reason, failed.message)
+                )
+            case other:
+                raise InvalidRequestError(
+                    f"{other or 'an empty message'} is not expected on an open stream",
+                    reason="PROTOCOL",
+                )
+
+    def _verified(self, link: RankLink, report: rendezvous_pb2.BucketVerified) -> None:
+        room = self._rooms.get(link.group_id)
+        mark = room.watermark if room else None
+        if room is None or mark is None or mark.transfer_id != report.transfer_id:
+            return  # of a transfer that has ended meanwhile
+        if mark.report(link.rank, report.bucket) and 0 in room.links:
+            room.links[0].release(mark.transfer_id, mark.num_verified)
+
+    def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
+        room = self._rooms.get(link.group_id)
+        if room is not None:
+            transfer_id = said.transfer_id[:_MAX_ID]
+            room.words[link.rank] = Word(
+                transfer_id, said.activity, said.bucket, said.done, said.total
+            )
+
+    def take_progress(self) -> list[events.RanksHeard]:
+        """What ranks have said of their work since this was asked last, by group: one event
+        for all of them, however many buckets they have verified."""
+        told = [room.take_progress() for room in self._rooms.values()]
+        return [heard for heard in told if heard is not None]
+
+    def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
+        room = self._rooms.get(link.group_id)
+        mark = room.watermark if room else None
+        if mark is None or mark.transfer_id != staged.transfer_id:
+            return
+        if link.rank and not mark.is_through(link.rank):
+            raise InvalidRequestError(
+                f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
+            )
+        given = staged.content_digest
+        if len(given.value) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"rank {link.rank} has a digest of {len(given.value)} bytes; it has {DIGEST_BYTES}",
+                reason="PROTOCOL",
+            )
+        digest = ContentDigest(int(given.algorithm), given.value, given.size_bytes)
+        self._post(events.RankStaged(link.group_id, staged.transfer_id, link.rank, digest))
+
+    # -- what the driver carries out -------------------------------------------
+
+    def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
+        """Tell every receiver what comes, and make its manifest available."""
+        room = self._rooms.get(group_id)
+        if room is None:
+            return
+        room.layouts[transfer.layout.digest] = transfer.layout
+        room.layouts.move_to_end(transfer.layout.digest)
+        while len(room.layouts) > _MAX_LAYOUTS:
+            room.layouts.popitem(last=False)
+        prepare = rendezvous_pb2.Prepare(
+            transfer_id=transfer.transfer_id,
+            version=version_to_proto(transfer.policy_version),
+            layout_digest=transfer.layout.digest,
+            nonce=transfer.ids.nonce,
+            kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
+            timeout=duration_to_proto(time_left),
+        )
+        self._send(room, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
+
+    def send_start(
+        self,
+        group_id: str,
+        transfer_id: str,
+        num_receivers: int,
+        num_buckets: int,
+        first_bucket: int,
+    ) -> None:
+        """Tell every rank that bytes may flow, and count from here."""
+        room = self._rooms.get(group_id)
+        if room is not None:
+            room.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
+            room.num_told = {}
+            start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
+            self._send(room, rendezvous_pb2.AttendResponse(start=start))
+            if first_bucket and 0 in room.links:
+                room.links[0].release(transfer_id, first_bucket)
+
+    def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
+        """Tell the sender to go on in another group."""
+        room = self._rooms.get(group_id)
+        if room is not None and 0 in room.links:
+            reform = rendezvous_pb2.Reform(
+                transfer_id=transfer_id, group=group_to_proto(renewed, 0), message=message[:2000]
+            )
+            room.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
+
+    def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
+        """Tell every rank to give the transfer up."""
+        room = self._rooms.get(group_id)
+        if room is not None:
+            abort = rendezvous_pb2.Abort(
+                transfer_id=transfer_id, reason=failure.reason, message=failure.message[:2000]
+            )
+            self._send(room, rendezvous_pb2.AttendResponse(abort=abort))
+
+    def _send(
+        self,
+        room: _Room,
+        message: rendezvous_pb2.AttendResponse,
+        *,
+        receivers_only: bool = False,
+    ) -> None:
+        for rank, link in room.links.items():
+            if rank or not receivers_only:
+                link.send(message)
+
+    def num_verified(self, group_id: str, transfer_id: str) -> int:
+        """Buckets of a transfer under way that every receiver has verified."""
+        room = self._rooms.get(group_id)
+        mark = room.watermark if room else None
+        return mark.num_verified if mark and mark.transfer_id == transfer_id else 0

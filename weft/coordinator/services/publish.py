@@ -1,0 +1,243 @@
+"""PublishService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft.contract.names import check_name
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable, shared_backends
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
+from weft.coordinator.decisions.step import already_committed, not_its_owner
+from weft.coordinator.messages.wire import (
+    adapter_from_proto,
+    begin_to_proto,
+    lease_to_proto,
+    process_from_proto,
+    transfer_from_record,
+    transfer_to_proto,
+)
+from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.driver import Driver
+from weft.coordinator.runtime.lookup import fresh_ids
+from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.services.uploads import Uploads
+from weft.rpc.codec import dtype_to_proto, duration_from_proto
+from weft.rpc.manifest_codec import ManifestDecoder
+from weft.v1 import publish_pb2, publish_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: A push that names no timeout gets this much; one that names more gets at most a day.
+DEFAULT_TIMEOUT_SECONDS: Final = 600.0
+MAX_TIMEOUT_SECONDS: Final = 86_400.0
+#: A wait on behalf of a caller that set no deadline.
+MAX_WAIT_SECONDS: Final = 3_600.0
+
+
+class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
+    """For trainers: own a policy, push versions, learn what became of them."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        catalog: Catalog,
+        manifests: ManifestCache,
+        references: ReferenceCache,
+        uploads: Uploads,
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._manifests = manifests
+        self._references = references
+        self._uploads = uploads
+
+    def _answer_by(self, context: Context) -> float:
+        """When a wait must end so that the caller still gets our answer."""
+        left = context.time_remaining()
+        if left is None:
+            return self._driver.now() + MAX_WAIT_SECONDS
+        return self._driver.now() + left - min(0.25, left * 0.2)
+
+    async def DescribeTarget(
+        self, request: publish_pb2.DescribeTargetRequest, context: Context
+    ) -> publish_pb2.DescribeTargetResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        deadline = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
+        )
+        state = self._driver.state
+        replicas = reachable(state)
+        if not replicas:
+            raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
+        capabilities = replicas[0].capabilities
+        exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
+        return publish_pb2.DescribeTargetResponse(
+            base_fingerprint=state.fingerprint,
+            architecture=state.architecture,
+            base_dtype=dtype_to_proto(capabilities.base_dtype),
+            base_dtype_exceptions={n: dtype_to_proto(d) for n, d in exceptions.items()},
+            adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
+            base_version=state.vector.base,
+            base_checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
+            num_replicas=len(in_contact(state)),
+            backends=shared_backends(in_contact(state) or replicas),
+        )
+
+    async def AcquirePolicy(
+        self, request: publish_pb2.AcquirePolicyRequest, context: Context
+    ) -> publish_pb2.AcquirePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        if int(request.kind) not in set(PolicyKind):
+            raise InvalidRequestError("the kind of the policy is not set")
+        answer = await self._driver.call(
+            lambda ticket: events.AcquirePolicy(
+                ticket,
+                request.trainer_id,
+                request.session_id,
+                request.policy,
+                PolicyKind(request.kind),
+                process_from_proto(request.process),
+                request.displaced_token,
+                request.last_version,
+                request.last_fencing_token,
+            )
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        return publish_pb2.AcquirePolicyResponse(
+            lease=lease_to_proto(answer.policy, answer.lease, answer.time_to_live),
+            last_version=answer.last_version,
+            publish_again_version=answer.publish_again_version,
+        )
+
+    async def RenewLease(
+        self, request: publish_pb2.RenewLeaseRequest, context: Context
+    ) -> publish_pb2.RenewLeaseResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.RenewLease(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
+        return publish_pb2.RenewLeaseResponse(
+            lease=lease, publish_again_version=answer.publish_again_version
+        )
+
+    async def ReleasePolicy(
+        self, request: publish_pb2.ReleasePolicyRequest, context: Context
+    ) -> publish_pb2.ReleasePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        await self._driver.call(
+            lambda ticket: events.ReleasePolicy(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
+        )
+        return publish_pb2.ReleasePolicyResponse()
+
+    async def PutManifest(
+        self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context
+    ) -> publish_pb2.PutManifestResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        manifest = await self._uploads.read(request_iterator, ManifestDecoder())
+        layout = self._manifests.put(manifest)
+        return publish_pb2.PutManifestResponse(layout_digest=layout.digest)
+
+    async def BeginTransfer(
+        self, request: publish_pb2.BeginTransferRequest, context: Context
+    ) -> publish_pb2.BeginTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        check_name(request.policy, "policy")
+        adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
+        timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0
+        timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
+        deadline = self._driver.now() + timeout
+        answer_by = min(deadline, self._answer_by(context))
+        answer = await self._driver.call(
+            lambda ticket: events.BeginTransfer(
+                ticket=ticket,
+                request_id=request.request_id,
+                policy=request.policy,
+                fencing_token=request.fencing_token,
+                layout_digest=request.layout_digest,
+                layout=self._manifests.get(request.layout_digest),
+                adapter=adapter,
+                min_replicas=request.require.min_replicas,
+                deadline=deadline,
+                answer_by=answer_by,
+                backend=request.backend,
+                group_id=request.group_id,
+                ids=fresh_ids(),
+                session_id=request.session_id,
+                recorded=self._recorded(request.policy, request.request_id),
+                check_finite=request.check_finite,
+                refuse_other_base=request.refuse_other_base,
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.BeginAnswer)
+        return begin_to_proto(answer)
+
+    def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
+        """What the lease's owner made of this request id before, by the catalog."""
+        policy = self._driver.state.policies.get(policy_name)
+        if policy is None or policy.lease is None:
+            return None
+        # Asked of a policy without versions too: the id may be another policy's.
+        return self._catalog.find_request(policy.lease.trainer_id, request_id)
+
+    async def AwaitTransfer(
+        self, request: publish_pb2.AwaitTransferRequest, context: Context
+    ) -> publish_pb2.AwaitTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id)
+        if record is not None:
+            if record.failure:
+                raise record.failure.error()
+            message = transfer_from_record(record, self._driver.state)
+            return publish_pb2.AwaitTransferResponse(transfer=message)
+        answer = await self._driver.call(
+            lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
+        )
+        assert isinstance(answer, Transfer)
+        driver = self._driver
+        message = transfer_to_proto(answer, driver.state, driver.now(), answer.layout.num_buckets)
+        return publish_pb2.AwaitTransferResponse(transfer=message)
+
+    def _forgotten(self, transfer_id: str) -> VersionRecord | None:
+        """The catalog's record of a transfer that the state no longer has."""
+        state = self._driver.state
+        if transfer_id in state.transfers or transfer_id in state.history:
+            return None
+        record = self._catalog.find_transfer(transfer_id)
+        return record if record and record.state is not VersionState.STAGING else None
+
+    async def AbortTransfer(
+        self, request: publish_pb2.AbortTransferRequest, context: Context
+    ) -> publish_pb2.AbortTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id)
+        if record is not None:
+            if record.version.policy != request.policy:
+                raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)
+            if record.state not in (VersionState.ABORTED, VersionState.FAILED):
+                raise already_committed(str(record.version))
+            return publish_pb2.AbortTransferResponse()
+        await self._driver.call(
+            lambda ticket: events.AbortTransfer(
+                ticket,
+                request.transfer_id,
+                request.policy,
+                request.fencing_token,
+                request.message,
+            )
+        )
+        return publish_pb2.AbortTransferResponse()

@@ -1,0 +1,127 @@
+"""RendezvousService: a group's store, its manifests, and a stream for each rank."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.errors import InvalidRequestError, NotFoundError, WeftError
+from weft.coordinator.runtime.live_groups import Hub, RankLink
+from weft.coordinator.runtime.manifests import ManifestCache
+from weft.rpc.codec import duration_from_proto
+from weft.rpc.interceptor import on_call_end
+from weft.v1 import rendezvous_pb2, rendezvous_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Longest wait for a key, whatever was asked.
+MAX_WAIT_SECONDS: Final = 3_600.0
+#: A stream must say hello in this time.
+_HELLO_SECONDS: Final = 10.0
+
+
+class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
+    """For the members of side groups; authorised by their ranks' tokens."""
+
+    def __init__(self, hub: Hub, manifests: ManifestCache) -> None:
+        self._hub = hub
+        self._manifests = manifests
+
+    async def CallStore(
+        self, request: rendezvous_pb2.CallStoreRequest, context: Context
+    ) -> rendezvous_pb2.CallStoreResponse:
+        """Source: protos/weft/v1/rendezvous.proto."""
+        store = self._hub.store(request.credential.group_id, request.credential.token)
+        answer = rendezvous_pb2.CallStoreResponse
+        match request.WhichOneof("operation"):
+            case "set":
+                store.set(request.set.keys, request.set.values)
+                return answer()
+            case "get":
+                return answer(values=await store.get(request.get.keys, _timeout(request.get)))
+            case "wait":
+                await store.wait(request.wait.keys, _timeout(request.wait))
+                return answer()
+            case "add":
+                return answer(number=store.add(request.add.key, request.add.amount))
+            case "check":
+                return answer(number=int(store.check(request.check.keys)))
+            case "delete":
+                return answer(number=store.delete(request.delete.keys))
+            case "compare_set":
+                wanted = request.compare_set
+                value = store.compare_set(wanted.key, wanted.expected, wanted.desired)
+                return answer(values=[value])
+            case "append":
+                if len(request.append.keys) != 1 or len(request.append.values) != 1:
+                    raise InvalidRequestError("append takes one key, one value", reason="PROTOCOL")
+                store.append(request.append.keys[0], request.append.values[0])
+                return answer()
+            case "count":
+                return answer(number=len(store))
+            case _:
+                raise InvalidRequestError("no store operation is set", reason="PROTOCOL")
+
+    async def GetManifest(
+        self, request: rendezvous_pb2.GetManifestRequest, context: Context
+    ) -> AsyncIterator[rendezvous_pb2.GetManifestResponse]:
+        """Source: protos/weft/v1/rendezvous.proto."""
+        credential = request.credential
+        layout = self._hub.layout(credential.group_id, credential.token, request.layout_digest)
+        if layout is None:
+            raise NotFoundError(
+                f"no transfer of this group has the layout {request.layout_digest.hex()[:12]}",
+                reason="MANIFEST_UNKNOWN",
+            )
+        for chunk in await self._manifests.chunks(layout):
+            yield rendezvous_pb2.GetManifestResponse(chunk=chunk)
+
+    async def Attend(
+        self,
+        request_iterator: AsyncIterator[rendezvous_pb2.AttendRequest],
+        context: Context,
+    ) -> AsyncIterator[rendezvous_pb2.AttendResponse]:
+        """Source: protos/weft/v1/rendezvous.proto."""
+        hello = await _hello(request_iterator)
+        credential = hello.credential
+        link = self._hub.attend(credential.group_id, credential.token, hello.rank)
+        on_call_end(context, lambda: self._hub.leave(link, "its stream broke"))
+        reader = asyncio.get_running_loop().create_task(self._read(link, request_iterator))
+        on_call_end(context, reader.cancel)
+        while (message := await link.next()) is not None:
+            yield message
+
+    async def _read(
+        self, link: RankLink, requests: AsyncIterator[rendezvous_pb2.AttendRequest]
+    ) -> None:
+        """Take what the rank says until it is through, breaks off or talks nonsense."""
+        try:
+            async for message in requests:
+                self._hub.receive(link, message)
+        except WeftError as error:
+            self._hub.leave(link, error.message)
+            link.end(error)
+        else:
+            self._hub.leave(link, "it closed its stream")
+            link.end(None)
+
+
+async def _hello(
+    requests: AsyncIterator[rendezvous_pb2.AttendRequest],
+) -> rendezvous_pb2.Hello:
+    try:
+        async with asyncio.timeout(_HELLO_SECONDS):
+            first = await anext(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise InvalidRequestError("a stream begins with hello", reason="PROTOCOL") from None
+    if first.WhichOneof("message") != "hello":
+        raise InvalidRequestError("a stream begins with hello", reason="PROTOCOL")
+    return first.hello
+
+
+def _timeout(keys: rendezvous_pb2.StoreKeys) -> float:
+    return min(duration_from_proto(keys.timeout), MAX_WAIT_SECONDS)
