@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
+from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
@@ -18,24 +19,12 @@ BackendChoice = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupSpec:
-    """A receiver's place in a side group; picklable, sent to workers.
+class JoinOrder:
+    """A side group that the receivers are to join; receiver ``i`` has the ticket's rank + i."""
 
-    ``rank`` is that of receiver 0; receiver ``i`` has ``rank + i``.
-    """
-
-    coordinator: str
-    """HOST:PORT of the RendezvousService."""
+    ticket: GroupTicket
     trainer_id: str
     """Whose group it is; a new group replaces the trainer's old one."""
-    group_id: str
-    token: str
-    epoch: int
-    rank: int
-    size: int
-    backend: str
-    host: str
-    """Address of this machine that the side group binds and announces."""
     is_probe: bool = False
     """Whether it only asks if the receivers answer; see ``probe``."""
 
@@ -83,9 +72,9 @@ class SpillOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SendOrder:
-    """What a replica is to send as rank 0 of a side group; picklable."""
+    """What a replica is to send as rank 0 of a side group."""
 
-    group: GroupSpec
+    ticket: GroupTicket
     transfer_id: str
     policy: str
     version: int
@@ -118,7 +107,7 @@ class Engine(Protocol):
     def loading(self) -> str:
         """Transfer that requests are held still for, by ``load_in_place``; else empty."""
 
-    async def join_group(self, spec: GroupSpec) -> None:
+    async def join_group(self, order: JoinOrder) -> None:
         """Tell the receivers to join; returns before they have joined."""
 
     async def load_adapter(

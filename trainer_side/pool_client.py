@@ -29,13 +29,13 @@ from weft.contract.errors import (
     lost_weights,
     with_lost_weights,
 )
+from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY
 from weft.rpc.channel import open_channel
-from weft.rpc.codec import duration_to_proto, version_from_proto
+from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
-from weft.transport.member import GroupTicket
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
 from weft.v1.publish_pb2_grpc import PublishServiceStub
@@ -196,9 +196,8 @@ class Delivery:
 
     def _can_reuse(self, sender: Sender, backend: str) -> bool:
         """Whether the group that is kept suits a push; an accelerator may have changed."""
-        ticket = sender.ticket
         wanted = backend, self._lane.device_of(backend)
-        return sender.usable and (ticket.backend, ticket.device) == wanted
+        return sender.usable and (sender.ticket.backend, sender.device) == wanted
 
     def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
         def chunks() -> Iterator[pb.PutManifestRequest]:
@@ -257,25 +256,25 @@ class Delivery:
             )
 
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
-        group = begun.group
+        ticket = self._ticket(begun.group)
         if self._sender is not None:
-            if self._sender.usable and self._sender.ticket.group_id == group.group_id:
+            if self._sender.usable and self._sender.ticket.group_id == ticket.group_id:
                 return self._sender
             self._sender.close()
             self._sender = None
         while True:
             try:
-                self._sender = Sender(self._target, self._ticket(group))
+                self._sender = Sender(ticket, self._lane.device_of(ticket.backend))
                 return self._sender
             except (StaleEpochError, PeerUnavailableError):
-                moved = self._group_now(begun, group.group_id, deadline)
+                moved = self._group_now(begun, ticket.group_id, deadline)
                 if moved is None:
                     raise
-                group = moved
+                ticket = moved
 
     def _group_now(
         self, begun: pb.BeginTransferResponse, known: str, deadline: float
-    ) -> pb.GroupPlan | None:
+    ) -> GroupTicket | None:
         """The place in the group that a transfer goes on in, if it was re-formed before this
         rank came to the group that it knows: there nobody can tell it any more."""
         if self._request is None:
@@ -288,19 +287,12 @@ class Delivery:
         except WeftError:
             return None
         is_other = answer.HasField("group") and answer.group.group_id != known
-        return answer.group if is_other and answer.transfer_id == begun.transfer_id else None
+        if not is_other or answer.transfer_id != begun.transfer_id:
+            return None
+        return self._ticket(answer.group)
 
     def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
-        return GroupTicket(
-            group_id=group.group_id,
-            token=group.token,
-            epoch=group.epoch,
-            rank=group.rank,
-            size=group.size,
-            backend=group.backend,
-            host=self._host,
-            device=self._lane.device_of(group.backend),
-        )
+        return ticket_from_proto(group, coordinator=self._target, host=self._host)
 
     def _outcome(
         self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,15 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
+from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
+from weft.rpc.codec import ticket_from_proto
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
-from weft.transport.member import GroupTicket, Membership
+from weft.transport.member import Membership
 from weft.transport.speaking import speaking_time
-from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import rendezvous_pb2 as pb
+from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class _Direction:
 
 
 #: The place in the group that a transfer goes on in now, if it is another than this one.
-FindGroup = Callable[[str], publish_pb2.GroupPlan | None]
+FindGroup = Callable[[str], GroupTicket | None]
 
 
 class _Reformed(Exception):
@@ -59,15 +61,15 @@ class _Reformed(Exception):
 class _Epoch:
     """One membership of the sender and what was said in it; ``condition`` guards it."""
 
-    def __init__(self, target: str, ticket: GroupTicket) -> None:
+    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
         self.ticket = ticket
         self.condition = threading.Condition()
         self.direction = _Direction()
         self.broken: WeftError | None = None
-        self.successor: publish_pb2.GroupPlan | None = None
+        self.successor: GroupTicket | None = None
         self.num_sent = 0
         self.membership = Membership(
-            target, ticket, on_message=self._on_message, on_closed=self._on_closed
+            ticket, device, on_message=self._on_message, on_closed=self._on_closed
         )
 
     def follow(self, transfer_id: str) -> _Direction:
@@ -159,7 +161,9 @@ class _Epoch:
             elif kind == "reform":
                 reform = response.reform
                 _log.warning("going on in epoch %d: %s", reform.group.epoch, reform.message)
-                self.successor = reform.group
+                self.successor = ticket_from_proto(
+                    reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
+                )
                 self.membership.group.abort(WeftError("going on in another group"))
             self.condition.notify_all()
 
@@ -198,15 +202,15 @@ class Sender:
     Used by one thread; the group's stream has a thread of its own.
 
     Args:
-        target: The coordinator, HOST:PORT.
         ticket: The sender's place.
+        device: Where its buffers lie.
     """
 
-    def __init__(self, target: str, ticket: GroupTicket) -> None:
-        self._target = target
+    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
+        self.device = device
         self._packer: Packer | None = None
         self._last_push: _Push | None = None
-        self._epoch = _Epoch(target, ticket)
+        self._epoch = _Epoch(ticket, device)
 
     @property
     def ticket(self) -> GroupTicket:
@@ -377,23 +381,14 @@ class Sender:
 
     def _rejoin(self, old: _Epoch) -> bool:
         """Go on in the next group; tells whether the buffers are safe to use there."""
-        plan = old.successor
-        assert plan is not None
+        assert old.successor is not None
         settled = old.membership.leave()
-        ticket = replace(
-            old.ticket,
-            group_id=plan.group_id,
-            token=plan.token,
-            epoch=plan.epoch,
-            rank=plan.rank,
-            size=plan.size,
-        )
-        self._epoch = _Epoch(self._target, ticket)
+        self._epoch = _Epoch(old.successor, self.device)
         return settled
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
         if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
             buffers: list[torch.Tensor] = self._packer.buffers if self._packer else []
-            self._packer = Packer(manifest, buffers, self.ticket.device)
+            self._packer = Packer(manifest, buffers, self.device)
         return self._packer

@@ -16,7 +16,7 @@ from rollout_side.agent.probe_orders import ProbeOrders
 from rollout_side.agent.registration import Holdings, Identity, OrderKey, Registration, Told
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
-from rollout_side.engine import Engine, GroupSpec, SendOrder
+from rollout_side.engine import Engine, JoinOrder, SendOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import StaleEpochError, WeftError
 from weft.transport.host import local_address_towards, split_target
@@ -74,21 +74,22 @@ class Agent:
                 f"{self.config.incarnation!r} by now"
             )
 
-    async def join_group(self, trainer_id: str, spec: GroupSpec) -> None:
+    async def join_group(self, order: JoinOrder) -> None:
         """Have the receivers join a side group."""
-        self._last_epoch = max(self._last_epoch, spec.epoch)
-        if spec.is_probe:
-            await self._probes.tell(spec)
+        ticket = order.ticket
+        self._last_epoch = max(self._last_epoch, ticket.epoch)
+        if order.is_probe:
+            await self._probes.tell(order)
             return
         _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
-            spec.group_id,
-            trainer_id,
-            spec.rank,
-            spec.size,
-            spec.epoch,
+            ticket.group_id,
+            order.trainer_id,
+            ticket.rank,
+            ticket.size,
+            ticket.epoch,
         )
-        await self.engine.join_group(spec)
+        await self.engine.join_group(order)
 
     async def send(self, order: SendOrder) -> None:
         """Send a held version to a side group.
@@ -96,13 +97,13 @@ class Agent:
         Raises:
             NotFoundError: It is not held.
         """
-        self._last_epoch = max(self._last_epoch, order.group.epoch)
+        self._last_epoch = max(self._last_epoch, order.ticket.epoch)
         _log.info(
             "sending a clone of %s@%d to group %s, epoch %d",
             order.policy,
             order.version,
-            order.group.group_id,
-            order.group.epoch,
+            order.ticket.group_id,
+            order.ticket.epoch,
         )
         await self.engine.send(order)
 

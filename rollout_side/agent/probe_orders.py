@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_side.engine import Engine, GroupSpec
+from rollout_side.engine import Engine, JoinOrder
 
 
 class ProbeOrders:
@@ -20,19 +20,20 @@ class ProbeOrders:
         self._group_id = ""
         self._telling: asyncio.Task[None] | None = None
 
-    async def tell(self, spec: GroupSpec) -> None:
+    async def tell(self, order: JoinOrder) -> None:
         """Returns once the workers have taken the order; they answer by themselves.
 
         Raises:
             WeftError: They did not.
         """
-        while self._telling is not None and self._group_id != spec.group_id:
+        group_id = order.ticket.group_id
+        while self._telling is not None and self._group_id != group_id:
             if self._telling.done():
                 break
             await asyncio.wait({self._telling})
-        if self._telling is None or self._group_id != spec.group_id or _has_failed(self._telling):
-            self._group_id = spec.group_id
-            self._telling = asyncio.create_task(self._engine.join_group(spec), name="probe")
+        if self._telling is None or self._group_id != group_id or _has_failed(self._telling):
+            self._group_id = group_id
+            self._telling = asyncio.create_task(self._engine.join_group(order), name="probe")
         await asyncio.shield(self._telling)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,15 +11,17 @@ import grpc
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import OrderKey
 from rollout_side.agent.serving import SpilledCopy
-from rollout_side.engine import GroupSpec, SendOrder
+from rollout_side.engine import JoinOrder, SendOrder
 from rollout_side.version_facts import VersionFacts, ordered_facts
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion, check_name
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
     duration_to_proto,
+    ticket_from_proto,
     vector_to_proto,
     version_from_proto,
     version_to_proto,
@@ -74,9 +75,12 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.JoinGroupResponse:
         agent = self._agent
         agent.check_generation(request.coordinator_generation)
-        spec = self._spec(request.trainer_id, request.group, agent.engine.capabilities)
-        spec = dataclasses.replace(spec, is_probe=request.is_probe)
-        await agent.join_group(request.trainer_id, spec)
+        order = JoinOrder(
+            ticket=self._ticket(request.group, agent.engine.capabilities),
+            trainer_id=request.trainer_id,
+            is_probe=request.is_probe,
+        )
+        await agent.join_group(order)
         return pb.JoinGroupResponse()
 
     async def CommitTransfer(  # noqa: N802
@@ -157,7 +161,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent.check_generation(request.coordinator_generation)
         version = _version(request.version)
         order = SendOrder(
-            group=self._spec("", request.group, None),
+            ticket=self._ticket(request.group, None),
             transfer_id=_named(request.transfer_id),
             policy=version.policy,
             version=version.version,
@@ -167,10 +171,12 @@ class ReplicaServicer(ReplicaServiceServicer):
         await agent.send(order)
         return pb.SendVersionResponse()
 
-    def _spec(
-        self, trainer_id: str, group: publish_pb2.GroupPlan, receives: Capabilities | None
-    ) -> GroupSpec:
-        """A place in a group: of this replica's receivers, or of the sender."""
+    def _ticket(self, group: publish_pb2.GroupPlan, receives: Capabilities | None) -> GroupTicket:
+        """A place in a group: of this replica's receivers, or of the sender.
+
+        Raises:
+            InvalidRequestError: It is no such place.
+        """
         last = group.rank + (receives.num_receivers - 1 if receives else 0)
         if (group.rank == 0) is not (receives is None) or last >= group.size:
             raise InvalidRequestError(
@@ -182,17 +188,8 @@ class ReplicaServicer(ReplicaServiceServicer):
                 f"group {group.group_id!r} over {group.backend[:40]!r}: a group has a name, and "
                 f"a backend of {', '.join(self._agent.engine.capabilities.backends)}"
             )
-        return GroupSpec(
-            coordinator=self._agent.config.coordinator,
-            trainer_id=trainer_id,
-            group_id=group.group_id,
-            token=group.token,
-            epoch=group.epoch,
-            rank=group.rank,
-            size=group.size,
-            backend=group.backend,
-            host=self._agent.host,
-        )
+        coordinator = self._agent.config.coordinator
+        return ticket_from_proto(group, coordinator=coordinator, host=self._agent.host)
 
     async def DiscardTransfer(  # noqa: N802
         self, request: pb.DiscardTransferRequest, context: _Context

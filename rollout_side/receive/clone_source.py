@@ -23,7 +23,6 @@ from weft.contract.names import PolicyVersion
 from weft.transport.bucket_sender import BucketSender, WireBytes
 from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, on_device, window
-from weft.transport.member import GroupTicket
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +52,8 @@ class Cloner:
         self._store.sendable(PolicyVersion(order.policy, order.version))
         with self._lock:
             self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
-            if order.group.group_id not in self._sending:
-                self._sending[order.group.group_id] = _Sending(order, self._store)
+            if order.ticket.group_id not in self._sending:
+                self._sending[order.ticket.group_id] = _Sending(order, self._store)
 
     def close(self) -> None:
         """Give up what is under way; does not wait for it."""
@@ -68,7 +67,7 @@ class _Sending:
 
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
-        self._device = store.memory.device_of(order.group.backend)
+        self._device = store.memory.device_of(order.ticket.backend)
         self._sender: BucketSender | None = None
         self._stopped = False
         self.thread = threading.Thread(
@@ -88,21 +87,11 @@ class _Sending:
             self._attend()
 
     def _attend(self) -> None:
-        order, spec = self._order, self._order.group
+        order = self._order
         version = PolicyVersion(order.policy, order.version)
         deadline = time.monotonic() + order.timeout_seconds
-        ticket = GroupTicket(
-            group_id=spec.group_id,
-            token=spec.token,
-            epoch=spec.epoch,
-            rank=spec.rank,
-            size=spec.size,
-            backend=spec.backend,
-            host=spec.host,
-            device=self._device,
-        )
         try:
-            sender = self._sender = BucketSender(spec.coordinator, ticket)
+            sender = self._sender = BucketSender(order.ticket, self._device)
             try:
                 if not self._stopped:
                     self._send(sender, version, deadline)
@@ -134,7 +123,7 @@ class _Sending:
             version,
             copy.manifest.total_bytes,
             time.monotonic() - began,
-            order.group.epoch,
+            order.ticket.epoch,
         )
 
 

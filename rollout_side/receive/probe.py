@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from rollout_side.engine import GroupSpec
 from rollout_side.memory.working_threads import WorkingThreads
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
+from weft.contract.group import GroupTicket
 from weft.rpc.channel import open_channel
 from weft.transport.attendance import Attendance
 from weft.v1 import rendezvous_pb2 as pb
@@ -29,16 +29,16 @@ class Probe:
     """One probe, from the order to attend it until the coordinator drops its group.
 
     Args:
-        spec: The group; nothing is sent over its backend.
+        ticket: A place in its group; nothing is sent over the backend.
         threads: That must have answered before.
     """
 
-    def __init__(self, spec: GroupSpec, threads: WorkingThreads) -> None:
-        self.spec = spec
+    def __init__(self, ticket: GroupTicket, threads: WorkingThreads) -> None:
+        self.ticket = ticket
         self._threads = threads
         self._left = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name=f"weft-probe-{spec.epoch}", daemon=True
+            target=self._run, name=f"weft-probe-{ticket.epoch}", daemon=True
         )
         self._thread.start()
 
@@ -57,10 +57,10 @@ class Probe:
             except (PeerUnavailableError, TransferTimeoutError) as error:
                 _log.info("the coordinator is not told that this worker answers: %s", error)
             except WeftError as error:  # the group was dropped: answered, or asked anew
-                _log.debug("probe %s has ended: %s", self.spec.group_id, error)
+                _log.debug("probe %s has ended: %s", self.ticket.group_id, error)
                 return
             except Exception:  # noqa: BLE001 (the edge of a thread)
-                _log.exception("probe %s could not be answered", self.spec.group_id)
+                _log.exception("probe %s could not be answered", self.ticket.group_id)
             self._left.wait(pause)
             pause = min(LONGEST_SECONDS, 2 * pause)
 
@@ -70,7 +70,7 @@ class Probe:
         Raises:
             WeftError: It was, or the coordinator went away.
         """
-        spec = self.spec
+        ticket = self.ticket
         errors: list[WeftError] = []
         ended = threading.Event()
 
@@ -78,11 +78,11 @@ class Probe:
             errors.append(error)
             ended.set()
 
-        with open_channel(spec.coordinator) as channel:
+        with open_channel(ticket.coordinator) as channel:
             attendance = Attendance(
                 RendezvousServiceStub(channel),
-                pb.GroupCredential(group_id=spec.group_id, token=spec.token),
-                spec.rank,
+                pb.GroupCredential(group_id=ticket.group_id, token=ticket.token),
+                ticket.rank,
                 on_message=lambda response: None,
                 on_closed=closed,
             )

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from rollout_side.engine import GroupSpec
+from rollout_side.engine import JoinOrder
 from rollout_side.memory.incoming import Inflow
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, is_adapter
@@ -29,11 +29,12 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
+from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Operation, on_device
 from weft.transport.manifests import ManifestCache
-from weft.transport.member import GroupTicket, Membership
+from weft.transport.member import Membership
 from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
@@ -62,30 +63,21 @@ class Receiver:
         self._groups: dict[str, _Group] = {}
         self._probe: Probe | None = None
 
-    def join(self, spec: GroupSpec) -> None:
-        """Join ``spec``'s group in place of the trainer's former one.
+    def join(self, order: JoinOrder) -> None:
+        """Join a group in place of the trainer's former one.
 
         Returns at once; success and failure are told on the group's stream. A probe takes
         the place of a former one instead.
         """
         with self._lock:
-            if spec.is_probe:
-                self._answer(spec)
+            ticket, trainer_id = order.ticket, order.trainer_id
+            if order.is_probe:
+                if _leave_for(ticket, self._probe):
+                    self._probe = Probe(ticket, self._store.threads)
                 return
-            old = self._groups.get(spec.trainer_id)
-            if old is not None:
-                if old.spec.group_id == spec.group_id or old.spec.epoch > spec.epoch:
-                    return
-                old.leave()
-            self._groups[spec.trainer_id] = _Group(spec, self._store, old)
-
-    def _answer(self, spec: GroupSpec) -> None:
-        old = self._probe
-        if old is not None:
-            if old.spec.group_id == spec.group_id or old.spec.epoch > spec.epoch:
-                return
-            old.leave()
-        self._probe = Probe(spec, self._store.threads)
+            former = self._groups.get(trainer_id)
+            if _leave_for(ticket, former):
+                self._groups[trainer_id] = _Group(ticket, trainer_id, self._store, former)
 
     def close(self) -> None:
         """Leave all groups; does not wait for their threads."""
@@ -97,6 +89,15 @@ class Receiver:
             self._groups.clear()
 
 
+def _leave_for(ticket: GroupTicket, former: _Group | Probe | None) -> bool:
+    """Leave a former place for a new one; False if that is an older one, or the same."""
+    if former is not None:
+        if former.ticket.group_id == ticket.group_id or former.ticket.epoch > ticket.epoch:
+            return False
+        former.leave()
+    return True
+
+
 #: A message of the coordinator; None is the end; an event is set by the thread that takes it.
 _Direction = pb.AttendResponse | threading.Event | None
 
@@ -104,18 +105,21 @@ _Direction = pb.AttendResponse | threading.Event | None
 class _Group:
     """One membership and the thread that receives for it."""
 
-    def __init__(self, spec: GroupSpec, store: WorkerStore, former: _Group | None) -> None:
-        self.spec = spec
+    def __init__(
+        self, ticket: GroupTicket, trainer_id: str, store: WorkerStore, former: _Group | None
+    ) -> None:
+        self.ticket = ticket
+        self._trainer_id = trainer_id
         self._former = former
         self._left = threading.Event()
         self._store = store
-        self._device = store.memory.device_of(spec.backend)
+        self._device = store.memory.device_of(ticket.backend)
         self._manifests = ManifestCache()
         self._directions: queue.Queue[_Direction] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
         self._prepared: Prepared | None = None
         self._thread = threading.Thread(
-            target=self._run, name=f"weft-receive-{spec.trainer_id}", daemon=True
+            target=self._run, name=f"weft-receive-{trainer_id}", daemon=True
         )
         self._thread.start()
         store.threads.add(self._thread, self._ask)
@@ -148,9 +152,7 @@ class _Group:
         self._directions.put_nowait(response)
 
     def _on_closed(self, error: WeftError) -> None:
-        _log.info(
-            "group %s of trainer %s ended: %s", self.spec.group_id, self.spec.trainer_id, error
-        )
+        _log.info("group %s of trainer %s ended: %s", self.ticket.group_id, self._trainer_id, error)
         self._wake()
         self._directions.put(None)
 
@@ -166,29 +168,19 @@ class _Group:
             self._attend()
 
     def _attend(self) -> None:
-        spec = self.spec
-        ticket = GroupTicket(
-            group_id=spec.group_id,
-            token=spec.token,
-            epoch=spec.epoch,
-            rank=spec.rank,
-            size=spec.size,
-            backend=spec.backend,
-            host=spec.host,
-            device=self._device,
-        )
+        ticket = self.ticket
         if not self._wait_for_former():
             return
         try:
             self._membership = Membership(
-                spec.coordinator, ticket, on_message=self._on_message, on_closed=self._on_closed
+                ticket, self._device, on_message=self._on_message, on_closed=self._on_closed
             )
         except WeftError as error:
             # The coordinator sees that this rank never attends and gives up in time.
-            _log.warning("could not join group %s: %s", spec.group_id, error)
+            _log.warning("could not join group %s: %s", ticket.group_id, error)
             return
         except Exception:  # noqa: BLE001 (the edge of a thread)
-            _log.exception("could not join group %s", spec.group_id)
+            _log.exception("could not join group %s", ticket.group_id)
             return
         try:
             while (direction := self._next_direction()) is not None:
@@ -196,7 +188,7 @@ class _Group:
         finally:
             self._keep_prepared()
             if self._membership.leave():
-                self._store.settle_partial(spec.trainer_id)
+                self._store.settle_partial(self._trainer_id)
 
     def _wait_for_former(self) -> bool:
         """Wait until the trainer's former group has handed over what it has verified of a
@@ -300,17 +292,17 @@ class _Group:
         manifest: Callable[[], Manifest],
         speak: Speak,
     ) -> Arrival:
-        partial = self._store.take_partial(transfer_id, self.spec.trainer_id, speak)
+        partial = self._store.take_partial(transfer_id, self._trainer_id, speak)
         if partial is None:
             layout = manifest()
             segment = self._store.reserve(
                 transfer_id,
                 layout.wire_bytes,
                 adapter=is_adapter(version),
-                clone=is_replica_sender(self.spec.trainer_id),
+                clone=is_replica_sender(self._trainer_id),
                 speak=speak,
             )
-            partial = PartialTransfer(transfer_id, self.spec.trainer_id, layout, segment, [])
+            partial = PartialTransfer(transfer_id, self._trainer_id, layout, segment, [])
         return StagedArrival(self._store, version, partial)
 
     def _flow_in(
@@ -353,7 +345,7 @@ class _Group:
             transfer.version,
             manifest.total_bytes,
             time.monotonic() - began,
-            self.spec.epoch,
+            self.ticket.epoch,
         )
 
     def _receive_buckets(

@@ -19,7 +19,7 @@ import torch
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.memory.incoming import Inflow
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
@@ -128,8 +128,8 @@ class EngineDouble:
         assert entry is not None, f"{version} is not here"
         return {name: tensor.clone() for name, tensor in entry.staged.tensors()}
 
-    async def join_group(self, spec: GroupSpec) -> None:
-        self.receiver.join(spec)
+    async def join_group(self, order: JoinOrder) -> None:
+        self.receiver.join(order)
 
     async def load_adapter(
         self,

@@ -131,16 +131,16 @@ class EngineProcess:
     ) -> bytes:
         """Stage a file in the receiving worker; returns its content digest."""
         order = StageOrder(transfer_id=transfer_id, version=version, file=str(file), drop=drop)
-        self.call("join_group", order.spec())
+        self.call("join_group", order.join_order())
         return content_digest(file)
 
     def scribble(self) -> None:
         """Overwrite all memory that a later push may reuse, and what is retained."""
-        self.call("join_group", StageOrder(scribble=True).spec())
+        self.call("join_group", StageOrder(scribble=True).join_order())
 
     def break_next_load(self, after: int) -> None:
         """Make rank 0's next base load fail after some tensors."""
-        self.call("join_group", StageOrder(break_load_after=after).spec())
+        self.call("join_group", StageOrder(break_load_after=after).join_order())
 
     def push_adapter(self, version: str, adapter: Path) -> SwitchTimes:
         """Stage and load a saved adapter."""
@@ -170,7 +170,7 @@ class EngineProcess:
             in_place=True,
             num_buckets=num_buckets,
         )
-        self.call("join_group", order.spec())
+        self.call("join_group", order.join_order())
         self.call("load_in_place", f"t-{version}", PolicyVersion.parse(version), seconds)
 
     def retire(self, version: str) -> bool:

@@ -1,6 +1,6 @@
 """A receiver without a network, for tests: it stages tensors from files.
 
-``join`` carries the order as JSON in ``GroupSpec.group_id`` and obeys at once. It
+``join`` carries the order as JSON in its ticket's ``group_id`` and obeys at once. It
 runs in vLLM's worker, so this module imports nothing that a worker has not.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rollout_side.engine import GroupSpec
+from rollout_side.engine import JoinOrder
 from rollout_side.memory.incoming import Inflow
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
@@ -27,6 +27,7 @@ from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import WeftError
+from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 
@@ -51,19 +52,19 @@ class StageOrder:
     num_buckets: int = 10**6
     """How many of them come; the rest never do."""
 
-    def spec(self) -> GroupSpec:
+    def join_order(self) -> JoinOrder:
         """As an argument of ``Engine.join_group``."""
-        return GroupSpec(
+        ticket = GroupTicket(
             coordinator="",
-            trainer_id="test",
+            host="127.0.0.1",
             group_id=json.dumps(dataclasses.asdict(self)),
             token="",
             epoch=1,
             rank=1,
             size=2,
             backend="gloo",
-            host="127.0.0.1",
         )
+        return JoinOrder(ticket=ticket, trainer_id="test")
 
 
 def content_digest(file: Path) -> bytes:
@@ -80,9 +81,11 @@ class StagingReceiver:
         in_place_worker.install()
         self._store = store
 
-    def join(self, spec: GroupSpec) -> None:
-        """Obey the order in ``spec.group_id``."""
-        order = StageOrder(**json.loads(spec.group_id))
+    def join(self, order: JoinOrder) -> None:
+        """Obey what the ticket's ``group_id`` says."""
+        self._obey(StageOrder(**json.loads(order.ticket.group_id)))
+
+    def _obey(self, order: StageOrder) -> None:
         if order.scribble:
             store = self._store
             bases = (store.held(PolicyVersion("base", v)) for v in store.retained_bases())

@@ -19,7 +19,7 @@ from weft.contract.names import PolicyVersion
 
 _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),
-    ("weft_join", ({"rank": 1},), "TypeError"),
+    ("weft_join", ({"rank": 1}, {}), "TypeError"),
     ("weft_handle", ("t-unknown",), "nothing is staged"),
     ("weft_adopt", (b"garbage", b""), "Error"),
     ("weft_load_adapter", ("t-unknown", "{}", b"", 1), "nothing is staged"),
@@ -57,7 +57,7 @@ def test_one_rank_fails_and_the_other_drops_what_it_took(
     engine_tp2: EngineProcess, qwen2_tied: TinyModels
 ) -> None:
     """The file of the order is missing: rank 0 fails in join, rank 1 has no receiver."""
-    order = StageOrder(transfer_id="t", version="lost@1", file="/nonexistent").spec()
+    order = StageOrder(transfer_id="t", version="lost@1", file="/nonexistent").join_order()
     with pytest.raises(Exception, match="rank 0 of 2"):
         engine_tp2.call("join_group", order)
     engine_tp2.push_adapter("found@1", qwen2_tied.adapters[0])

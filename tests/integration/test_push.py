@@ -201,10 +201,10 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
 
     real = trainer_side.pool_client.Sender
 
-    def slow(target, ticket):
+    def slow(ticket, device):
         if late == "before it forms":
             lose_one()
-            return real(target, ticket)
+            return real(ticket, device)
         sender = object.__new__(real)
         attend = weft.transport.member.Attendance
 
@@ -214,7 +214,7 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
 
         with monkeypatch.context() as patch:
             patch.setattr(weft.transport.member, "Attendance", attendance)
-            sender.__init__(target, ticket)
+            sender.__init__(ticket, device)
         return sender
 
     monkeypatch.setattr(trainer_side.pool_client, "Sender", slow)

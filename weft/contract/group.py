@@ -1,7 +1,8 @@
-"""How large a side group may be."""
+"""A side group as its members know it: who has a place in it, and how large it may be."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 #: Members that one replica may add to a side group.
@@ -9,3 +10,25 @@ MAX_RECEIVERS: Final = 1024
 #: Ranks of one side group, the sender included. The coordinator plans no larger one,
 #: and a replica joins none: what a rank keeps of each other one adds up.
 MAX_GROUP_SIZE: Final = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTicket:
+    """What a process needs to join a side group at one rank; plain and picklable.
+
+    The coordinator hands it out as a ``weft.v1.GroupPlan``, to which the member adds how it
+    reaches the coordinator and is reached itself.
+    """
+
+    coordinator: str
+    """HOST:PORT of the RendezvousService."""
+    host: str
+    """Address of this machine that the side group binds, and that peers connect to."""
+    group_id: str
+    token: str = field(repr=False)
+    """Authorises this rank alone."""
+    epoch: int
+    rank: int
+    """The sender's is 0. Of a replica that has several receivers it is that of the first."""
+    size: int
+    backend: str

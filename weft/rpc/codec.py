@@ -11,11 +11,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError
+from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
-from weft.v1 import registry_pb2, types_pb2
+from weft.v1 import publish_pb2, registry_pb2, types_pb2
 
 #: Entries of a list in one message: at most 2.2 MiB with the longest names.
 CHUNK_ENTRIES: Final = 4096
@@ -152,3 +153,19 @@ def timestamp_to_proto(unix_seconds: float) -> Timestamp:
     bounded = min(max(0.0, unix_seconds), LAST_SECOND)
     whole = int(bounded // 1)
     return Timestamp(seconds=whole, nanos=int((bounded - whole) * 1e9))
+
+
+def ticket_from_proto(
+    message: publish_pb2.GroupPlan, *, coordinator: str, host: str
+) -> GroupTicket:
+    """A member's place in a side group; ``coordinator`` and ``host`` as in ``GroupTicket``."""
+    return GroupTicket(
+        coordinator=coordinator,
+        host=host,
+        group_id=message.group_id,
+        token=message.token,
+        epoch=message.epoch,
+        rank=message.rank,
+        size=message.size,
+        backend=message.backend,
+    )

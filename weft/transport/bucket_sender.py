@@ -16,10 +16,11 @@ from functools import partial
 import torch
 
 from weft.contract.errors import TransferTimeoutError, WeftError, error_from_reason
+from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
-from weft.transport.member import GroupTicket, Membership
+from weft.transport.member import Membership
 from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
@@ -48,17 +49,16 @@ class BucketSender:
     Used by one thread; the group's stream has a thread of its own.
 
     Args:
-        target: The coordinator, HOST:PORT.
         ticket: The sender's place.
+        device: Where its buffers lie.
     """
 
-    def __init__(self, target: str, ticket: GroupTicket) -> None:
-        self.ticket = ticket
+    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
         self._condition = threading.Condition()
         self._direction = _Direction()
         self._broken: WeftError | None = None
         self._membership = Membership(
-            target, ticket, on_message=self._on_message, on_closed=self._on_closed
+            ticket, device, on_message=self._on_message, on_closed=self._on_closed
         )
 
     @property

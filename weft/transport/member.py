@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 import torch
 
 from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.group import GroupTicket
 from weft.rpc.channel import open_channel
 from weft.transport.attendance import Attendance
-from weft.transport.group import CPU, SideGroup
+from weft.transport.group import SideGroup
 from weft.transport.progress import Progress
 from weft.transport.rendezvous_store import GroupStore
 from weft.v1 import rendezvous_pb2 as pb
@@ -23,28 +23,12 @@ _FORMING_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupTicket:
-    """What a process needs to join a side group as one of its ranks."""
-
-    group_id: str
-    token: str
-    epoch: int
-    rank: int
-    size: int
-    backend: str
-    host: str
-    """Address of this machine that peers connect to."""
-    device: torch.device = CPU
-    """Where this rank's buffers lie."""
-
-
 class Membership:
     """One rank's place in a side group, from joining to leaving.
 
     Args:
-        target: The coordinator, HOST:PORT; a channel of its own is opened.
-        ticket: The place.
+        ticket: The place; a channel of its own to the coordinator is opened.
+        device: Where this rank's buffers lie.
         on_message: See ``Attendance``.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
@@ -55,15 +39,14 @@ class Membership:
 
     def __init__(
         self,
-        target: str,
         ticket: GroupTicket,
+        device: torch.device,
         *,
         on_message: Callable[[pb.AttendResponse], None],
         on_closed: Callable[[WeftError], None],
     ) -> None:
-        self.ticket = ticket
         self.credential = pb.GroupCredential(group_id=ticket.group_id, token=ticket.token)
-        self._channel: grpc.Channel = open_channel(target)
+        self._channel: grpc.Channel = open_channel(ticket.coordinator)
         self.stub = RendezvousServiceStub(self._channel)
         self._user_on_closed = on_closed
         store = GroupStore(self.stub, self.credential, _FORMING_SECONDS)
@@ -74,7 +57,7 @@ class Membership:
                 ticket.size,
                 backend=ticket.backend,
                 host=ticket.host,
-                device=ticket.device,
+                device=device,
             )
         except RuntimeError as error:  # what torch makes of a store that does not answer
             self._channel.close()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_side.engine import GroupSpec, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
 from rollout_side.version_facts import VersionFacts
@@ -168,9 +168,9 @@ class VllmReplica:
 
     # -- rollout_side.engine.Engine -------------------------------------------
 
-    async def join_group(self, spec: GroupSpec) -> None:
+    async def join_group(self, order: JoinOrder) -> None:
         """See ``Engine``."""
-        await self._workers.join(spec)
+        await self._workers.join(order)
 
     async def discard(self, transfer_id: str) -> None:
         """See ``Engine``."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
+from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.contract.errors import LoadFailedError, TransferTimeoutError
@@ -89,14 +89,13 @@ class WorkerCalls:
 
     # -- what is held ------------------------------------------------------------
 
-    async def join(self, spec: GroupSpec) -> None:
+    async def join(self, order: JoinOrder) -> None:
         """Have the receivers join a side group; returns before they have."""
-        await self._call("weft_join", dataclasses.asdict(spec))
+        await self._call("weft_join", *_ticket_and_rest(order))
 
     async def send(self, order: SendOrder) -> None:
         """Have the receiving rank send a held copy; returns at once."""
-        fields = dataclasses.asdict(order)
-        await self._call("weft_send", fields.pop("group"), fields)
+        await self._call("weft_send", *_ticket_and_rest(order))
 
     async def discard(self, transfer_id: str) -> None:
         """Drop what was staged."""
@@ -295,3 +294,9 @@ class WorkerCalls:
         self._unfinished.discard(task)
         if not task.cancelled():
             task.exception()  # seen: an unattended one has been reported as an overrun
+
+
+def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An order as plain values, which is what travels to workers."""
+    fields = dataclasses.asdict(order)
+    return fields.pop("ticket"), fields

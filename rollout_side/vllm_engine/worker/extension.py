@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollout_side.engine import GroupSpec, SendOrder, SpillOrder
+from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.clone_source import Cloner
@@ -46,6 +46,7 @@ from rollout_side.vllm_engine.worker.state import (
 )
 from weft.contract import logs
 from weft.contract.errors import NotReadyError, RequestConflictError
+from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -107,11 +108,11 @@ class WeftWorker:
         }
 
     @guarded
-    def weft_join(self: Any, spec: Mapping[str, Any]) -> None:
+    def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Let the receiver join a side group; returns before it has."""
         state = state_of(self)
         if state.receiver is not None:
-            state.receiver.join(GroupSpec(**spec))
+            state.receiver.join(JoinOrder(ticket=GroupTicket(**ticket), **order))
 
     @guarded
     def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
@@ -247,11 +248,11 @@ class WeftWorker:
         }
 
     @guarded
-    def weft_send(self: Any, group: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+    def weft_send(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Begin to send a held version to a side group; returns before it is sent."""
         cloner = state_of(self).cloner
         if cloner is not None:
-            cloner.send(SendOrder(group=GroupSpec(**group), **order))
+            cloner.send(SendOrder(ticket=GroupTicket(**ticket), **order))
 
     @guarded
     def weft_spill(

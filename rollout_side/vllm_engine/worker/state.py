@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout_side.engine import GroupSpec
+from rollout_side.engine import JoinOrder
 from rollout_side.memory.incoming import Inflow
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
@@ -27,7 +27,7 @@ from weft.transport.group import on_device
 class ReceiverLike(Protocol):
     """What a worker needs of ``rollout_side.receive.receiver.Receiver``."""
 
-    def join(self, spec: GroupSpec) -> None:
+    def join(self, order: JoinOrder) -> None:
         """Join a side group in a thread of its own; returns at once."""
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 
 from rollout_side.agent.probe_orders import ProbeOrders
-from rollout_side.engine import GroupSpec
+from rollout_side.engine import JoinOrder
+from weft.contract.group import GroupTicket
 
 
 class HungEngine:
@@ -16,29 +17,28 @@ class HungEngine:
         self.orders: list[str] = []
         self.go_on = asyncio.Event()
 
-    async def join_group(self, spec: GroupSpec) -> None:
-        self.orders.append(spec.group_id)
+    async def join_group(self, order: JoinOrder) -> None:
+        self.orders.append(order.ticket.group_id)
         await self.go_on.wait()
 
 
-def _spec(group_id: str) -> GroupSpec:
-    return GroupSpec(
+def _order(group_id: str) -> JoinOrder:
+    ticket = GroupTicket(
         coordinator="127.0.0.1:1",
-        trainer_id="probe:r0",
+        host="",
         group_id=group_id,
         token="",
         epoch=1,
         rank=1,
         size=2,
         backend="",
-        host="",
-        is_probe=True,
     )
+    return JoinOrder(ticket=ticket, trainer_id="probe:r0", is_probe=True)
 
 
 async def _given_up(orders: ProbeOrders, group_id: str) -> None:
     """The coordinator's call reaches its deadline."""
-    call = asyncio.create_task(orders.tell(_spec(group_id)))
+    call = asyncio.create_task(orders.tell(_order(group_id)))
     for _ in range(5):
         await asyncio.sleep(0)
     call.cancel()
@@ -55,8 +55,8 @@ def test_workers_are_told_of_a_probe_once_however_often_it_is_repeated() -> None
         await _given_up(orders, "p2")
         assert engine.orders == ["p1"], "the next one waits for it"
         engine.go_on.set()
-        await orders.tell(_spec("p2"))
-        await orders.tell(_spec("p2"))
+        await orders.tell(_order("p2"))
+        await orders.tell(_order("p2"))
         assert engine.orders == ["p1", "p2"]
 
     asyncio.run(run())

@@ -33,7 +33,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """A side group: the sender (rank 0) and the receivers of its members."""
+    """A side group: the sender (rank 0) and the receivers of its members.
+
+    All that is decided on, for all ranks; a member learns of it no more than its own
+    ``weft.contract.group.GroupTicket``.
+    """
 
     group_id: str
     secret: str = field(repr=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.engine import GroupSpec, SpillOrder
+from rollout_side.engine import JoinOrder, SpillOrder
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.server.replica import GRACE_SECONDS, EngineParts, VllmReplica
@@ -27,15 +27,15 @@ from weft.contract.errors import (
     NotReadyError,
     TransferTimeoutError,
 )
+from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
 
 BASE = PolicyVersion("base", 3)
-SPEC = GroupSpec(
-    coordinator="", trainer_id="t", group_id="g", token="", epoch=1, rank=1, size=2,
-    backend="gloo", host="",
-)  # fmt: skip
+TICKET = GroupTicket(
+    coordinator="", host="", group_id="g", token="", epoch=1, rank=1, size=2, backend="gloo"
+)
 
 
 def ok(rank: int = 0, **value: Any) -> Answer:
@@ -284,7 +284,7 @@ async def test_workers_that_were_away_for_a_while_need_no_repair(method: str) ->
     away = engine.hang[method] = asyncio.Event()
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
         "weft_pin_bases": lambda: replica.pin_bases([3]),
-        "weft_join": lambda: replica.join_group(SPEC),
+        "weft_join": lambda: replica.join_group(JoinOrder(ticket=TICKET, trainer_id="t")),
         "weft_spill": lambda: replica.spill(SpillOrder()),
         "weft_held": lambda: replica.manifest(BASE),
     }
