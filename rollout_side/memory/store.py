@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from rollout_side.memory.incoming import Inflow, InflowSlot
+from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.partials import PartialTransfers
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.retained import RetainedBases
@@ -65,8 +65,8 @@ class WorkerStore:
     memory: Memory = field(default_factory=Memory)
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
     """Of this process that receive, load or send."""
-    arriving: InflowSlot = field(default_factory=InflowSlot, init=False)
-    """The base that is loaded in place; put it in by ``put_inflow``."""
+    handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
+    """The base that is loaded in place; put it in by ``put_handoff``."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
@@ -252,16 +252,16 @@ class WorkerStore:
         room = self.staging_capacity_bytes - waiting - num_bytes
         self._recycle_all(self._bases.give_way(room, self._is_lent))
 
-    def put_inflow(self, inflow: Inflow) -> None:
+    def put_handoff(self, handoff: HandoffQueue) -> None:
         """Begin to load a base in place; one that was under way ends.
 
         Raises:
             TransferAbortedError: Its transfer was discarded meanwhile.
         """
         with self._lock:
-            if inflow.transfer_id in self._discarded:
-                raise TransferAbortedError(f"{inflow.transfer_id} was discarded meanwhile")
-            self.arriving.put(inflow)
+            if handoff.transfer_id in self._discarded:
+                raise TransferAbortedError(f"{handoff.transfer_id} was discarded meanwhile")
+            self.handoff.put(handoff)
 
     # -- retained bases, and what is sent from here ---------------------------
 
@@ -422,13 +422,13 @@ class WorkerStore:
                 self._unreserve(transfer_id)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)
             self._recycle(staged.segment if staged else None)
-            self.arriving.discard(transfer_id)
+            self.handoff.discard(transfer_id)
 
     def usage(self) -> Usage:
         """What is held now."""
         with self._lock:
             waiting = sum(s.segment.num_bytes for s in self._staged.values())
-            transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.arriving.transfer_ids}
+            transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,

@@ -1,53 +1,14 @@
-"""The Weft thread of a worker: joins side groups, receives, verifies, stages.
-
-It runs beside the engine's thread in the worker's process and touches no engine
-state: its results lie in the ``WorkerStore`` until a commit takes them. Nothing
-here knows vLLM.
-"""
+"""The side groups that a worker receives in; nothing here knows vLLM."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from functools import partial
 
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.incoming import Inflow
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import PartialTransfer, is_adapter
-from rollout_side.receive.arrival import Arrival, InPlaceArrival, Prepared, StagedArrival
-from rollout_side.receive.landing import Landing
+from rollout_side.receive.group_receiver import GroupReceiver
 from rollout_side.receive.probe import Probe
-from weft.contract.errors import (
-    CapacityError,
-    TransferAbortedError,
-    WeftError,
-    error_from_reason,
-)
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import Manifest
-from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.transport.group import Operation, on_device
-from weft.transport.manifests import ManifestCache
-from weft.transport.member import Membership
-from weft.transport.speaking import Speak
-from weft.v1 import rendezvous_pb2 as pb
-from weft.v1 import types_pb2
-
-_log = logging.getLogger(__name__)
-
-# Directions wait here while a transfer is received; one trainer's transfers are
-# serial, so there are never more than a few.
-_MAX_DIRECTIONS = 100
-# How often a thread that waits for the one before it looks whether it must leave.
-_LOOK_SECONDS = 0.2
-# A push that was received is committed by then: making memory may slow the engine down.
-_IDLE_SECONDS = 0.5
 
 
 class Receiver:
@@ -60,7 +21,7 @@ class Receiver:
     def __init__(self, store: WorkerStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, GroupReceiver] = {}
         self._probe: Probe | None = None
 
     def join(self, order: JoinOrder) -> None:
@@ -77,7 +38,7 @@ class Receiver:
                 return
             former = self._groups.get(trainer_id)
             if _leave_for(ticket, former):
-                self._groups[trainer_id] = _Group(ticket, trainer_id, self._store, former)
+                self._groups[trainer_id] = GroupReceiver(ticket, trainer_id, self._store, former)
 
     def close(self) -> None:
         """Leave all groups; does not wait for their threads."""
@@ -89,307 +50,10 @@ class Receiver:
             self._groups.clear()
 
 
-def _leave_for(ticket: GroupTicket, former: _Group | Probe | None) -> bool:
+def _leave_for(ticket: GroupTicket, former: GroupReceiver | Probe | None) -> bool:
     """Leave a former place for a new one; False if that is an older one, or the same."""
     if former is not None:
         if former.ticket.group_id == ticket.group_id or former.ticket.epoch > ticket.epoch:
             return False
         former.leave()
     return True
-
-
-#: A message of the coordinator; None is the end; an event is set by the thread that takes it.
-_Direction = pb.AttendResponse | threading.Event | None
-
-
-class _Group:
-    """One membership and the thread that receives for it."""
-
-    def __init__(
-        self, ticket: GroupTicket, trainer_id: str, store: WorkerStore, former: _Group | None
-    ) -> None:
-        self.ticket = ticket
-        self._trainer_id = trainer_id
-        self._former = former
-        self._left = threading.Event()
-        self._store = store
-        self._device = store.memory.device_of(ticket.backend)
-        self._manifests = ManifestCache()
-        self._directions: queue.Queue[_Direction] = queue.Queue(_MAX_DIRECTIONS)
-        self._membership: Membership | None = None
-        self._prepared: Prepared | None = None
-        self._thread = threading.Thread(
-            target=self._run, name=f"weft-receive-{trainer_id}", daemon=True
-        )
-        self._thread.start()
-        store.threads.add(self._thread, self._ask)
-
-    def leave(self) -> None:
-        """End the thread soon; a receive under way is abandoned."""
-        self._left.set()
-        if (membership := self._membership) is not None:
-            membership.group.abort(TransferAbortedError("the replica left the side group"))
-        self._wake()
-        with contextlib.suppress(queue.Full):  # it looks at ``_left`` after each
-            self._directions.put_nowait(None)
-
-    def _ask(self, turn: threading.Event) -> bool:
-        """Have the thread set ``turn`` between two directions."""
-        with contextlib.suppress(queue.Full):
-            self._directions.put_nowait(turn)
-            return True
-        return False
-
-    # -- on the stream's thread --------------------------------------------
-
-    def _on_message(self, response: pb.AttendResponse) -> None:
-        if response.HasField("abort"):
-            abort = response.abort
-            error = error_from_reason(abort.reason, abort.message)
-            if self._membership is not None:
-                self._membership.group.abort(error)
-            self._wake()
-        self._directions.put_nowait(response)
-
-    def _on_closed(self, error: WeftError) -> None:
-        _log.info("group %s of trainer %s ended: %s", self.ticket.group_id, self._trainer_id, error)
-        self._wake()
-        self._directions.put(None)
-
-    def _wake(self) -> None:
-        """Let the group's thread see that the group was aborted, wherever it waits."""
-        if (prepared := self._prepared) is not None:
-            prepared.arrival.wake()
-
-    # -- on the group's own thread -----------------------------------------
-
-    def _run(self) -> None:
-        with on_device(self._device):
-            self._attend()
-
-    def _attend(self) -> None:
-        ticket = self.ticket
-        if not self._wait_for_former():
-            return
-        try:
-            self._membership = Membership(
-                ticket, self._device, on_message=self._on_message, on_closed=self._on_closed
-            )
-        except WeftError as error:
-            # The coordinator sees that this rank never attends and gives up in time.
-            _log.warning("could not join group %s: %s", ticket.group_id, error)
-            return
-        except Exception:  # noqa: BLE001 (the edge of a thread)
-            _log.exception("could not join group %s", ticket.group_id)
-            return
-        try:
-            while (direction := self._next_direction()) is not None:
-                self._follow(self._membership, direction)
-        finally:
-            self._keep_prepared()
-            if self._membership.leave():
-                self._store.settle_partial(self._trainer_id)
-
-    def _wait_for_former(self) -> bool:
-        """Wait until the trainer's former group has handed over what it has verified of a
-        transfer that goes on here; False if this one was left meanwhile.
-
-        However long that takes: a thread that hangs there would otherwise be passed by.
-        """
-        while (former := self._former) is not None:
-            former._thread.join(_LOOK_SECONDS)
-            if not former._thread.is_alive():
-                self._former = former._former  # which it was left waiting for
-            elif self._left.is_set():
-                return False
-        return not self._left.is_set()
-
-    def _next_direction(self) -> pb.AttendResponse | None:
-        """Wait for it, and use the time: the next push of an adapter finds its memory."""
-        is_idle = False
-        while not self._left.is_set():
-            try:
-                direction = self._directions.get(timeout=None if is_idle else _IDLE_SECONDS)
-            except queue.Empty:
-                is_idle = True
-                self._make_spare()
-                continue
-            if not isinstance(direction, threading.Event):
-                return direction
-            direction.set()  # this thread answers
-        return None
-
-    def _make_spare(self) -> None:
-        try:
-            self._store.make_spare()
-        except (MemoryError, OSError, CapacityError) as error:
-            _log.warning("memory for the next adapter cannot be made ahead: %s", error)
-
-    def _follow(self, membership: Membership, direction: pb.AttendResponse) -> None:
-        """Carry out one direction; failures are reported, never raised."""
-        kind = direction.WhichOneof("message")
-        transfer_id = getattr(direction, kind).transfer_id if kind in _TRANSFER_KINDS else ""
-        try:
-            if kind == "prepare":
-                self._prepare(membership, direction.prepare)
-            elif kind == "start":
-                self._receive(membership, transfer_id, direction.start.first_bucket)
-            elif kind == "abort":
-                self._drop_prepared()
-                self._store.discard(transfer_id)
-        except Exception as error:  # noqa: BLE001 (the edge of a thread)
-            typed = error if isinstance(error, WeftError) else WeftError(repr(error))
-            if not isinstance(error, WeftError):
-                _log.exception("transfer %s failed", transfer_id)
-            _log.info("transfer %s failed here: %s", transfer_id, typed)
-            self._keep_prepared()
-            failed = pb.RankFailed(
-                transfer_id=transfer_id, reason=typed.reason, message=typed.message
-            )
-            membership.attendance.send(pb.AttendRequest(failed=failed))
-
-    def _prepare(self, membership: Membership, prepare: pb.Prepare) -> None:
-        timeout_seconds = prepare.timeout.ToTimedelta().total_seconds()
-        deadline = time.monotonic() + timeout_seconds
-        self._drop_prepared()
-        version = PolicyVersion(prepare.version.policy, prepare.version.version)
-
-        def allocating(done: int, total: int) -> None:
-            membership.progress.say(
-                pb.ACTIVITY_ALLOCATING, prepare.transfer_id, done=done, total=total
-            )
-
-        def manifest() -> Manifest:
-            return self._manifests.get(
-                prepare.layout_digest,
-                membership.stub,
-                membership.credential,
-                timeout_seconds,
-                lambda: allocating(0, 0),
-            )
-
-        arrival: Arrival
-        if self._store.memory.in_place and not is_adapter(version):
-            arrival = self._flow_in(membership, prepare.transfer_id, version, manifest, deadline)
-        else:
-            arrival = self._stage(prepare.transfer_id, version, manifest, allocating)
-        self._prepared = Prepared(
-            transfer_id=prepare.transfer_id,
-            version=version,
-            nonce=prepare.nonce,
-            deadline=deadline,
-            arrival=arrival,
-        )
-        prepared = pb.Prepared(
-            transfer_id=prepare.transfer_id, num_buckets_verified=arrival.num_verified
-        )
-        membership.attendance.send(pb.AttendRequest(prepared=prepared))
-
-    def _stage(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        manifest: Callable[[], Manifest],
-        speak: Speak,
-    ) -> Arrival:
-        partial = self._store.take_partial(transfer_id, self._trainer_id, speak)
-        if partial is None:
-            layout = manifest()
-            segment = self._store.reserve(
-                transfer_id,
-                layout.wire_bytes,
-                adapter=is_adapter(version),
-                clone=is_replica_sender(self._trainer_id),
-                speak=speak,
-            )
-            partial = PartialTransfer(transfer_id, self._trainer_id, layout, segment, [])
-        return StagedArrival(self._store, version, partial)
-
-    def _flow_in(
-        self,
-        membership: Membership,
-        transfer_id: str,
-        version: PolicyVersion,
-        manifest: Callable[[], Manifest],
-        deadline: float,
-    ) -> Arrival:
-        inflow = self._store.arriving.of(transfer_id)
-        if inflow is None:
-            inflow = Inflow(transfer_id, version, manifest(), deadline)
-            self._store.put_inflow(inflow)
-        else:
-            inflow.go_on(deadline)
-        inflow.tell(partial(membership.progress.say, pb.ACTIVITY_LOADING, transfer_id))
-        return InPlaceArrival(inflow, self._store.memory, self._store.staging_capacity_bytes)
-
-    def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
-        transfer = self._prepared
-        if transfer is None or transfer.transfer_id != transfer_id:
-            raise WeftError(f"transfer {transfer_id} was started but never prepared")
-        began = time.monotonic()
-        check, manifest = membership.group.check, transfer.arrival.manifest
-        landing = transfer.arrival.land_from(first_bucket, self._device, check)
-        self._receive_buckets(membership, transfer, landing, first_bucket)
-        # Waits for the loader where it is loaded in place, so it may still be woken.
-        digest = transfer.arrival.finish(check)
-        self._prepared = None
-        content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
-            value=digest,
-            size_bytes=manifest.total_bytes,
-        )
-        staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
-        membership.attendance.send(pb.AttendRequest(staged=staged))
-        _log.debug(
-            "staged %s: %d bytes in %.3f s, epoch %d",
-            transfer.version,
-            manifest.total_bytes,
-            time.monotonic() - began,
-            self.ticket.epoch,
-        )
-
-    def _receive_buckets(
-        self, membership: Membership, transfer: Prepared, landing: Landing, first_bucket: int
-    ) -> None:
-        """Receive, verify in order, report each bucket."""
-        num_buckets = len(transfer.arrival.manifest.buckets)
-        say = membership.progress.say
-        forming = partial(say, pb.ACTIVITY_FORMING, transfer.transfer_id)
-        posted: deque[Operation] = deque()
-        num_posted = first_bucket
-        for index in range(first_bucket, num_buckets):
-            self._tell_if_due(membership, transfer, landing)
-            # Never further: a receive that waits for its sender may hold up the device, and
-            # with it what the sender itself waits for.
-            end = min(index + landing.ahead, num_buckets)
-            while num_posted < end and landing.make_room(num_posted, wait=not posted):
-                seconds = max(1.0, transfer.deadline - time.monotonic())
-                wire = landing.wire(num_posted)
-                posted.append(membership.group.broadcast(wire, seconds, forming))
-                num_posted += 1
-            waiting = partial(say, pb.ACTIVITY_WAITING, transfer.transfer_id, index)
-            posted.popleft().wait(transfer.deadline, waiting)
-            landing.land(index, transfer.nonce)
-            verified = pb.BucketVerified(transfer_id=transfer.transfer_id, bucket=index)
-            membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
-        self._tell_if_due(membership, transfer, landing)
-
-    def _tell_if_due(self, membership: Membership, transfer: Prepared, landing: Landing) -> None:
-        if landing.is_load_due():
-            due = pb.LoadDue(transfer_id=transfer.transfer_id)
-            membership.attendance.send(pb.AttendRequest(load_due=due))
-
-    def _drop_prepared(self) -> None:
-        """Give back the memory of a transfer that was never started."""
-        transfer, self._prepared = self._prepared, None
-        if transfer is not None:
-            transfer.arrival.drop()
-
-    def _keep_prepared(self) -> None:
-        """Keep what was verified: the transfer may go on in another group."""
-        transfer, self._prepared = self._prepared, None
-        if transfer is not None:
-            transfer.arrival.keep()
-
-
-_TRANSFER_KINDS = frozenset({"prepare", "start", "abort"})

@@ -19,7 +19,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.pool import EngineDouble, running_pool
 from weft.contract.bucket_plan import plan_buckets
@@ -216,8 +216,8 @@ async def test_an_order_that_names_nothing(
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
     assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
-    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
-    served.engine.store.put_inflow(arriving)
+    arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_handoff(arriving)
     for _ in range(2):  # idempotent
         await served.stub.LoadTransfer(_load())
     wire = torch.full((MANIFEST.wire_bytes,), 7, dtype=torch.uint8)
@@ -235,8 +235,8 @@ async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
-    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
-    served.engine.store.put_inflow(arriving)
+    arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_handoff(arriving)
     await served.stub.LoadTransfer(_load())
     arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), 99)
     await asyncio.to_thread(arriving.wait_complete, lambda: None)
@@ -250,8 +250,8 @@ async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
 
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_other_bytes_than_those_to_be_committed_are_dirty(served: Served) -> None:
-    arriving = Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
-    served.engine.store.put_inflow(arriving)
+    arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+    served.engine.store.put_handoff(arriving)
     await served.stub.LoadTransfer(_load())
     arriving.put(0, torch.zeros(MANIFEST.wire_bytes, dtype=torch.uint8), 99)
     await asyncio.to_thread(arriving.wait_complete, lambda: None)

@@ -20,12 +20,12 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
@@ -167,23 +167,23 @@ class EngineDouble:
         if self.load is not None and self.load.transfer_id == transfer_id:
             self.load.check()
             return
-        inflow = self.store.arriving.of(transfer_id)
-        if inflow is None:
+        handoff = self.store.handoff.of(transfer_id)
+        if handoff is None:
             raise NotReadyError(f"{transfer_id} was not prepared")
         if self.load is not None:
             await self.discard(self.load.transfer_id)
         self.store.set_served(None)
-        self.load = InPlaceLoad(inflow, self._take_in_place)
+        self.load = InPlaceLoad(handoff, self._take_in_place)
         self.store.threads.add(self.load.thread)
 
-    def _take_in_place(self, inflow: Inflow) -> None:
+    def _take_in_place(self, handoff: HandoffQueue) -> None:
         """As a model does: what arrives replaces what is served, bucket by bucket."""
         try:
-            for index, wire in inflow.buckets():
+            for index, wire in handoff.buckets():
                 self.before_bucket(index)
-                self._load_bucket(inflow.manifest, index, wire)
+                self._load_bucket(handoff.manifest, index, wire)
         except WeftError as error:
-            if not inflow.is_begun:
+            if not handoff.is_begun:
                 raise
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
 
@@ -195,7 +195,7 @@ class EngineDouble:
         assert self.load is not None
         self._maybe_fail()
         load, self.load = self.load, None
-        self.store.arriving.forget(load.transfer_id)
+        self.store.handoff.forget(load.transfer_id)
         try:
             seconds = load.settle(content_digest)
         except LoadFailedError as error:
@@ -203,8 +203,8 @@ class EngineDouble:
             raise
         self.dirty_reason = ""
         if self._is_readable:
-            inflow = load.inflow
-            manifest, of = inflow.manifest, (inflow.transfer_id, inflow.version)
+            handoff = load.handoff
+            manifest, of = handoff.manifest, (handoff.transfer_id, handoff.version)
             served = ServedBase(*of, manifest, content_digest, partial(self._read, manifest))
             self.store.set_served(served)
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)

@@ -40,8 +40,8 @@ def _load(worker: Any, version: str, file: str, fail_at: int) -> dict[str, Any]:
 @guarded
 def _arriving(worker: Any) -> dict[str, Any]:
     """How far the load in place that is under way has come."""
-    inflow = worker.weft_state.load.inflow
-    return {"begun": inflow.is_begun, "complete": inflow.is_complete}
+    handoff = worker.weft_state.load.handoff
+    return {"begun": handoff.is_begun, "complete": handoff.is_complete}
 
 
 def install() -> None:

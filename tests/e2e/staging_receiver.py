@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
@@ -102,20 +102,20 @@ class StagingReceiver:
         self._stage(order, tensors)
 
     def close(self) -> None:
-        """What is put from here ends with the inflow that it is put to."""
+        """What is put from here ends with the handoff that it is put to."""
 
     def _arrive(self, order: StageOrder) -> None:
         """Put a file's buckets through memory of one, in a thread as the receiver's."""
         arriving = FromFile(PolicyVersion.parse(order.version), Path(order.file))
         deadline = time.monotonic() + 60
-        inflow = Inflow(order.transfer_id, arriving.version, arriving.manifest, deadline)
-        self._store.put_inflow(inflow)
+        handoff = HandoffQueue(order.transfer_id, arriving.version, arriving.manifest, deadline)
+        self._store.put_handoff(handoff)
 
         def put() -> None:
             with contextlib.suppress(WeftError):  # it was discarded
                 for index, wire in itertools.islice(arriving.buckets(), order.num_buckets):
-                    inflow.put(index, wire, arriving.bucket_digests[index])
-                    inflow.wait_loaded(index, lambda: None)
+                    handoff.put(index, wire, arriving.bucket_digests[index])
+                    handoff.wait_loaded(index, lambda: None)
 
         threading.Thread(target=put, name="arriving", daemon=True).start()
 

@@ -218,13 +218,13 @@ def _at_once(strike: Strike) -> None:
 
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
-    import rollout_side.receive.landing
+    import rollout_side.receive.transfer
     from rollout_side.memory.store import WorkerStore
     from tests.doubles.pool import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(rollout_side.receive.landing, "payload_digest", strike, _count(BUCKET, strike))
+            _before(rollout_side.receive.transfer, "payload_digest", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":
@@ -235,7 +235,7 @@ def _receiving(strike: Strike) -> None:
 
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
-    from rollout_side.receive.arrival import InPlaceArrival
+    from rollout_side.receive.in_place import InPlaceTransfer
     from tests.doubles.pool import EngineDouble
 
     match strike.point:
@@ -243,7 +243,7 @@ def _loading(strike: Strike) -> None:
             # The model's weights are mixed.
             _before(EngineDouble, "_load_bucket", strike, _count(BUCKET, strike))
         case "before commit":
-            _after(InPlaceArrival, "finish", strike)
+            _after(InPlaceTransfer, "finish", strike)
         case "inside commit":
             _before(EngineDouble, "apply_base", strike)
         case "after commit":

@@ -10,7 +10,7 @@ import pytest
 
 import rollout_side.receive.clone_source
 from rollout_side.receive.clone_source import compose
-from rollout_side.receive.landing import StagedLanding
+from rollout_side.receive.staging import StagingBuffers
 from tests.doubles.pool import EngineDouble, Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
@@ -149,7 +149,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
     publisher.push_base(Model(5))
     reached, go_on = threading.Event(), threading.Event()
     landed: list[int] = []
-    land = StagedLanding.land
+    land = StagingBuffers.accept
 
     def slow(copy, nonce, device):  # type: ignore[no-untyped-def]
         wire_bytes = compose(copy, nonce, device)
@@ -169,7 +169,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
             landed.append(index)
 
     monkeypatch.setattr(rollout_side.receive.clone_source, "compose", slow)
-    monkeypatch.setattr(StagedLanding, "land", count)
+    monkeypatch.setattr(StagingBuffers, "accept", count)
     late = double()
     pool.add_replica("replica-9", late)
     assert reached.wait(10)

@@ -82,8 +82,8 @@ def load(pool: Pool, replica_id: str = "replica-0", former: str = "") -> str:
     agent = pool.agents[replica_id]
     engine = agent.engine
     assert isinstance(engine, EngineDouble)
-    until(lambda: engine.store.arriving.transfer_ids not in ((), (former,)), WAIT_SECONDS)
-    (transfer_id,) = engine.store.arriving.transfer_ids
+    until(lambda: engine.store.handoff.transfer_ids not in ((), (former,)), WAIT_SECONDS)
+    (transfer_id,) = engine.store.handoff.transfer_ids
     pool.run(agent.serving.load_in_place(transfer_id, PolicyVersion("base", 1), 60.0))
     return transfer_id
 
@@ -118,14 +118,14 @@ def test_no_more_is_received_than_the_buffers_hold(
     pushing = begin(publisher, Model(1))
     transfer_id = load(pool)
     assert gate.reached.wait(WAIT_SECONDS)
-    inflow = engine.store.arriving.of(transfer_id)
-    assert inflow is not None
+    handoff = engine.store.handoff.of(transfer_id)
+    assert handoff is not None
     # Bucket 1 is being loaded; the others' buffers are full.
-    until(lambda: len(inflow.digests) == 1 + window(CPU))
+    until(lambda: len(handoff.digests) == 1 + window(CPU))
     assert pool.agents["replica-0"].serving.is_switching
     assert transfer_id in pool.agents["replica-0"].serving.memory.staged_transfer_ids
     assert not pushing.done()
-    assert len(inflow.digests) == 1 + window(CPU)
+    assert len(handoff.digests) == 1 + window(CPU)
     gate.open()
     pushing.result(WAIT_SECONDS)
     assert same(engine.base, weights(Model(1)))
@@ -136,10 +136,10 @@ def test_what_was_received_before_the_order_waits_for_it(
     pool: Pool, engine: EngineDouble, publisher: Publisher
 ) -> None:
     pushing = begin(publisher, Model(1))
-    until(lambda: bool(engine.store.arriving.transfer_ids))
-    inflow = engine.store.arriving.of(*engine.store.arriving.transfer_ids)
-    assert inflow is not None
-    until(lambda: len(inflow.digests) == window(CPU))
+    until(lambda: bool(engine.store.handoff.transfer_ids))
+    handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
+    assert handoff is not None
+    until(lambda: len(handoff.digests) == window(CPU))
     load(pool)
     pushing.result(WAIT_SECONDS)
     assert same(engine.base, weights(Model(1)))
@@ -173,10 +173,10 @@ def test_a_receiver_that_waits_for_the_engine_follows_into_a_new_group(
         pushing = begin(publisher, Model(1))
         for agent in pool.agents.values():
             store = agent.engine.store  # type: ignore[attr-defined]
-            until(lambda store=store: bool(store.arriving.transfer_ids))
-        inflow = engine.store.arriving.of(*engine.store.arriving.transfer_ids)
-        assert inflow is not None
-        until(lambda: len(inflow.digests) == window(CPU))
+            until(lambda store=store: bool(store.handoff.transfer_ids))
+        handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
+        assert handoff is not None
+        until(lambda: len(handoff.digests) == window(CPU))
         pool.remove_replica("replica-1")
         load(pool)
         pushing.result(WAIT_SECONDS)
@@ -212,16 +212,16 @@ def test_a_push_that_ends_early_leaves_the_engine_as_it_was_if_nothing_was_loade
     add(pool, "replica-1")
     with trainer(pool) as publisher:  # which needs all replicas
         pushing = begin(publisher, Model(1))
-        until(lambda: bool(engine.store.arriving.transfer_ids))
-        inflow = engine.store.arriving.of(*engine.store.arriving.transfer_ids)
-        assert inflow is not None
-        until(lambda: len(inflow.digests) == window(CPU))
+        until(lambda: bool(engine.store.handoff.transfer_ids))
+        handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
+        assert handoff is not None
+        until(lambda: len(handoff.digests) == window(CPU))
         pool.remove_replica("replica-1")
         with pytest.raises(WeftError):
             pushing.result(WAIT_SECONDS)
-    until(lambda: inflow.error is not None)
+    until(lambda: handoff.error is not None)
     assert engine.store.usage().transfer_ids == ()
     assert same(engine.base, before)
     assert not engine.dirty_reason
     with pytest.raises(WeftError, match="not prepared"):
-        pool.run(engine.load_in_place(inflow.transfer_id, inflow.version, 1.0))
+        pool.run(engine.load_in_place(handoff.transfer_id, handoff.version, 1.0))

@@ -1,4 +1,4 @@
-"""A replica's loading in place: a model of ``rollout_side.memory.incoming`` and what drives it.
+"""A replica's loading in place: a model of ``rollout_side.memory.handoff`` and what drives it.
 
 The first bucket that is loaded makes the weights mixed; only a base that is committed
 makes them whole again. Told to load, a replica holds requests still.

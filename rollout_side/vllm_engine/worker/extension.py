@@ -25,7 +25,7 @@ from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.compat import cpu_fixes
@@ -196,10 +196,10 @@ class WeftWorker:
             state.load.check()
             return
         state.check_idle()
-        inflow = state.store.arriving.of(transfer_id)
-        if inflow is None:
+        handoff = state.store.handoff.of(transfer_id)
+        if handoff is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
-        state.load = InPlaceLoad(inflow, loader(self, state))
+        state.load = InPlaceLoad(handoff, loader(self, state))
         state.store.threads.add(state.load.thread)
 
     @guarded
@@ -213,9 +213,9 @@ class WeftWorker:
         try:
             seconds = load.settle(content_digest)
         finally:
-            state.store.arriving.forget(transfer_id)
+            state.store.handoff.forget(transfer_id)
             state.load = load if load.is_running else None
-        state.store.set_served(served_base(state, load.inflow, content_digest))
+        state.store.set_served(served_base(state, load.handoff, content_digest))
         return {"load_seconds": seconds}
 
     @guarded

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
@@ -66,7 +66,7 @@ class WorkerState:
         """
         if self.load is not None and self.load.is_running:
             raise LoadFailedError(
-                f"{self.load.inflow.version} is still being loaded in place",
+                f"{self.load.handoff.version} is still being loaded in place",
                 metadata={"dirty": "true"},
             )
 
@@ -104,13 +104,13 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
     }
 
 
-def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
-    """What loads an inflow on a thread of its own, after all that the engine's thread, which
-    calls this, has given to the device."""
+def loader(worker: Any, state: WorkerState) -> Callable[[HandoffQueue], None]:
+    """What loads from a hand-off queue on a thread of its own, after all that the engine's
+    thread, which calls this, has given to the device."""
     device: torch.device = worker.device
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-    def load(inflow: Inflow) -> None:
+    def load(handoff: HandoffQueue) -> None:
         # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
         plan, state.plan = state.plan, None
         served = state.store.set_served(None)
@@ -118,7 +118,7 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
             with on_device(device):
                 if given is not None:
                     torch.cuda.current_stream(device).wait_event(given)
-                state.plan = load_in_place(worker, inflow, state.reference, plan)
+                state.plan = load_in_place(worker, handoff, state.reference, plan)
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
                 state.plan = plan
@@ -128,12 +128,14 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Inflow], None]:
     return load
 
 
-def served_base(state: WorkerState, inflow: Inflow, content_digest: bytes) -> ServedBase | None:
+def served_base(
+    state: WorkerState, handoff: HandoffQueue, content_digest: bytes
+) -> ServedBase | None:
     """What was loaded in place, as others may clone it from the engine's parameters; None
     where these do not hold the bytes as they came."""
-    plan, manifest = state.plan, inflow.manifest
+    plan, manifest = state.plan, handoff.manifest
     if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
         return None
     return ServedBase(
-        inflow.transfer_id, inflow.version, manifest, content_digest, plan.read_bucket
+        handoff.transfer_id, handoff.version, manifest, content_digest, plan.read_bucket
     )

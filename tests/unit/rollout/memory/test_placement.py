@@ -8,7 +8,8 @@ import torch
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, Staging, stage_on_device
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion
-from rollout_side.receive.landing import Landing, StagedLanding
+from rollout_side.receive.staging import StagingBuffers
+from rollout_side.receive.transfer import ReceiveBuffers
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import DigestMismatchError
 from weft.contract.manifest import WSUM64, pack_trailer
@@ -94,9 +95,9 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     assert taken.segment.data[0] == 3
 
 
-def send(landing: Landing, index: int, nonce: int = NONCE) -> torch.Tensor:
+def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tensor:
     """Put a bucket where it is received, as its sender does; returns its payload."""
-    bucket, wire = MANIFEST.buckets[index], landing.wire(index)
+    bucket, wire = MANIFEST.buckets[index], buffers.wire(index)
     payload = wire[: bucket.payload_bytes]
     payload.copy_(torch.arange(payload.numel(), dtype=torch.int32).mul(index + 1).to(torch.uint8))
     digest = payload_digest(payload.contiguous(), WSUM64)
@@ -110,21 +111,21 @@ def send(landing: Landing, index: int, nonce: int = NONCE) -> torch.Tensor:
 def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
     second = torch.zeros(SIZE, dtype=torch.uint8)
-    landing = StagedLanding(MANIFEST, [], segment, device, second)
+    buffers = StagingBuffers(MANIFEST, [], segment, device, second)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
-        payload = send(landing, index)
-        landing.land(index, NONCE)
+        payload = send(buffers, index)
+        buffers.accept(index, NONCE)
         for memory in (segment.data, second):
             assert torch.equal(memory[at : at + payload.numel()], payload)
         at += bucket.wire_bytes
-    assert len(MANIFEST.buckets) > landing.ahead  # so that buffers were used again
+    assert len(MANIFEST.buckets) > buffers.ahead  # so that buffers were used again
 
 
 def test_a_bucket_of_another_transfer_does_not_land() -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
-    landing = StagedLanding(MANIFEST, [], segment, ELSEWHERE)
-    send(landing, 0, nonce=8)
+    buffers = StagingBuffers(MANIFEST, [], segment, ELSEWHERE)
+    send(buffers, 0, nonce=8)
     with pytest.raises(DigestMismatchError, match="nonce"):
-        landing.land(0, NONCE)
+        buffers.accept(0, NONCE)
     assert not segment.data.any()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
@@ -33,7 +33,7 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: DirectPlan | WeftError) -> Wor
     base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
     store.set_served(base)
 
-    def load(worker: Any, inflow: Inflow, reference: Reference, plan: Any) -> DirectPlan:
+    def load(worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any) -> DirectPlan:
         assert plan is OLD
         assert not store.is_served("t1", b"digest")  # its weights are about to change
         assert state.plan is None
@@ -42,13 +42,13 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: DirectPlan | WeftError) -> Wor
         return result
 
     monkeypatch.setattr(worker_state, "load_in_place", load)
-    inflow = Inflow("t2", PolicyVersion("base", 2), MANIFEST, time.monotonic() + 20)
+    handoff = HandoffQueue("t2", PolicyVersion("base", 2), MANIFEST, time.monotonic() + 20)
     run = loader(SimpleNamespace(device=torch.device("cpu")), state)
     if isinstance(result, WeftError):
         with pytest.raises(type(result)):
-            run(inflow)
+            run(handoff)
     else:
-        run(inflow)
+        run(handoff)
     return state
 
 

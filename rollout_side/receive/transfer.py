@@ -1,26 +1,82 @@
-"""Where the buckets of one transfer are received, verified and put."""
+"""What the receiver's thread needs of a transfer: where its buckets are received, and what
+becomes of them.
+
+One kind of transfer is staged whole and waits for its commit (``staging``); the other is
+loaded in place while it is received (``in_place``). The receiver treats them alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from rollout_side.memory.segment import Segment
-from rollout_side.memory.versions import bucket_starts
 from weft.contract.errors import CapacityError
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
+from weft.contract.names import PolicyVersion
 from weft.transport.digest import payload_digest
-from weft.transport.group import window
 
 
-class Landing(Protocol):
+class IncomingTransfer(Protocol):
+    """What the receiver needs of a prepared transfer."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The layout of its version."""
+
+    @property
+    def num_verified(self) -> int:
+        """Buckets that need not come again."""
+
+    def receive_buffers(
+        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+    ) -> ReceiveBuffers:
+        """Where buckets from ``first_bucket`` on, at most ``num_verified``, are received.
+
+        Args:
+            device: Of the side group.
+            check: Raises if the group has ended; asked after ``wake``.
+        """
+
+    def finish(self, check: Callable[[], None]) -> bytes:
+        """After the last bucket: blocks until the version is staged, or loaded in place;
+        returns its content digest.
+
+        Raises:
+            TransferAbortedError: It was discarded meanwhile.
+            WeftError: It could not be loaded in place: why.
+        """
+
+    def keep(self) -> None:
+        """The side group ends: keep what was verified, the transfer may go on in another.
+        If it does not, the coordinator orders it discarded."""
+
+    def drop(self) -> None:
+        """Give back the memory of a transfer that was never started."""
+
+    def wake(self) -> None:
+        """Let a wait ask its ``check``; from any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a side group was told to receive, and where that goes."""
+
+    transfer_id: str
+    version: PolicyVersion
+    nonce: int
+    deadline: float
+    transfer: IncomingTransfer
+
+
+class ReceiveBuffers(Protocol):
     """Memory that buckets are received in, one after the other, in one side group."""
 
     ahead: int
-    """Buckets whose receives may be posted before the first of them has landed."""
+    """Buckets whose receives may be posted before the first of them was accepted."""
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """Whether a receive to ``wire(index)`` may be posted now, every one before it having
@@ -33,7 +89,7 @@ class Landing(Protocol):
     def wire(self, index: int) -> torch.Tensor:
         """Where bucket ``index`` is received."""
 
-    def land(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> None:
         """Verify a bucket that has arrived and put it where it is wanted; blocks till it is.
 
         Raises:
@@ -88,61 +144,3 @@ def make_buffers(
         for _ in range(min(more, len(manifest.buckets) - count)):
             made.append(torch.empty(need, dtype=torch.uint8, device=device))
     return made
-
-
-class StagedLanding:
-    """A ``Landing`` in a segment: buckets arrive straight there where it lies on the group's
-    device, else in buffers on the device that are copied from.
-
-    On an accelerator everything runs on the calling thread's current stream.
-
-    Args:
-        manifest: Of the version.
-        digests: Of the buckets verified so far; grows.
-        segment: For all its buckets, one after the other with their trailers.
-        device: Where the side group receives.
-        second: Memory on that device for another copy, of the same layout as the segment.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        digests: list[int],
-        segment: Segment,
-        device: torch.device,
-        second: torch.Tensor | None = None,
-    ) -> None:
-        self._second, self._digests = second, digests
-        self._manifest, self._data = manifest, segment.data
-        self._starts = bucket_starts(manifest)
-        self._buffers: Sequence[torch.Tensor] = ()
-        #: Buckets whose receives may be posted before the first of them has landed.
-        self.ahead = window(device)
-        if segment.data.device != device:
-            self._buffers = make_buffers(manifest, self.ahead, device)
-
-    def make_room(self, index: int, *, wait: bool) -> bool:
-        """See ``Landing``: what landed is done with."""
-        return True
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``Landing``; its buffer is that of ``index - ahead``."""
-        size = self._manifest.buckets[index].wire_bytes
-        if self._buffers:
-            return self._buffers[index % len(self._buffers)][:size]
-        return self._data[self._starts[index] : self._starts[index] + size]
-
-    def land(self, index: int, nonce: int) -> None:
-        """See ``Landing``."""
-        wire = self.wire(index)
-        digest = verify(wire, self._manifest, index, nonce)
-        place = slice(self._starts[index], self._starts[index] + wire.numel())
-        if self._second is not None:
-            self._second[place].copy_(wire)
-        if self._buffers:
-            self._data[place].copy_(wire)  # blocks till both are done
-        self._digests.append(digest)
-
-    def is_load_due(self) -> bool:
-        """See ``Landing``: it is loaded once it is committed."""
-        return False

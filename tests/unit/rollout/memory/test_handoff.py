@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_side.memory import incoming as inflow_module
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory import handoff as handoff_module
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
-from rollout_side.receive.in_place_load import InPlaceLoad
+from rollout_side.receive.in_place import InPlaceLoad
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import (
     DigestMismatchError,
@@ -35,8 +35,8 @@ BASE = PolicyVersion("base", 1)
 WAIT_SECONDS = 20.0
 
 
-def make(seconds: float = WAIT_SECONDS, transfer_id: str = "t") -> Inflow:
-    return Inflow(transfer_id, BASE, MANIFEST, time.monotonic() + seconds)
+def make(seconds: float = WAIT_SECONDS, transfer_id: str = "t") -> HandoffQueue:
+    return HandoffQueue(transfer_id, BASE, MANIFEST, time.monotonic() + seconds)
 
 
 def nothing() -> None:
@@ -47,9 +47,9 @@ def wire(index: int) -> torch.Tensor:
     return torch.full((8,), index, dtype=torch.uint8)
 
 
-def put_all(inflow: Inflow, begin: int = 0) -> None:
+def put_all(handoff: HandoffQueue, begin: int = 0) -> None:
     for index in range(begin, COUNT):
-        inflow.put(index, wire(index), index)
+        handoff.put(index, wire(index), index)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -61,128 +61,130 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def test_a_bucket_s_memory_is_free_when_the_next_one_is_asked_for() -> None:
-    inflow = make()
-    put_all(inflow)
-    buckets = inflow.buckets()
+    handoff = make()
+    put_all(handoff)
+    buckets = handoff.buckets()
     for index in range(COUNT):
         given, tensor = next(buckets)
         assert (given, int(tensor[0])) == (index, index)
-        assert inflow.bucket_digests == list(range(index + 1))
-        assert not inflow.is_loaded(index)
-        assert index == 0 or inflow.is_loaded(index - 1)
+        assert handoff.bucket_digests == list(range(index + 1))
+        assert not handoff.is_loaded(index)
+        assert index == 0 or handoff.is_loaded(index - 1)
     assert next(buckets, None) is None
-    assert inflow.is_loaded(COUNT - 1)
-    assert not inflow.is_complete
-    inflow.complete()
-    inflow.wait_complete(nothing)
+    assert handoff.is_loaded(COUNT - 1)
+    assert not handoff.is_complete
+    handoff.complete()
+    handoff.wait_complete(nothing)
 
 
 def test_each_side_waits_for_the_other() -> None:
-    inflow, loaded = make(), []
-    load = InPlaceLoad(inflow, lambda flow: loaded.extend(int(w[0]) for _, w in flow.buckets()))
+    handoff, loaded = make(), []
+    load = InPlaceLoad(handoff, lambda flow: loaded.extend(int(w[0]) for _, w in flow.buckets()))
     for index in range(COUNT):
-        inflow.put(index, wire(index), index)
-        inflow.wait_loaded(index, nothing)
-    inflow.wait_complete(nothing)
+        handoff.put(index, wire(index), index)
+        handoff.wait_loaded(index, nothing)
+    handoff.wait_complete(nothing)
     assert loaded == list(range(COUNT))
     assert load.settle(content_digest(list(range(COUNT)))) >= 0
     assert load.end()
 
 
 def test_another_group_goes_on_from_what_was_put() -> None:
-    inflow = make()
-    inflow.put(0, wire(0), 0)
-    inflow.put(1, wire(1), 1)
-    assert inflow.digests == [0, 1]
-    inflow.go_on(time.monotonic() + 2 * WAIT_SECONDS)
-    inflow.put(1, wire(99), 1)  # again, for a slower member
+    handoff = make()
+    handoff.put(0, wire(0), 0)
+    handoff.put(1, wire(1), 1)
+    assert handoff.digests == [0, 1]
+    handoff.resume(time.monotonic() + 2 * WAIT_SECONDS)
+    handoff.put(1, wire(99), 1)  # again, for a slower member
     with pytest.raises(DigestMismatchError, match="other bytes"):
-        inflow.put(0, wire(0), 5)
-    put_all(inflow, 2)
-    assert [int(w[0]) for _, w in inflow.buckets()] == list(range(COUNT))
+        handoff.put(0, wire(0), 5)
+    put_all(handoff, 2)
+    assert [int(w[0]) for _, w in handoff.buckets()] == list(range(COUNT))
 
 
-def wait_for_bucket(inflow: Inflow) -> None:
-    next(inflow.buckets())
+def wait_for_bucket(handoff: HandoffQueue) -> None:
+    next(handoff.buckets())
 
 
 @pytest.mark.parametrize(
     "wait",
     [
         wait_for_bucket,
-        lambda inflow: inflow.wait_loaded(0, nothing),
-        lambda inflow: inflow.wait_complete(nothing),
+        lambda handoff: handoff.wait_loaded(0, nothing),
+        lambda handoff: handoff.wait_complete(nothing),
     ],
     ids=["for a bucket", "for its memory", "for the end"],
 )
-def test_every_wait_ends_with_a_failure_and_at_the_deadline(wait: Callable[[Inflow], None]) -> None:
-    inflow = make()
-    waiting = in_thread(wait, inflow)
-    inflow.fail(TransferAbortedError("given up"))
-    inflow.fail(LoadFailedError("later"))
+def test_every_wait_ends_with_a_failure_and_at_the_deadline(
+    wait: Callable[[HandoffQueue], None],
+) -> None:
+    handoff = make()
+    waiting = in_thread(wait, handoff)
+    handoff.fail(TransferAbortedError("given up"))
+    handoff.fail(LoadFailedError("later"))
     with pytest.raises(TransferAbortedError, match="given up"):
         waiting.result(WAIT_SECONDS)
-    for act in (put_all, wait, Inflow.complete, lambda flow: flow.go_on(0.0)):
+    for act in (put_all, wait, HandoffQueue.complete, lambda flow: flow.resume(0.0)):
         with pytest.raises(TransferAbortedError):
-            act(inflow)
+            act(handoff)
     with pytest.raises(TransferTimeoutError):
         wait(make(0.0))
 
 
 def test_a_loader_that_waits_in_vain_ends_the_receiver_too() -> None:
-    inflow = make(0.0)
+    handoff = make(0.0)
     with pytest.raises(TransferTimeoutError):
-        next(inflow.buckets())
+        next(handoff.buckets())
     with pytest.raises(TransferTimeoutError):
-        inflow.put(0, wire(0), 0)
+        handoff.put(0, wire(0), 0)
 
 
 def test_a_group_that_ends_wakes_its_receiver_and_nobody_else() -> None:
-    inflow, ended = make(), threading.Event()
+    handoff, ended = make(), threading.Event()
 
     def check() -> None:
         if ended.is_set():
             raise TransferAbortedError("the group has ended")
 
-    waiting = in_thread(inflow.wait_loaded, 0, check)
+    waiting = in_thread(handoff.wait_loaded, 0, check)
     ended.set()
-    inflow.wake()
+    handoff.wake()
     with pytest.raises(TransferAbortedError, match="group"):
         waiting.result(WAIT_SECONDS)
-    assert inflow.error is None
+    assert handoff.error is None
 
 
 def test_what_is_complete_does_not_fail() -> None:
-    inflow = make()
-    put_all(inflow)
-    list(inflow.buckets())
-    inflow.complete()
-    inflow.fail(TransferAbortedError("too late"))
-    inflow.wait_complete(nothing)
+    handoff = make()
+    put_all(handoff)
+    list(handoff.buckets())
+    handoff.complete()
+    handoff.fail(TransferAbortedError("too late"))
+    handoff.wait_complete(nothing)
 
 
 # -- the loader's thread ---------------------------------------------------------
 
 
-def mixing(inflow: Inflow) -> None:
+def mixing(handoff: HandoffQueue) -> None:
     """A loader that tells its failures as Weft's does."""
     try:
-        for _ in inflow.buckets():
+        for _ in handoff.buckets():
             pass
     except WeftError as error:
-        if not inflow.is_begun:
+        if not handoff.is_begun:
             raise
         raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
 
 
 @pytest.mark.parametrize("num_put", [0, 1, COUNT - 1])
 def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
-    inflow = make()
-    load = InPlaceLoad(inflow, mixing)
+    handoff = make()
+    load = InPlaceLoad(handoff, mixing)
     for index in range(num_put):
-        inflow.put(index, wire(index), index)
+        handoff.put(index, wire(index), index)
         if index == 0:
-            assert_soon(lambda: inflow.is_begun)
+            assert_soon(lambda: handoff.is_begun)
     assert load.end() == (num_put > 0)
     assert not load.is_running
     with pytest.raises(NotReadyError, match="given up"):
@@ -190,26 +192,26 @@ def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
 
 
 def test_one_that_ends_by_itself_tells_why() -> None:
-    def refuse(inflow: Inflow) -> None:
+    def refuse(handoff: HandoffQueue) -> None:
         raise InvalidManifestError("a tensor is missing")
 
-    inflow = make()
-    load = InPlaceLoad(inflow, refuse)
+    handoff = make()
+    load = InPlaceLoad(handoff, refuse)
     with pytest.raises(InvalidManifestError, match="missing"):
-        inflow.wait_complete(nothing)
+        handoff.wait_complete(nothing)
     with pytest.raises(NotReadyError, match="not loaded whole"):
         load.settle(b"")
     assert not load.end()
 
 
 def test_an_error_that_nobody_foresaw_leaves_mixed_weights() -> None:
-    def burn(inflow: Inflow) -> None:
+    def burn(handoff: HandoffQueue) -> None:
         raise OSError("the disk burns")
 
-    inflow = make()
-    load = InPlaceLoad(inflow, burn)
+    handoff = make()
+    load = InPlaceLoad(handoff, burn)
     with pytest.raises(LoadFailedError, match="OSError: the disk burns") as raised:
-        inflow.wait_complete(nothing)
+        handoff.wait_complete(nothing)
     assert raised.value.metadata["dirty"] == "true"
     with pytest.raises(LoadFailedError, match="mixed"):
         load.settle(b"")
@@ -217,16 +219,16 @@ def test_an_error_that_nobody_foresaw_leaves_mixed_weights() -> None:
 
 def test_weights_that_were_loaded_after_the_end_have_changed() -> None:
     """Discarded between the last copy and the word that it is done."""
-    inflow, go_on = make(), threading.Event()
+    handoff, go_on = make(), threading.Event()
 
-    def load_late(flow: Inflow) -> None:
+    def load_late(flow: HandoffQueue) -> None:
         list(flow.buckets())
         assert go_on.wait(WAIT_SECONDS)
 
-    load = InPlaceLoad(inflow, load_late)
-    put_all(inflow)
-    assert_soon(lambda: inflow.is_loaded(COUNT - 1))
-    inflow.fail(TransferAbortedError("discarded"))
+    load = InPlaceLoad(handoff, load_late)
+    put_all(handoff)
+    assert_soon(lambda: handoff.is_loaded(COUNT - 1))
+    handoff.fail(TransferAbortedError("discarded"))
     assert load.end(0.0)  # still running: nobody can tell yet
     go_on.set()
     assert load.end()
@@ -234,10 +236,10 @@ def test_weights_that_were_loaded_after_the_end_have_changed() -> None:
 
 
 def test_other_bytes_are_not_committed() -> None:
-    inflow = make()
-    load = InPlaceLoad(inflow, mixing)
-    put_all(inflow)
-    inflow.wait_complete(nothing)
+    handoff = make()
+    load = InPlaceLoad(handoff, mixing)
+    put_all(handoff)
+    handoff.wait_complete(nothing)
     with pytest.raises(LoadFailedError, match="the commit is for 00") as raised:
         load.settle(b"\0")
     assert raised.value.metadata["dirty"] == "true"
@@ -249,22 +251,22 @@ def test_other_bytes_are_not_committed() -> None:
 def test_the_store_holds_one_until_it_is_discarded_or_committed() -> None:
     store = WorkerStore(0, 0)
     first, second = make(transfer_id="t1"), make(transfer_id="t2")
-    store.put_inflow(first)
-    assert store.arriving.of("t1") is first
+    store.put_handoff(first)
+    assert store.handoff.of("t1") is first
     assert store.usage().transfer_ids == ("t1",)
-    store.put_inflow(second)
+    store.put_handoff(second)
     assert isinstance(first.error, TransferAbortedError)
-    assert store.arriving.of("t1") is None
+    assert store.handoff.of("t1") is None
     store.discard("t1")
     assert second.error is None
     store.discard("t2")
     assert isinstance(second.error, TransferAbortedError)
     assert store.usage().transfer_ids == ()
     with pytest.raises(TransferAbortedError, match="meanwhile"):
-        store.put_inflow(make(transfer_id="t2"))
+        store.put_handoff(make(transfer_id="t2"))
     third = make(transfer_id="t3")
-    store.put_inflow(third)
-    assert store.arriving.forget("t3") is third
+    store.put_handoff(third)
+    assert store.handoff.forget("t3") is third
     assert third.error is None
     assert store.usage().transfer_ids == ()
 
@@ -279,13 +281,13 @@ def assert_soon(condition: Callable[[], bool]) -> None:
 def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inflow_module, "SPEAK_SECONDS", 0.001)
-    inflow, said = make(), list[tuple[int, str]]()
-    inflow.tell(lambda bucket: said.append((bucket, threading.current_thread().name)))
-    put_all(inflow)
-    loaded = inflow.buckets()
+    monkeypatch.setattr(handoff_module, "SPEAK_SECONDS", 0.001)
+    handoff, said = make(), list[tuple[int, str]]()
+    handoff.tell(lambda bucket: said.append((bucket, threading.current_thread().name)))
+    put_all(handoff)
+    loaded = handoff.buckets()
     next(loaded)
-    inflow.speak()  # between two tensors of a bucket
+    handoff.speak()  # between two tensors of a bucket
     me = threading.current_thread().name
     assert said == [(0, me), (0, me)]
     waited, num_looks = threading.Event(), 0
@@ -296,14 +298,14 @@ def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
         if num_looks == 5:
             waited.set()
 
-    receiver = in_thread(inflow.wait_complete, check)
+    receiver = in_thread(handoff.wait_complete, check)
     assert waited.wait(WAIT_SECONDS)
     assert {who for _, who in said} == {me}, "a loader that hangs is silent"
     rest = list(loaded)
     assert [bucket for bucket, who in said if who == me] == [0, 0, *range(1, COUNT)]
     assert len(rest) == COUNT - 1
     finishing = threading.Event()
-    inflow.tell(lambda bucket: finishing.set())
+    handoff.tell(lambda bucket: finishing.set())
     assert finishing.wait(WAIT_SECONDS), "the engine ends its layers, and cannot speak"
-    inflow.complete()
+    handoff.complete()
     receiver.result(WAIT_SECONDS)

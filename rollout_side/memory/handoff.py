@@ -1,4 +1,4 @@
-"""Buckets of one base on their way from the receiver's thread to the loader's.
+"""The hand-off queue from the thread that receives a base to the one that loads it.
 
 Where a base is loaded in place there is no copy that waits for a commit: each bucket is
 loaded from the memory it was received in, which is then received into again. Nothing
@@ -26,11 +26,11 @@ from weft.contract.names import PolicyVersion
 from weft.transport.speaking import SPEAK_SECONDS
 
 
-class Inflow:
+class HandoffQueue:
     """One transfer's buckets, in order, each put once and taken once.
 
-    It outlives a side group: what was put stays, and the receiver of the next group goes
-    on from there. Memory is bounded by the receiver, which puts no more buckets than it
+    It outlives a side group: what was put stays, and the receiver of the next group resumes
+    there. Memory is bounded by the receiver, which puts no more buckets than it
     has buffers.
 
     Args:
@@ -80,8 +80,8 @@ class Inflow:
         """Let the loader say which bucket it loads; replaces what was told before."""
         self._speak = speak
 
-    def go_on(self, deadline: float) -> None:
-        """Let it go on in another group, until ``deadline`` if that is later.
+    def resume(self, deadline: float) -> None:
+        """Let it resume in another group, until ``deadline`` if that is later.
 
         Raises:
             WeftError: It has ended: why.
@@ -209,7 +209,7 @@ class Inflow:
                 yield index, wire
             finally:
                 del wire
-                _settle()
+                _synchronize()
                 with self._changed:
                     self._num_loaded = index + 1
                     self._changed.notify_all()
@@ -260,43 +260,43 @@ class Inflow:
         return True
 
 
-class InflowSlot:
-    """The inflow of a worker, of which there is at most one; thread-safe."""
+class HandoffSlot:
+    """The hand-off queue of a worker, of which there is at most one; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inflow: Inflow | None = None
+        self._handoff: HandoffQueue | None = None
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
         """Of the transfer that is loaded in place, or was and waits for its commit."""
-        inflow = self._inflow
-        return (inflow.transfer_id,) if inflow is not None else ()
+        handoff = self._handoff
+        return (handoff.transfer_id,) if handoff is not None else ()
 
-    def put(self, inflow: Inflow) -> None:
+    def put(self, handoff: HandoffQueue) -> None:
         """Begin another one; what is there ends."""
         with self._lock:
-            former, self._inflow = self._inflow, inflow
+            former, self._handoff = self._handoff, handoff
         if former is not None:
-            former.fail(TransferAbortedError(f"{inflow.version} is loaded in place instead"))
+            former.fail(TransferAbortedError(f"{handoff.version} is loaded in place instead"))
 
-    def of(self, transfer_id: str) -> Inflow | None:
+    def of(self, transfer_id: str) -> HandoffQueue | None:
         """What a transfer brings; None if that is not, or no longer, loaded in place."""
-        inflow = self._inflow
-        return inflow if inflow is not None and inflow.transfer_id == transfer_id else None
+        handoff = self._handoff
+        return handoff if handoff is not None and handoff.transfer_id == transfer_id else None
 
-    def forget(self, transfer_id: str) -> Inflow | None:
+    def forget(self, transfer_id: str) -> HandoffQueue | None:
         """What ``of`` tells, which is committed: it is no longer held here."""
         with self._lock:
-            inflow = self.of(transfer_id)
-            if inflow is not None:
-                self._inflow = None
-            return inflow
+            handoff = self.of(transfer_id)
+            if handoff is not None:
+                self._handoff = None
+            return handoff
 
     def discard(self, transfer_id: str) -> None:
         """Forget it, and end it."""
-        if (inflow := self.forget(transfer_id)) is not None:
-            inflow.fail(TransferAbortedError(f"{transfer_id} was discarded"))
+        if (handoff := self.forget(transfer_id)) is not None:
+            handoff.fail(TransferAbortedError(f"{transfer_id} was discarded"))
 
 
 def _copy(error: WeftError) -> WeftError:
@@ -305,6 +305,6 @@ def _copy(error: WeftError) -> WeftError:
     return error_from_reason(error.reason, error.message, error.metadata)
 
 
-def _settle() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""When requests are held still for a base that is loaded in place."""
+"""When generation is to pause for a base that is loaded in place."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from rollout_side.memory.incoming import Inflow
+from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.receive.in_place_landing import HOLD_SECONDS, InPlaceLanding, is_load_due
-from rollout_side.receive.landing import make_buffers
+from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
+from rollout_side.receive.transfer import make_buffers
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import CapacityError
 from weft.contract.manifest import pack_trailer
@@ -31,8 +31,8 @@ MANIFEST = plan_buckets(METAS, 256)
         (1, 8, 16, 1.0, False),
         (6, 8, 16, 1.0, False),
         (7, 8, 16, 1.0, True),
-        (1, 10, 16, HOLD_SECONDS / 8, True),  # fast: eight more while the engine stops
-        (1, 10, 16, HOLD_SECONDS / 7, False),
+        (1, 10, 16, PAUSE_SECONDS / 8, True),  # fast: eight more while the engine stops
+        (1, 10, 16, PAUSE_SECONDS / 7, False),
         (15, 99, 16, 1.0, True),  # the last bucket is on its way
         (14, 99, 16, 1.0, False),
         (0, 1, 1, 0.0, True),
@@ -45,44 +45,44 @@ def test_as_late_as_receiving_allows(
     assert is_load_due(received, buffers, buckets, received * each) is due
 
 
-def _land(landing: InPlaceLanding, index: int) -> None:
+def _land(buffers: InPlaceBuffers, index: int) -> None:
     """A bucket of zeros arrives."""
     size = MANIFEST.buckets[index].payload_bytes
-    wire = landing.wire(index).zero_()
+    wire = buffers.wire(index).zero_()
     digest = payload_digest(wire[:size], MANIFEST.digest_algorithm)
     trailer = pack_trailer(digest, 7, index, size)
     wire[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-    landing.land(index, 7)
+    buffers.accept(index, 7)
 
 
-def _inflow() -> Inflow:
-    return Inflow("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
+def _handoff() -> HandoffQueue:
+    return HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
 
 
 def test_with_as_few_buffers_as_there_must_be_at_once() -> None:
-    landing = InPlaceLanding(_inflow(), CPU, lambda: None)
-    assert landing.is_load_due()
-    assert not landing.is_load_due()  # said once
+    buffers = InPlaceBuffers(_handoff(), CPU, lambda: None)
+    assert buffers.is_load_due()
+    assert not buffers.is_load_due()  # said once
 
 
 def test_with_more_of_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    landing = InPlaceLanding(_inflow(), CPU, lambda: None, num_more=3)
+    buffers = InPlaceBuffers(_handoff(), CPU, lambda: None, num_more=3)
     said = []
     for index in range(window(CPU) + 3):
-        assert landing.make_room(index, wait=False)
+        assert buffers.make_room(index, wait=False)
         now[0] += 1.0
-        _land(landing, index)
-        said.append(landing.is_load_due())
+        _land(buffers, index)
+        said.append(buffers.is_load_due())
     assert said == [False, False, False, True, False]
-    assert not landing.make_room(window(CPU) + 3, wait=False)
+    assert not buffers.make_room(window(CPU) + 3, wait=False)
 
 
 def test_where_it_goes_on_in_another_group_at_once() -> None:
-    inflow = _inflow()
-    _land(InPlaceLanding(inflow, CPU, lambda: None, num_more=6), 0)
-    assert InPlaceLanding(inflow, CPU, lambda: None, num_more=6).is_load_due()
+    handoff = _handoff()
+    _land(InPlaceBuffers(handoff, CPU, lambda: None, num_more=6), 0)
+    assert InPlaceBuffers(handoff, CPU, lambda: None, num_more=6).is_load_due()
 
 
 def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

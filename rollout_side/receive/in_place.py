@@ -1,0 +1,269 @@
+"""Loading a base in place: receiving it into a few buffers, and the thread that loads it from
+them.
+
+A hand-off queue is all that the two threads share.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.placement import Memory
+from rollout_side.receive.transfer import ReceiveBuffers, make_buffers, verify
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotReadyError,
+    TransferAbortedError,
+    WeftError,
+)
+from weft.contract.manifest import Manifest
+from weft.transport.digest import content_digest
+from weft.transport.group import window
+
+_log = logging.getLogger(__name__)
+
+#: What it takes until an engine that was to be told has paused generation: the order's way,
+#: and the steps under way (10 to 19 ms of an 8B model on an H200).
+PAUSE_SECONDS = 0.025
+# A loader ends when it asks for the next bucket: as long as one may take to load.
+_END_SECONDS = 20.0
+
+
+class InPlaceTransfer:
+    """An ``IncomingTransfer`` that is loaded in place; the store has its queue already.
+
+    Args:
+        handoff: To which buckets are put; what was put stays with it.
+        memory: What there is beside the engine's.
+        bound_bytes: Of the buffers that it is received in, but for those that must be.
+    """
+
+    def __init__(self, handoff: HandoffQueue, memory: Memory, bound_bytes: int) -> None:
+        self._handoff, self._memory, self._bound_bytes = handoff, memory, bound_bytes
+
+    @property
+    def manifest(self) -> Manifest:
+        """See ``IncomingTransfer``."""
+        return self._handoff.manifest
+
+    @property
+    def num_verified(self) -> int:
+        """See ``IncomingTransfer``."""
+        return len(self._handoff.digests)
+
+    def receive_buffers(
+        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+    ) -> ReceiveBuffers:
+        """See ``IncomingTransfer``. What comes again, for a slower member, is verified and
+        dropped."""
+        largest = max(bucket.wire_bytes for bucket in self.manifest.buckets)
+        num_more = self._memory.room_for(largest, device, self._bound_bytes)
+        return InPlaceBuffers(self._handoff, device, check, num_more)
+
+    def finish(self, check: Callable[[], None]) -> bytes:
+        """See ``IncomingTransfer``."""
+        self._handoff.wait_complete(check)
+        return content_digest(self._handoff.digests)
+
+    def keep(self) -> None:
+        """See ``IncomingTransfer``: the store keeps it until it is discarded, its loader waits."""
+
+    def drop(self) -> None:
+        """See ``IncomingTransfer``: as ``keep``; another one takes its place."""
+
+    def wake(self) -> None:
+        """See ``IncomingTransfer``."""
+        self._handoff.wake()
+
+
+class InPlaceBuffers:
+    """``ReceiveBuffers`` from which a hand-off queue's loader loads.
+
+    The buffers are new: an operation that a former group abandoned may still write to the
+    old ones, but for those whose buckets were put and not loaded, which had none under way.
+
+    Args:
+        handoff: Where verified buckets are put.
+        device: Where the side group receives.
+        check: Raises to end a wait for the loader, once ``handoff.wake`` was called.
+        num_more: Buckets that there may be memory for beside those that must be: the more,
+            the later generation is paused.
+    """
+
+    def __init__(
+        self,
+        handoff: HandoffQueue,
+        device: torch.device,
+        check: Callable[[], None],
+        num_more: int = 0,
+    ) -> None:
+        self._handoff, self._check = handoff, check
+        #: See ``ReceiveBuffers``. A loader that is slow leaves fewer buffers free.
+        self.ahead = window(device)
+        self._buffers = make_buffers(handoff.manifest, self.ahead, device, more=num_more)
+        # With so few there is nothing to wait for; nor where it has begun, in another group.
+        self._is_due = len(self._buffers) <= self.ahead or bool(handoff.digests)
+        self._was_due = False
+        self._began = time.monotonic()
+        self._num_accepted = 0
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``ReceiveBuffers``: the bucket that was in the buffer must have been loaded."""
+        before = index - len(self._buffers)
+        if before < 0 or self._handoff.is_loaded(before):
+            return True
+        if wait:
+            self._handoff.wait_loaded(before, self._check)
+        return wait
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``ReceiveBuffers``."""
+        size = self._handoff.manifest.buckets[index].wire_bytes
+        return self._buffers[index % len(self._buffers)][:size]
+
+    def accept(self, index: int, nonce: int) -> None:
+        """See ``ReceiveBuffers``."""
+        wire = self.wire(index)
+        self._handoff.put(index, wire, verify(wire, self._handoff.manifest, index, nonce))
+        self._num_accepted += 1
+        seconds = time.monotonic() - self._began
+        num_buckets = len(self._handoff.manifest.buckets)
+        due = is_load_due(self._num_accepted, len(self._buffers), num_buckets, seconds)
+        self._is_due = self._is_due or due
+
+    def is_load_due(self) -> bool:
+        """See ``ReceiveBuffers``."""
+        now = self._is_due and not self._was_due
+        self._was_due = self._was_due or now
+        return now
+
+
+def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: float) -> bool:
+    """Whether generation must pause soon, so that receiving need not wait for it.
+
+    As late as that: until then requests run, and a push that fails costs nothing.
+
+    Args:
+        num_received: Buckets that wait to be loaded.
+        num_buffers: Buckets that there is memory for.
+        num_buckets: Of the whole transfer.
+        seconds: That it took to receive ``num_received``.
+    """
+    left = min(num_buffers, num_buckets) - num_received
+    if left <= 1:
+        return True
+    return num_received > 0 and (left - 1) * seconds / num_received <= PAUSE_SECONDS
+
+
+class InPlaceLoad:
+    """Loads an handoff's buckets on a thread of its own, from now on.
+
+    Args:
+        handoff: What to load.
+        load: Called there, once, with the handoff. It raises what the handoff raised, or
+            any typed error, if it has changed nothing; LoadFailedError with metadata
+            ``dirty`` "true" if weights may be mixed. Any other error counts as that.
+    """
+
+    def __init__(self, handoff: HandoffQueue, load: Callable[[HandoffQueue], None]) -> None:
+        self.handoff = handoff
+        self.seconds = 0.0
+        """How long it took, once it has ended."""
+        self._load = load
+        self._changed = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"weft-load-{handoff.version}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def thread(self) -> threading.Thread:
+        """That loads."""
+        return self._thread
+
+    @property
+    def transfer_id(self) -> str:
+        """Whose buckets it loads."""
+        return self.handoff.transfer_id
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it may still touch the weights."""
+        return self._thread.is_alive()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was loaded."""
+        return self.handoff.is_complete
+
+    def check(self) -> None:
+        """Refuse what has come to nothing.
+
+        Raises:
+            NotReadyError: Why.
+        """
+        if (error := self.handoff.error) is not None:
+            raise NotReadyError(f"transfer {self.transfer_id} has ended here: {error.message}")
+
+    def end(self, timeout_seconds: float = _END_SECONDS) -> bool:
+        """End it, unless it is complete; blocks until the thread has ended.
+
+        Returns:
+            Whether the weights are no longer what they were: loaded whole, or mixed.
+        """
+        self.handoff.fail(TransferAbortedError("loading in place was given up"))
+        self._thread.join(timeout_seconds)
+        return self._changed or self._thread.is_alive()
+
+    def settle(self, expected_digest: bytes) -> float:
+        """For the commit: returns how long loading took, if it is what is to be committed.
+
+        Raises:
+            LoadFailedError: With metadata ``dirty``: other bytes, or not all, are loaded.
+            NotReadyError: It is not complete, and nothing was changed. It is ended.
+        """
+        if not self.is_complete:
+            changed = self.end()
+            what = f"{self.handoff.version} was to be committed, but was not loaded whole"
+            if changed:
+                raise LoadFailedError(f"{what}: the weights are mixed", metadata={"dirty": "true"})
+            raise NotReadyError(what)
+        digest = content_digest(self.handoff.digests)
+        if digest != expected_digest:
+            error = DigestMismatchError(
+                f"{self.handoff.version} was loaded with digest {digest.hex()}, the commit is for "
+                f"{expected_digest.hex()}"
+            )
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+        self._thread.join(_END_SECONDS)
+        return self.seconds
+
+    def _run(self) -> None:
+        handoff, began = self.handoff, time.perf_counter()
+        try:
+            self._load(handoff)
+            self.seconds, self._changed = time.perf_counter() - began, True
+            handoff.complete()
+        except WeftError as error:
+            self._changed |= error.metadata.get("dirty") == "true"
+            self._fail(error)
+        except BaseException as error:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("loading %s in place failed", handoff.version)
+            self._changed = True
+            self._fail(
+                LoadFailedError(
+                    f"loading {handoff.version} in place failed: {type(error).__name__}: {error}",
+                    metadata={"dirty": "true"},
+                )
+            )
+
+    def _fail(self, error: WeftError) -> None:
+        _log.warning("%s was not loaded in place: %s", self.handoff.version, error)
+        self.handoff.fail(error)

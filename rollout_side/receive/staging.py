@@ -1,0 +1,147 @@
+"""Receiving a version that is staged whole, before its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rollout_side.memory.segment import Segment
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import (
+    PartialTransfer,
+    StagedVersion,
+    bucket_starts,
+    is_adapter,
+)
+from rollout_side.receive.transfer import ReceiveBuffers, make_buffers, verify
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.transport.digest import content_digest
+from weft.transport.group import window
+
+
+class StagingTransfer:
+    """An ``IncomingTransfer`` that is staged.
+
+    Args:
+        store: Where it is put.
+        version: What arrives.
+        partial: What has arrived before; taken from the store.
+    """
+
+    def __init__(
+        self, store: WorkerStore, version: PolicyVersion, partial: PartialTransfer
+    ) -> None:
+        self._store, self._version, self._partial = store, version, partial
+        self._device_copy: list[torch.Tensor] = []
+
+    @property
+    def manifest(self) -> Manifest:
+        """See ``IncomingTransfer``."""
+        return self._partial.manifest
+
+    @property
+    def num_verified(self) -> int:
+        """See ``IncomingTransfer``."""
+        return len(self._partial.digests)
+
+    def receive_buffers(
+        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+    ) -> ReceiveBuffers:
+        """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
+        partial, manifest = self._partial, self.manifest
+        del partial.digests[first_bucket:]
+        if is_adapter(self._version) and device.type != "cpu" and not partial.digests:
+            # What the engine's slot is filled from.
+            copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
+            self._device_copy = [copy]
+        return StagingBuffers(
+            manifest, partial.digests, partial.segment, device, *self._device_copy
+        )
+
+    def finish(self, check: Callable[[], None]) -> bytes:
+        """See ``IncomingTransfer``."""
+        partial = self._partial
+        digest = content_digest(partial.digests)
+        self._store.put_staged(
+            StagedVersion(
+                partial.transfer_id,
+                self._version,
+                partial.manifest,
+                partial.segment,
+                digest,
+                tuple(partial.digests),
+                self._device_copy,
+            )
+        )
+        return digest
+
+    def keep(self) -> None:
+        """See ``IncomingTransfer``."""
+        self._store.put_partial(self._partial)
+
+    def drop(self) -> None:
+        """See ``IncomingTransfer``."""
+        self._store.release(self._partial.transfer_id, self._partial.segment)
+
+    def wake(self) -> None:
+        """See ``IncomingTransfer``: nothing waits."""
+
+
+class StagingBuffers:
+    """``ReceiveBuffers`` of a segment: buckets arrive straight there where it lies on the
+    group's device, else in buffers on the device that are copied from.
+
+    On an accelerator everything runs on the calling thread's current stream.
+
+    Args:
+        manifest: Of the version.
+        digests: Of the buckets verified so far; grows.
+        segment: For all its buckets, one after the other with their trailers.
+        device: Where the side group receives.
+        second: Memory on that device for another copy, of the same layout as the segment.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        digests: list[int],
+        segment: Segment,
+        device: torch.device,
+        second: torch.Tensor | None = None,
+    ) -> None:
+        self._second, self._digests = second, digests
+        self._manifest, self._data = manifest, segment.data
+        self._starts = bucket_starts(manifest)
+        self._buffers: Sequence[torch.Tensor] = ()
+        #: Buckets whose receives may be posted before the first of them was accepted.
+        self.ahead = window(device)
+        if segment.data.device != device:
+            self._buffers = make_buffers(manifest, self.ahead, device)
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``ReceiveBuffers``: what was accepted is done with."""
+        return True
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
+        size = self._manifest.buckets[index].wire_bytes
+        if self._buffers:
+            return self._buffers[index % len(self._buffers)][:size]
+        return self._data[self._starts[index] : self._starts[index] + size]
+
+    def accept(self, index: int, nonce: int) -> None:
+        """See ``ReceiveBuffers``."""
+        wire = self.wire(index)
+        digest = verify(wire, self._manifest, index, nonce)
+        place = slice(self._starts[index], self._starts[index] + wire.numel())
+        if self._second is not None:
+            self._second[place].copy_(wire)
+        if self._buffers:
+            self._data[place].copy_(wire)  # blocks till both are done
+        self._digests.append(digest)
+
+    def is_load_due(self) -> bool:
+        """See ``ReceiveBuffers``: it is loaded once it is committed."""
+        return False
