@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rollout_side.memory.placement import Memory
+from rollout_side.memory.segment import SLICE_BYTES
 from rollout_side.memory.versions import PartialTransfer
 from weft.contract.names import is_replica_sender
+from weft.transport.speaking import Speak
 
 
 class PartialTransfers:
@@ -60,3 +63,21 @@ class PartialTransfers:
         for name in names:
             del self._partial[name]
         return names
+
+
+def moved(partial: PartialTransfer, memory: Memory, speak: Speak) -> PartialTransfer:
+    """A transfer with what was verified of it copied to memory that nothing else can write to;
+    blocks for that.
+
+    Raises:
+        CapacityError: The accelerator has no room.
+    """
+    was_host = partial.segment.data.device.type == "cpu"
+    num_bytes = partial.segment.num_bytes
+    fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
+    end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
+    for start in range(0, end, SLICE_BYTES):
+        part = slice(start, min(end, start + SLICE_BYTES))
+        fresh.data[part].copy_(partial.segment.data[part])
+        speak(num_bytes, num_bytes)
+    return replace(partial, segment=fresh)

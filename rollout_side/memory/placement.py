@@ -1,7 +1,9 @@
-"""Where a worker puts the bytes of versions: on the host, or beside the engine."""
+"""Where a worker puts the bytes of versions, on the host or beside the engine; and the bounds
+of that memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +11,8 @@ import torch
 
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
+from weft.contract.errors import CapacityError
+from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, window
 from weft.transport.speaking import Speak, silent
 
@@ -16,6 +20,12 @@ from weft.transport.speaking import Speak, silent
 #: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
 #: arrives, and only what is read from the spill directory is staged, on the host.
 Staging = Literal["auto", "host", "device", "in-place"]
+
+
+#: Left to the engine as it goes on: activations, NCCL's buffers.
+MARGIN_BYTES = 2 * 2**30
+# Those that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
+_SPARE_BUFFERS = 5
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,59 @@ def stage_on_device(
     return staging == "device" or model_bytes + MARGIN_BYTES <= free_bytes
 
 
-#: Left to the engine as it goes on: activations, NCCL's buffers.
-MARGIN_BYTES = 2 * 2**30
-# Those that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
-_SPARE_BUFFERS = 5
+@dataclass
+class Usage:
+    """Bytes a worker holds for Weft; on the host, but for bases staged on a device."""
+
+    adapter_bytes: int = 0
+    staging_bytes: int = 0
+    """Staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    """Of the retained copies, what no push may take."""
+    transfer_ids: tuple[str, ...] = ()
+    """Transfers of which bytes are staged, whole or in part, or loaded in place."""
+
+
+def check_adapter_room(
+    num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
+) -> None:
+    """Refuse an adapter that the store has no room for.
+
+    Args:
+        held: Bytes of each adapter that can be served.
+        waiting: Bytes that wait for their commit.
+
+    Raises:
+        CapacityError: Says what holds the memory.
+    """
+    in_use = sum(held.values())
+    if in_use + waiting + num_bytes > capacity:
+        names = ", ".join(map(str, sorted(held)))
+        raise CapacityError(
+            f"the adapter store holds {in_use:,} of {capacity:,} bytes "
+            f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
+            f"{num_bytes:,} more; retire versions or start the replica with a larger "
+            "--adapter-memory-gib"
+        )
+
+
+def check_base_room(
+    num_bytes: int, capacity: int, in_use: int, pinned: Sequence[PolicyVersion]
+) -> None:
+    """Refuse a base that there is no room to stage.
+
+    Args:
+        in_use: Bytes that are staged or retained.
+        pinned: Versions among them that no push may take.
+
+    Raises:
+        CapacityError: Says what holds the memory.
+    """
+    if in_use + num_bytes > capacity:
+        names = ", ".join(sorted(map(str, pinned)))
+        text = f", {names} pinned" if names else ""
+        raise CapacityError(
+            f"staging holds {in_use:,} of {capacity:,} bytes{text}: no room for {num_bytes:,} "
+            "more; start the replica with a larger --staging-memory-gib"
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rollout_side.memory.segment import Segment
 from rollout_side.memory.versions import StagedVersion
 from weft.contract.names import PolicyVersion
 
@@ -14,7 +15,7 @@ from weft.contract.names import PolicyVersion
 class RetainedBases:
     """Retained copies, last used first; ``WorkerStore``'s lock guards them.
 
-    Methods that drop copies return them: their memory is the caller's again.
+    Methods that drop copies return their memory, which is the caller's again.
 
     Args:
         retain_base: Versions that are kept, the served one included.
@@ -54,39 +55,37 @@ class RetainedBases:
         """The copy of a version."""
         return next((copy for copy in self._copies if copy.version == version), None)
 
-    def keep(self, base: StagedVersion) -> list[StagedVersion]:
+    def keep(self, base: StagedVersion) -> list[Segment]:
         """Retain a copy, or count one that is held as used; it replaces others of its
         version, and the least recently used beyond ``retain_base`` are dropped."""
         others = [copy for copy in self._copies if copy.version != base.version]
-        gone = [c for c in self._copies if c.version == base.version and c is not base]
+        gone = [c.segment for c in self._copies if c.version == base.version and c is not base]
         self._copies = [base, *others]
         return gone + self._drop_beyond()
 
-    def pin(self, versions: Iterable[int]) -> list[StagedVersion]:
+    def pin(self, versions: Iterable[int]) -> list[Segment]:
         """Keep the copies of these versions that are held, and no longer those of others
         beyond ``retain_base``."""
         self._pinned = frozenset(versions)
         return self._drop_beyond()
 
-    def give_way(
-        self, room_bytes: int, is_lent: Callable[[StagedVersion], bool]
-    ) -> list[StagedVersion]:
+    def give_way(self, room_bytes: int, is_lent: Callable[[Segment], bool]) -> list[Segment]:
         """Drop copies, oldest first, until the others fit in ``room_bytes``; what is sent
         or pinned stays."""
-        dropped: list[StagedVersion] = []
+        dropped: list[Segment] = []
         while self._copies and self.num_bytes > room_bytes:
-            droppable = (copy for copy in reversed(self._copies) if not is_lent(copy))
+            droppable = (copy for copy in reversed(self._copies) if not is_lent(copy.segment))
             oldest = next((copy for copy in droppable if not self._is_pinned(copy)), None)
             if oldest is None:
                 break  # the push is told what holds the room
             self._copies.remove(oldest)
-            dropped.append(oldest)
+            dropped.append(oldest.segment)
         return dropped
 
-    def _drop_beyond(self) -> list[StagedVersion]:
+    def _drop_beyond(self) -> list[Segment]:
         newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
         self._copies = newest + [copy for copy in beyond if self._is_pinned(copy)]
-        return [copy for copy in beyond if not self._is_pinned(copy)]
+        return [copy.segment for copy in beyond if not self._is_pinned(copy)]
 
     def _is_pinned(self, copy: StagedVersion) -> bool:
         return copy.version.version in self._pinned

@@ -1,24 +1,25 @@
-"""What a worker process holds: staged versions, and the adapters it can serve.
+"""What a worker process holds: staged versions, retained bases, the adapters it can serve.
 
-One ``WorkerStore`` a process. The receiver's thread puts staged versions in; the
-worker's methods (on the engine's thread) take them out. Nothing here knows vLLM.
+The receiver's thread puts staged versions in; the worker's methods (on the engine's thread)
+take them out. Nothing here knows vLLM.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
-from rollout_side.memory.partials import PartialTransfers
-from rollout_side.memory.placement import Memory
+from rollout_side.memory.partials import PartialTransfers, moved
+from rollout_side.memory.placement import Memory, Usage, check_adapter_room, check_base_room
+from rollout_side.memory.reservations import Reservations
 from rollout_side.memory.retained import RetainedBases
-from rollout_side.memory.room import Usage, check_adapter_room, check_base_room
-from rollout_side.memory.segment import SLICE_BYTES, Segment
+from rollout_side.memory.segment import Segment
+from rollout_side.memory.segment_pool import SegmentPool
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
@@ -67,24 +68,18 @@ class WorkerStore:
     """Of this process that receive, load or send."""
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
     """The base that is loaded in place; put it in by ``put_handoff``."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
     _partial: PartialTransfers = field(default_factory=PartialTransfers)
-    _reserved: dict[str, int] = field(default_factory=dict)
-    _clones: set[str] = field(default_factory=set)
-    """Reservations of clones."""
-    _free: list[Segment] = field(default_factory=list)
+    _segments: SegmentPool = field(default_factory=SegmentPool)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
-    _bases: RetainedBases = field(init=False)
     _served: ServedBase | None = None
     _last_adapter_bytes: int = 0
-    _lent: Counter[int] = field(default_factory=Counter)
-    """Segments that are being sent, by id: never handed out meanwhile."""
 
     def __post_init__(self) -> None:
         self._bases = RetainedBases(self.retain_base)
-        self._room_changed = threading.Condition(self._lock)
+        self._reservations = Reservations(self._lock)
 
     # -- the receiver's side ------------------------------------------------
 
@@ -112,15 +107,10 @@ class WorkerStore:
             if not adapter:
                 self._make_room(num_bytes)
             self._check_room(num_bytes, adapter=adapter)
-            if clone:
-                self._clones.add(transfer_id)
-            for i, segment in enumerate(self._free):
-                place = self.memory.place(adapter=adapter)
-                if segment.num_bytes == num_bytes and segment.data.device == place:
-                    self._reserved[transfer_id] = num_bytes
-                    return self._free.pop(i)
-            self._free.clear()  # of another layout: give it back before taking more
-            self._reserved[transfer_id] = num_bytes
+            self._reservations.add(transfer_id, num_bytes, clone=clone)
+            segment = self._segments.take(num_bytes, self.memory.place(adapter=adapter))
+            if segment is not None:
+                return segment
         try:
             return self.memory.allocate(num_bytes, adapter=adapter, speak=speak)
         except BaseException:
@@ -132,12 +122,11 @@ class WorkerStore:
         page faults it would take longer than to receive it. Blocks for them."""
         with self._lock:
             size = self._last_adapter_bytes
-            place = self.memory.place(adapter=True)
-            if not size or any(s.num_bytes == size and s.data.device == place for s in self._free):
+            if not size or self._segments.find(size, self.memory.place(adapter=True)):
                 return
         segment = self.memory.allocate(size, adapter=True)
         with self._lock:
-            self._recycle(segment)
+            self._segments.put(segment)
 
     def release(self, transfer_id: str, segment: Segment | None) -> None:
         """End a reservation without result; ``segment`` may be reused unless None.
@@ -145,14 +134,8 @@ class WorkerStore:
         Pass None when an abandoned operation may still write to it.
         """
         with self._lock:
-            self._unreserve(transfer_id)
-            self._recycle(segment)
-
-    def _unreserve(self, *transfer_ids: str) -> None:
-        for transfer_id in transfer_ids:
-            self._reserved.pop(transfer_id, None)
-            self._clones.discard(transfer_id)
-        self._room_changed.notify_all()
+            self._reservations.end(transfer_id)
+            self._segments.put(segment)
 
     def put_staged(self, staged: StagedVersion) -> None:
         """Turn a reservation into a staged version.
@@ -162,9 +145,9 @@ class WorkerStore:
                 may be reused.
         """
         with self._lock:
-            self._unreserve(staged.transfer_id)
+            self._reservations.end(staged.transfer_id)
             if staged.transfer_id in self._discarded:
-                self._recycle(staged.segment)
+                self._segments.put(staged.segment)
                 raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
             if is_adapter(staged.version):
@@ -174,20 +157,19 @@ class WorkerStore:
         """Drop what was received of a clone if its room is needed; wait for one that has
         still to hear that it was ended."""
         end = time.monotonic() + _CLONE_END_SECONDS
-        while self._clones:
+        while self._reservations.has_clones:
             try:
                 self._check_room(num_bytes, adapter=adapter, droppable=self._bases.num_bytes)
                 return
             except CapacityError:
                 dropped = self._partial.drop_clones()
-                self._unreserve(*dropped)
+                self._reservations.end(*dropped)
                 left = end - time.monotonic()
-                if not dropped and (left <= 0 or not self._room_changed.wait(left)):
+                if not dropped and (left <= 0 or not self._reservations.wait_end(left)):
                     return
 
     def _check_room(self, num_bytes: int, *, adapter: bool, droppable: int = 0) -> None:
-        waiting = sum(s.segment.num_bytes for s in self._staged.values())
-        waiting += sum(self._reserved.values())
+        waiting = self._num_waiting_bytes()
         if adapter:
             held = {v: e.staged.segment.num_bytes for v, e in self._adapters.items()}
             check_adapter_room(num_bytes, self.adapter_capacity_bytes, held, waiting)
@@ -200,9 +182,9 @@ class WorkerStore:
         discarded meanwhile."""
         with self._lock:
             if partial.transfer_id in self._discarded:
-                self._unreserve(partial.transfer_id)
+                self._reservations.end(partial.transfer_id)
             else:
-                self._unreserve(*self._partial.put(partial))
+                self._reservations.end(*self._partial.put(partial))
 
     def settle_partial(self, trainer_id: str) -> None:
         """Note that operations of a trainer's former group have ended for good."""
@@ -220,37 +202,26 @@ class WorkerStore:
         old memory.
         """
         with self._lock:
-            self._unreserve(*self._partial.drop_others(transfer_id, trainer_id))
+            self._reservations.end(*self._partial.drop_others(transfer_id, trainer_id))
             partial = self._partial.pop(transfer_id)
             staged = self._staged.pop(transfer_id, None) if partial is None else None
             if staged is not None:
-                self._reserved[transfer_id] = staged.segment.num_bytes
-                if is_replica_sender(trainer_id):
-                    self._clones.add(transfer_id)
-                digests = list(staged.bucket_digests)
-                return PartialTransfer(
-                    transfer_id, trainer_id, staged.manifest, staged.segment, digests
-                )
+                is_clone = is_replica_sender(trainer_id)
+                self._reservations.add(transfer_id, staged.segment.num_bytes, clone=is_clone)
+                return staged.as_partial(trainer_id)
         if partial is None:
             return None
-        if partial.settled:
-            return partial
-        was_host = partial.segment.data.device.type == "cpu"
-        num_bytes = partial.segment.num_bytes
-        fresh = self.memory.allocate(num_bytes, adapter=was_host, speak=speak)
-        end = sum(b.wire_bytes for b in partial.manifest.buckets[: len(partial.digests)])
-        for start in range(0, end, SLICE_BYTES):
-            part = slice(start, min(end, start + SLICE_BYTES))
-            fresh.data[part].copy_(partial.segment.data[part])
-            speak(num_bytes, num_bytes)
-        return replace(partial, segment=fresh)
+        return partial if partial.settled else moved(partial, self.memory, speak)
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop retained bases, oldest first, as far as a base of that size needs it."""
-        waiting = sum(s.segment.num_bytes for s in self._staged.values())
-        waiting += sum(self._reserved.values())
-        room = self.staging_capacity_bytes - waiting - num_bytes
-        self._recycle_all(self._bases.give_way(room, self._is_lent))
+        room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes
+        self._segments.put(*self._bases.give_way(room, self._segments.is_lent))
+
+    def _num_waiting_bytes(self) -> int:
+        """Memory of what is being staged, or waits for its commit."""
+        staged = (version.segment.num_bytes for version in self._staged.values())
+        return sum(staged, start=self._reservations.num_bytes)
 
     def put_handoff(self, handoff: HandoffQueue) -> None:
         """Begin to load a base in place; one that was under way ends.
@@ -272,13 +243,13 @@ class WorkerStore:
             base = self._staged.pop(transfer_id, None)
             base = base or self._bases.of_transfer(transfer_id)
             if base is not None:
-                self._recycle_all(self._bases.keep(base))
+                self._segments.put(*self._bases.keep(base))
 
     def pin_bases(self, versions: Iterable[int]) -> None:
         """Keep the copies of these versions that are held, and no longer those of others
         beyond ``retain_base``."""
         with self._lock:
-            self._recycle_all(self._bases.pin(versions))
+            self._segments.put(*self._bases.pin(versions))
 
     def set_served(self, base: ServedBase | None) -> ServedBase | None:
         """Let the base that the engine serves be read back from it; None before it is
@@ -289,8 +260,7 @@ class WorkerStore:
 
     def is_served(self, transfer_id: str, content_digest: bytes) -> bool:
         """Whether the engine's own weights are what a transfer brought, whole."""
-        base = self._served
-        of = (base.transfer_id, base.content_digest) if base is not None else None
+        of = (base.transfer_id, base.content_digest) if (base := self._served) else None
         return of == (transfer_id, content_digest)
 
     def retained_bases(self) -> tuple[int, ...]:
@@ -306,30 +276,22 @@ class WorkerStore:
             NotFoundError: None is held.
         """
         with self._lock:
-            return self._held(version)
-
-    def _held(self, version: PolicyVersion) -> StagedVersion:
-        entry = self._adapters.get(version)
-        if entry is not None:
-            return entry.staged
-        base = self._bases.of_version(version)
+            entry = self._adapters.get(version)
+            base = entry.staged if entry is not None else self._bases.of_version(version)
         if base is None:
             raise NotFoundError(f"no copy of {version} is held here")
         return base
 
-    def sendable(self, version: PolicyVersion) -> Sendable:
+    def sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
         """A held copy, or the base that is served.
 
         Raises:
             NotFoundError: None is held.
         """
         with self._lock:
-            return self._sendable(version)
-
-    def _sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
-        if self._served is not None and self._served.version == version:
-            return self._served
-        return self._held(version)
+            if self._served is not None and self._served.version == version:
+                return self._served
+            return self.held(version)
 
     @contextmanager
     def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
@@ -341,17 +303,14 @@ class WorkerStore:
             NotFoundError: None is held.
         """
         with self._lock:
-            copy = self._sendable(version)
-            lent = id(copy.segment if isinstance(copy, StagedVersion) else copy)
-            self._lent[lent] += 1
+            copy = self.sendable(version)
+            lent = copy.segment if isinstance(copy, StagedVersion) else copy
+            self._segments.lend(lent)
         try:
             yield copy
         finally:
             with self._lock:
-                self._lent -= Counter([lent])
-
-    def _is_lent(self, copy: StagedVersion) -> bool:
-        return self._lent[id(copy.segment)] > 0
+                self._segments.take_back(lent)
 
     # -- the engine's side --------------------------------------------------
 
@@ -361,10 +320,7 @@ class WorkerStore:
         Raises:
             NotReadyError: Nothing is staged for it.
         """
-        staged = self._take(transfer_id, keep=True)
-        return StagedHandle(
-            transfer_id, staged.version, staged.manifest, staged.segment.ref, staged.content_digest
-        )
+        return self._find(transfer_id).handle()
 
     def adopt(self, handle: StagedHandle) -> None:
         """Map what another worker of this machine has staged."""
@@ -372,12 +328,7 @@ class WorkerStore:
             # A retained copy is mapped anew after it was discarded here once.
             if handle.transfer_id in self._discarded:
                 self._discarded.remove(handle.transfer_id)
-        segment = handle.segment.attach()
-        self.put_staged(
-            StagedVersion(
-                handle.transfer_id, handle.version, handle.manifest, segment, handle.content_digest
-            )
-        )
+        self.put_staged(handle.attach())
 
     def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
         """The staged version, which stays staged; also a retained base.
@@ -386,7 +337,7 @@ class WorkerStore:
             NotReadyError: Nothing is staged for it.
             DigestMismatchError: Other bytes than those to be committed.
         """
-        staged = self._take(transfer_id, keep=True)
+        staged = self._find(transfer_id)
         if staged.content_digest != content_digest:
             raise DigestMismatchError(
                 f"{staged.version} was staged with digest {staged.content_digest.hex()}, "
@@ -396,10 +347,12 @@ class WorkerStore:
 
     def keep_adapter(self, transfer_id: str, config_json: str) -> AdapterEntry:
         """Move a staged adapter into the store that the engine loads from."""
-        staged = self._take(transfer_id, keep=False)
         with self._lock:
+            staged = self._staged.pop(transfer_id, None)
+            if staged is None:
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
             entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
-        return entry
+            return entry
 
     def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
         """What the engine's loader reads; None when it was dropped."""
@@ -410,7 +363,7 @@ class WorkerStore:
         """Forget an adapter version; its memory may be reused."""
         with self._lock:
             entry = self._adapters.pop(version, None)
-            self._recycle(entry.staged.segment if entry else None)
+            self._segments.put(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
         """Forget what was staged of a transfer, whole or in part, or is still to come; end
@@ -419,44 +372,26 @@ class WorkerStore:
             if transfer_id not in self._discarded:
                 self._discarded.append(transfer_id)
             if self._partial.pop(transfer_id) is not None:
-                self._unreserve(transfer_id)  # memory that is not reused
+                self._reservations.end(transfer_id)  # memory that is not reused
             staged = self._staged.pop(transfer_id, None)
-            self._recycle(staged.segment if staged else None)
+            self._segments.put(staged.segment if staged else None)
             self.handoff.discard(transfer_id)
 
     def usage(self) -> Usage:
         """What is held now."""
         with self._lock:
-            waiting = sum(s.segment.num_bytes for s in self._staged.values())
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
             return Usage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
-                staging_bytes=waiting + sum(self._reserved.values()) + self._bases.num_bytes,
+                staging_bytes=self._num_waiting_bytes() + self._bases.num_bytes,
                 pinned_bytes=self._bases.num_pinned_bytes,
-                free_bytes=sum(s.num_bytes for s in self._free),
+                free_bytes=self._segments.num_bytes,
                 transfer_ids=tuple(sorted(transfer_ids)),
             )
 
-    def _take(self, transfer_id: str, *, keep: bool) -> StagedVersion:
+    def _find(self, transfer_id: str) -> StagedVersion:
         with self._lock:
-            staged = self._staged.get(transfer_id)
-            if staged is None and keep:
-                staged = self._bases.of_transfer(transfer_id)
-                if staged is not None:
-                    return staged
-            if staged is None:
-                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
-            if not keep:
-                del self._staged[transfer_id]
-            return staged
-
-    def _recycle_all(self, dropped: Iterable[StagedVersion]) -> None:
-        for copy in dropped:
-            self._recycle(copy.segment)
-
-    def _recycle(self, segment: Segment | None) -> None:
-        """Keep one segment of a size, and two in all, for pushes of the same layouts."""
-        if segment is None or not segment.owned or self._lent[id(segment)]:
-            return
-        if segment.num_bytes not in {s.num_bytes for s in self._free}:
-            self._free = [*self._free[-1:], segment]
+            found = self._staged.get(transfer_id) or self._bases.of_transfer(transfer_id)
+        if found is None:
+            raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+        return found

@@ -93,6 +93,17 @@ class StagedVersion:
     def _starts(self) -> list[int]:
         return bucket_starts(self.manifest)
 
+    def handle(self) -> StagedHandle:
+        """For another worker of this machine, while this object lives."""
+        return StagedHandle(
+            self.transfer_id, self.version, self.manifest, self.segment.ref, self.content_digest
+        )
+
+    def as_partial(self, trainer_id: str) -> PartialTransfer:
+        """What a further side group finds that all was received of."""
+        digests = list(self.bucket_digests)
+        return PartialTransfer(self.transfer_id, trainer_id, self.manifest, self.segment, digests)
+
     def take_device_copy(self) -> torch.Tensor | None:
         """The copy on the device, which is then the caller's; None if there is none."""
         return self.device_copy.pop() if self.device_copy else None
@@ -161,6 +172,17 @@ class StagedHandle:
     manifest: Manifest
     segment: SegmentRef
     content_digest: bytes
+
+    def attach(self) -> StagedVersion:
+        """The same bytes, mapped into this process.
+
+        Raises:
+            NotReadyError: Their owner is gone.
+        """
+        segment = self.segment.attach()
+        return StagedVersion(
+            self.transfer_id, self.version, self.manifest, segment, self.content_digest
+        )
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class StagingReceiver:
         if order.scribble:
             store = self._store
             bases = (store.held(PolicyVersion("base", v)) for v in store.retained_bases())
-            for segment in (*store._free, *(base.segment for base in bases)):
+            for segment in (*store._segments, *(base.segment for base in bases)):
                 segment.data.fill_(0x7F)
             return
         if order.break_load_after:
