@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.engine import SwitchTimes
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
-from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.http_server import HttpServer
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
@@ -28,14 +26,11 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
 from weft.contract.errors import (
     DigestMismatchError,
-    InvalidManifestError,
     LoadFailedError,
-    NotFoundError,
     NotReadyError,
     PeerUnavailableError,
     WeftError,
 )
-from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
 
@@ -65,7 +60,7 @@ class EngineParts:
     """Ends the engine's processes."""
 
 
-class VllmReplica:
+class VllmReplica(HeldVersions):
     """One vLLM engine. Every method runs on the event loop that opened it.
 
     Switches of weights are serialised here; generation goes on beside them, except
@@ -83,6 +78,8 @@ class VllmReplica:
         deadlines: Deadlines,
         spill_folder: SpillFolder | None = None,
     ) -> None:
+        workers = WorkerCalls(parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size)
+        super().__init__(workers, parts.holdings, spill_folder, deadlines.restore_seconds)
         self.capabilities = capabilities
         self.reference = reference
         self.model_name = model_name
@@ -92,18 +89,9 @@ class VllmReplica:
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
-        self._holdings = parts.holdings
         self._started_with = parts.started_with
-        self._workers = WorkerCalls(
-            parts.engine,
-            deadlines,
-            num_ranks=capabilities.tensor_parallel_size,
-            holdings=parts.holdings,
-        )
-        self._spill_folder = spill_folder
-        self.spills = spill_folder is not None
-        self._gate = RequestGate(parts.engine, self._workers, parts.tracker)
-        self._in_place = LoadsInPlace(self._workers, self._gate)
+        self._gate = RequestGate(parts.engine, workers, parts.tracker)
+        self._in_place = LoadsInPlace(workers, self._gate)
 
     # -- the process ----------------------------------------------------------
 
@@ -162,68 +150,22 @@ class VllmReplica:
         await self._http.stop(timeout_seconds)
         if self.is_alive:
             with contextlib.suppress(WeftError):
-                await self._workers.close(_STOP_SECONDS)
+                await self._workers.call("weft_close", timeout_seconds=_STOP_SECONDS)
         await bridges.end(self.engine, _STOP_SECONDS)
         await self._cleanup.aclose()
 
-    # -- rollout_side.engine.Engine -------------------------------------------
-
-    async def join_group(self, order: JoinOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.join(order)
+    # -- rollout_side.engine.Engine, but for what ``HeldVersions`` has ---------------
 
     async def discard(self, transfer_id: str) -> None:
         """See ``Engine``."""
         if not self.capabilities.loads_in_place:
-            await self._workers.discard(transfer_id)
+            await self._workers.call("weft_discard", transfer_id)
             return
         async with self._gate.exclusive():
             if self._in_place.is_pending(transfer_id):
                 await self._in_place.end()
             else:
-                await self._workers.discard(transfer_id)
-
-    async def memory(self) -> MemoryUse:
-        """See ``Engine``."""
-        return self._holdings.read()
-
-    async def manifest(self, version: PolicyVersion) -> Manifest:
-        """See ``Engine``."""
-        return (await self._workers.held(version)).manifest()
-
-    async def spill(self, order: SpillOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.spill(order)
-
-    async def restore(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        content_digest: bytes,
-        layout_digest: bytes,
-    ) -> None:
-        """See ``Engine``."""
-        if not self.spills:
-            raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
-        await self._workers.restore(transfer_id, version, content_digest, layout_digest)
-
-    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """See ``Engine``."""
-        folder = self._spill_folder
-        if folder is None:
-            raise NotFoundError("this replica has no --spill-dir")
-        try:
-            return await asyncio.to_thread(folder.facts, version, content_digest)
-        except (OSError, InvalidManifestError) as error:
-            raise NotFoundError(f"{version} cannot be read: {error}") from error
-
-    async def send(self, order: SendOrder) -> None:
-        """See ``Engine``."""
-        await self._workers.send(order)
-
-    async def pin_bases(self, versions: Sequence[int]) -> None:
-        """See ``Engine``."""
-        await self._workers.pin_bases(versions)
+                await self._workers.call("weft_discard", transfer_id)
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
@@ -271,7 +213,7 @@ class VllmReplica:
                 if not self._gate.note(error) and not isinstance(error, _NOTHING_DONE):
                     # Ranks that took it must drop it again.
                     await self._workers.drop_adapter(version, number)
-                    await self._workers.discard(transfer_id)
+                    await self._workers.call("weft_discard", transfer_id)
                 raise
             request = lora_hook.lora_request(version, number)
             self.models.add(version, request, content_digest, alias)
@@ -337,7 +279,7 @@ class VllmReplica:
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
-        held = await self._workers.held(version)
+        held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 
     async def hide_aliases(self, hidden: bool) -> None:

@@ -1,0 +1,143 @@
+"""What an engine's workers hold: received, sent, pinned, spilled, beside what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
+from rollout_side.spill.folder import SpillFolder
+from rollout_side.version_facts import VersionFacts
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.contract.errors import (
+    InvalidManifestError,
+    NotFoundError,
+    NotReadyError,
+    TransferTimeoutError,
+)
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+
+_RESTORE_LOOK_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldCopy:
+    """What the receiving rank tells of a copy that it holds."""
+
+    transfer_id: str
+    content_digest: bytes
+    pickled_manifest: bytes
+
+    def manifest(self) -> Manifest:
+        """Not unpickled before it is asked for: a switch does without it."""
+        manifest: Manifest = pickle.loads(self.pickled_manifest)
+        return manifest
+
+
+class HeldVersions:
+    """The methods of ``Engine`` that change nothing of what is served: they need no turn among
+    the switches, and call the workers' methods straight.
+
+    Args:
+        workers: Which hold.
+        holdings: What they say that they hold.
+        spill_folder: Where versions are spilled to, if they are.
+        restore_seconds: How long a version may take to be read from there.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerCalls,
+        holdings: HoldingsPage,
+        spill_folder: SpillFolder | None,
+        restore_seconds: float,
+    ) -> None:
+        self._workers, self._holdings = workers, holdings
+        self._spill_folder, self._restore_seconds = spill_folder, restore_seconds
+        self.spills = spill_folder is not None
+
+    async def memory(self) -> MemoryUse:
+        """See ``Engine``."""
+        return self._holdings.read()
+
+    async def join_group(self, order: JoinOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_join", *_ticket_and_rest(order))
+
+    async def send(self, order: SendOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_send", *_ticket_and_rest(order))
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_pin_bases", list(versions))
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        """See ``Engine``."""
+        return (await self.held(version)).manifest()
+
+    async def held(self, version: PolicyVersion) -> HeldCopy:
+        """What the receiving rank tells of a held copy.
+
+        Raises:
+            NotFoundError: None is held.
+        """
+        values = await self._workers.call("weft_held", version.policy, version.version)
+        value = next(value for value in values if value["manifest"])
+        return HeldCopy(value["transfer_id"], value["content_digest"], value["manifest"])
+
+    async def spill(self, order: SpillOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call(
+            "weft_spill",
+            [str(version) for version in order.keep],
+            [str(version) for version in order.retired],
+            order.served_base,
+            order.settled,
+        )
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """See ``Engine``."""
+        folder = self._spill_folder
+        if folder is None:
+            raise NotFoundError("this replica has no --spill-dir")
+        try:
+            return await asyncio.to_thread(folder.facts, version, content_digest)
+        except (OSError, InvalidManifestError) as error:
+            raise NotFoundError(f"{version} cannot be read: {error}") from error
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """See ``Engine``.
+
+        Raises:
+            TransferTimeoutError: It took too long, and was dropped.
+        """
+        if not self.spills:
+            raise NotReadyError("this replica has no --spill-dir", reason="NOT_RETAINED")
+        call = self._workers.call
+        await call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
+        deadline = time.monotonic() + self._restore_seconds
+        while not self._holdings.has_ended(transfer_id):
+            if time.monotonic() > deadline:
+                await call("weft_discard", transfer_id)
+                raise TransferTimeoutError(f"{version} was not read from the disk in time")
+            await asyncio.sleep(_RESTORE_LOOK_SECONDS)
+        await call("weft_restored", transfer_id)
+
+
+def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An order as plain values, which is what travels to workers."""
+    fields = dataclasses.asdict(order)
+    return fields.pop("ticket"), fields
