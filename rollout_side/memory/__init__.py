@@ -1,0 +1,1 @@
+"""Where a worker holds the bytes of versions: staged, served, retained, arriving."""

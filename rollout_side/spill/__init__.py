@@ -1,0 +1,1 @@
+"""Versions on disk, to be served again after a restart."""

@@ -1,0 +1,1 @@
+"""Where a push's tensors come from: modules, adapters, files."""

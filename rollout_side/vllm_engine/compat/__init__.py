@@ -1,0 +1,1 @@
+"""What differs between versions and builds of vLLM."""

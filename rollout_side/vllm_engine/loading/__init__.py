@@ -1,0 +1,1 @@
+"""Putting received bytes into the parameters of a running model."""

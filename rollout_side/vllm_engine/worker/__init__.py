@@ -1,0 +1,1 @@
+"""What runs inside vLLM's worker processes, and what it says to the server's."""

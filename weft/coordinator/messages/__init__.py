@@ -1,0 +1,1 @@
+"""The coordinator's values as messages of ``weft.v1``, in pages where they are many."""

@@ -1,0 +1,1 @@
+"""The gRPC services of the coordinator: they translate between messages and events."""

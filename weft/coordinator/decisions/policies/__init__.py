@@ -1,0 +1,1 @@
+"""Policies: who owns one, how its versions are numbered, which are kept and served."""

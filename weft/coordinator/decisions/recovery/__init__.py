@@ -1,0 +1,1 @@
+"""How a pool comes to serve again what it should: clones, restores, lost catalogs."""

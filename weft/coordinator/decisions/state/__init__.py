@@ -1,0 +1,1 @@
+"""What the decisions are made on: frozen values, and the pool as a whole."""

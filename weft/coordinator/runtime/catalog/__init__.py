@@ -1,0 +1,1 @@
+"""What survives the coordinator: one SQLite file, checked when it is opened."""
