@@ -108,9 +108,9 @@ def test_a_push_that_runs_out_of_time_leaves_them_out_of_service(pool: Pool) -> 
     in_place, staged = add(pool, "replica-0"), add(pool, "replica-1", in_place=False)
     with trainer(pool) as publisher:
         publisher.push_base(Model(1))
-    with trainer(pool, 1.0) as publisher:
+    with trainer(pool, 3.0) as publisher:  # time to come to the bucket on a busy machine
         # The double's discard waits for this, and with it the loop that all are on.
-        at_bucket(in_place, 2, lambda: time.sleep(1.5))
+        at_bucket(in_place, 2, lambda: time.sleep(3.5))
         with pytest.raises(WeftError) as failed:
             publisher.push_base(Model(2))
     assert (failed.value.reason, failed.value.metadata["dirty"]) == ("DEADLINE", "true")
