@@ -1,12 +1,21 @@
-"""Settings of a replica's agent."""
+"""What a replica can be told."""
 
 from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from weft.contract.capabilities import BackendChoice
+from weft.contract.errors import InvalidRequestError
 from weft.contract.names import check_name
+
+#: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
+#: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
+#: arrives, and only what is read from the spill directory is staged, on the host.
+Staging = Literal["auto", "host", "device", "in-place"]
 
 
 def default_replica_id() -> str:
@@ -41,3 +50,49 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_name(self.replica_id, "replica")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What ``weft rollout`` was told."""
+
+    agent: AgentConfig
+    vllm_args: Sequence[str]
+    """vLLM's own server arguments, the model first."""
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    adapter_memory_bytes: int = 4 * 2**30
+    """Bound of the adapter store, in host memory."""
+    staging_memory_bytes: int = 64 * 2**30
+    """Bound of staged and retained base weights, wherever they are staged."""
+    staging: Staging = "auto"
+    """Where bases are staged on a GPU host; "in-place" loads them as they arrive."""
+    backend: BackendChoice = "auto"
+    """Which side groups to join."""
+    drain_seconds: float = 30.0
+    """How long running requests and transfers may take to end once the process is told
+    to stop; 0 cuts them."""
+    retain_base: int = 1
+    """Versions of the base that a copy is kept of, the served one
+    included; others are cloned from it, and rollback goes back to it. 0 keeps none; nor does
+    loading in place."""
+    spill_dir: str = ""
+    """Directory that what is served is written to, so that a restart finds it; empty
+    for none. The base is written from the copy that ``retain_base`` keeps, so not where
+    it is loaded in place."""
+    spill_bytes: int = 256 * 2**30
+    """Bound of the versions of this base model there, of whichever replica."""
+
+    allow_unversioned_changes: bool = False
+    """Take an environment that opens endpoints of vLLM's which change weights."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.retain_base <= 100:
+            raise InvalidRequestError("retain_base must be between 0 and 100")
+        if not 0 <= self.drain_seconds <= 86_400:
+            raise InvalidRequestError("drain_seconds must be between 0 and 86400")
+        if self.spill_dir and not self.retain_base:
+            raise InvalidRequestError(
+                "--spill-dir writes the base from the copy that --retain-base keeps: it needs "
+                "--retain-base 1 or more"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
@@ -13,9 +13,6 @@ from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference
-
-#: Side-group backends that a replica may offer: all that it has, or one.
-BackendChoice = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,16 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
-from rollout_side.config import AgentConfig
-from rollout_side.engine import BackendChoice
-from rollout_side.memory.placement import Staging
+from rollout_side.config import RolloutConfig
 from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.launch import open_engine
 from rollout_side.vllm_engine.server.replica import VllmReplica
-from weft.contract.errors import InvalidRequestError
 from weft.rpc.server import Servicer, WeftServer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
@@ -36,63 +33,6 @@ _LOG_SECONDS = 30.0
 _FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
 #: Called with the gRPC address and the OpenAI server's base URL.
 Ready = Callable[[str, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """What ``weft rollout`` was told."""
-
-    agent: AgentConfig
-    vllm_args: Sequence[str]
-    """vLLM's own server arguments, the model first."""
-    http_host: str = "127.0.0.1"
-    http_port: int = 8000
-    adapter_memory_bytes: int = 4 * 2**30
-    """Bound of the adapter store, in host memory."""
-    staging_memory_bytes: int = 64 * 2**30
-    """Bound of staged and retained base weights, wherever they are staged."""
-    staging: Staging = "auto"
-    """Where bases are staged on a GPU host; "in-place" loads them as they arrive."""
-    backend: BackendChoice = "auto"
-    """Which side groups to join."""
-    drain_seconds: float = 30.0
-    """How long running requests and transfers may take to end once the process is told
-    to stop; 0 cuts them."""
-    retain_base: int = 1
-    """Versions of the base that a copy is kept of, the served one
-    included; others are cloned from it, and rollback goes back to it. 0 keeps none; nor does
-    loading in place."""
-    spill_dir: str = ""
-    """Directory that what is served is written to, so that a restart finds it; empty
-    for none. The base is written from the copy that ``retain_base`` keeps, so not where
-    it is loaded in place."""
-    spill_bytes: int = 256 * 2**30
-    """Bound of the versions of this base model there, of whichever replica."""
-
-    allow_unversioned_changes: bool = False
-    """Take an environment that opens endpoints of vLLM's which change weights."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.retain_base <= 100:
-            raise InvalidRequestError("retain_base must be between 0 and 100")
-        if not 0 <= self.drain_seconds <= 86_400:
-            raise InvalidRequestError("drain_seconds must be between 0 and 86400")
-        if self.spill_dir and not self.retain_base:
-            raise InvalidRequestError(
-                "--spill-dir writes the base from the copy that --retain-base keeps: it needs "
-                "--retain-base 1 or more"
-            )
-
-    @property
-    def spill(self) -> SpillSettings | None:
-        """Where versions are spilled to, if they are."""
-        if not self.spill_dir:
-            return None
-        return SpillSettings(
-            directory=self.spill_dir,
-            capacity_bytes=self.spill_bytes,
-            owner=self.agent.replica_id,
-        )
 
 
 class _Stop:
@@ -152,7 +92,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         staging=config.staging,
         backend=config.backend,
         retain_base=config.retain_base,
-        spill=config.spill,
+        spill=_spill_settings(config),
         allow_unversioned_changes=config.allow_unversioned_changes,
     )
     patience = _FAILURE_SECONDS
@@ -162,6 +102,17 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     finally:
         await engine.shutdown(patience)
     return why
+
+
+def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
+    """Where versions are spilled to, if they are."""
+    if not config.spill_dir:
+        return None
+    return SpillSettings(
+        directory=config.spill_dir,
+        capacity_bytes=config.spill_bytes,
+        owner=config.agent.replica_id,
+    )
 
 
 async def _serve_engine(

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,12 +16,10 @@ from trainer_side.arguments import check_choice
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import provenance
+from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange
 from weft.transport.checkpoint import CheckpointReader
 from weft.transport.checkpoint_files import local_model_dir, weight_files
 from weft.transport.digest_cache import DigestCache
-
-#: What becomes of an adapter that would be served over another base than its own.
-OnBaseChange = Literal["warn", "refuse", "ignore"]
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.
 _MAX_CHECKPOINTS = 4
@@ -80,7 +78,7 @@ class BaseOptions:
     """What was said about an adapter's base; the same on every rank."""
 
     version: int | None = None
-    on_change: OnBaseChange = "warn"
+    on_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE
 
     def __post_init__(self) -> None:
         check_choice("on_base_change", self.on_change, OnBaseChange)

@@ -26,10 +26,10 @@ from trainer_side.arguments import (
     check_ranks,
     check_seconds,
 )
-from trainer_side.backend_selection import BackendChoice, Lane
+from trainer_side.backend_selection import Lane
 from trainer_side.background import Background, Waiting
 from trainer_side.notices import Notices
-from trainer_side.origin import BaseOptions, OnBaseChange
+from trainer_side.origin import BaseOptions
 from trainer_side.params.choose import Kind
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.pool_client import Delivery
@@ -37,12 +37,19 @@ from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
 from trainer_side.sources.content import Content, Model, adapter_content, base_content
+from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
+from weft.contract.push_defaults import (
+    DEFAULT_CONNECT_SECONDS,
+    DEFAULT_ON_BASE_CHANGE,
+    DEFAULT_REQUIRE,
+    DEFAULT_TIMEOUT_SECONDS,
+    OnBaseChange,
+    Require,
+)
 from weft.transport.host import check_target
 
-#: ``require``: every replica that is ready when the push begins, or at least so many.
-Require = Literal["all"] | int
 #: ``when_busy``: what becomes of an earlier push of the policy that still waits.
 WhenBusy = Literal["queue", "replace"]
 
@@ -115,8 +122,8 @@ class Publisher:
         coordinator: str,
         *,
         trainer_id: str,
-        require: Require = "all",
-        timeout_seconds: float = 600.0,
+        require: Require = DEFAULT_REQUIRE,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         bucket_bytes: int | None = None,
         data_host: str | None = None,
         backend: BackendChoice = "auto",
@@ -126,8 +133,8 @@ class Publisher:
         kind: Kind = "auto",
         on_publish_again: Callable[[str], None] | None = None,
         check_finite: bool | None = None,
-        on_base_change: OnBaseChange = "warn",
-        connect_seconds: float = 5.0,
+        on_base_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE,
+        connect_seconds: float = DEFAULT_CONNECT_SECONDS,
         takeover: bool = False,
     ) -> None:
         check_target(coordinator)

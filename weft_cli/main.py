@@ -6,16 +6,25 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
 from weft import __version__
 from weft.contract import logs
+from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import WeftError
-from weft_cli.options import Coordinator
+from weft.contract.push_defaults import (
+    DEFAULT_CONNECT_SECONDS,
+    DEFAULT_ON_BASE_CHANGE,
+    DEFAULT_REQUIRE,
+    DEFAULT_TIMEOUT_SECONDS,
+)
+from weft.coordinator.config import CoordinatorConfig
+from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
 from weft_cli.orders import add_orders
 
 app = typer.Typer(
@@ -25,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Weft moves weights from RL trainers to a pool of vLLM rollout replicas.",
 )
+_GIB = 2**30
 LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
@@ -54,37 +64,38 @@ def run() -> None:
 def coordinator(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
-    ] = "127.0.0.1:50051",
+    ] = CoordinatorConfig.listen,
     catalog: Annotated[
         Path, typer.Option(help="SQLite file that outlives restarts: versions, leases, history.")
     ] = Path("weft.db"),
     lease_seconds: Annotated[
         float, typer.Option(help="Time to live of a policy's lease; trainers renew it.")
-    ] = 10.0,
-    heartbeat_seconds: Annotated[float, typer.Option(help="How often replicas report.")] = 2.0,
+    ] = CoordinatorConfig.lease_seconds,
+    heartbeat_seconds: Annotated[
+        float, typer.Option(help="How often replicas report.")
+    ] = CoordinatorConfig.heartbeat_seconds,
     lost_after_seconds: Annotated[
         float, typer.Option(help="Silence after which a replica is given up.")
-    ] = 10.0,
+    ] = CoordinatorConfig.lost_after_seconds,
     retain: Annotated[
         int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
-    ] = 4,
+    ] = CoordinatorConfig.retain,
     stall_seconds: Annotated[
         float,
         typer.Option(
             help="Silence after which a replica whose thread hangs is given up for a transfer."
         ),
-    ] = 10.0,
+    ] = CoordinatorConfig.stall_seconds,
     sender_stall_seconds: Annotated[
         float,
         typer.Option(help="The same of a trainer, while another push waits for its replicas."),
-    ] = 60.0,
+    ] = CoordinatorConfig.sender_stall_seconds,
     max_transfer_seconds: Annotated[
         float, typer.Option(help="Longest that a push may take once it is its turn.")
-    ] = 3600.0,
+    ] = CoordinatorConfig.max_transfer_seconds,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
-    from weft.coordinator.config import CoordinatorConfig
     from weft.coordinator.server import serve
 
     _configure_logging(log_level)
@@ -109,22 +120,22 @@ def coordinator(
 )
 def rollout(
     context: typer.Context,
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the replica's gRPC service listens.")
-    ] = "127.0.0.1:0",
+    ] = AgentConfig.listen,
     advertise_host: Annotated[
         str, typer.Option(help="Host that others reach this machine by; default: --listen's.")
-    ] = "",
-    http_host: Annotated[str, typer.Option(help="Host of the OpenAI-compatible server.")] = (
-        "127.0.0.1"
-    ),
+    ] = AgentConfig.advertise_host,
+    http_host: Annotated[
+        str, typer.Option(help="Host of the OpenAI-compatible server.")
+    ] = RolloutConfig.http_host,
     http_port: Annotated[
         int, typer.Option(help="Its port; 0 picks a free one.", min=0, max=65535)
-    ] = 8000,
+    ] = RolloutConfig.http_port,
     http_url: Annotated[
         str, typer.Option(help="Base URL of it as clients reach it; default: host and port.")
-    ] = "",
+    ] = AgentConfig.http_url,
     replica_id: Annotated[
         str, typer.Option(envvar="WEFT_REPLICA_ID", help="Stable name; default: the host's name.")
     ] = "",
@@ -135,19 +146,19 @@ def rollout(
             "bare names; exact versions still answer.",
             min=1,
         ),
-    ] = 30.0,
+    ] = AgentConfig.contact_seconds,
     adapter_memory_gib: Annotated[
         float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
-    ] = 4.0,
+    ] = RolloutConfig.adapter_memory_bytes / _GIB,
     staging_memory_gib: Annotated[
         float,
         typer.Option(
             help="Memory for base weights, staged or retained; in-place: for buckets on the GPU.",
             min=0.001,
         ),
-    ] = 64.0,
+    ] = RolloutConfig.staging_memory_bytes / _GIB,
     staging: Annotated[
-        Literal["auto", "host", "device", "in-place"],
+        Staging,
         typer.Option(
             help="Where base weights are staged on a GPU host: on the device, beside the "
             "engine's own (requests then stop only for a copy inside it), or in host memory; "
@@ -156,11 +167,11 @@ def rollout(
             "a push that fails after that takes the replica out of service until it is "
             "repaired, and there is no copy to go back to."
         ),
-    ] = "auto",
+    ] = RolloutConfig.staging,
     backend: Annotated[
-        Literal["auto", "nccl", "gloo"],
+        BackendChoice,
         typer.Option(help="What carries weights here; auto: NCCL on a GPU, and gloo."),
-    ] = "auto",
+    ] = RolloutConfig.backend,
     retain_base: Annotated[
         int,
         typer.Option(
@@ -170,7 +181,7 @@ def rollout(
             min=0,
             max=100,
         ),
-    ] = 1,
+    ] = RolloutConfig.retain_base,
     spill_dir: Annotated[
         str,
         typer.Option(
@@ -178,10 +189,10 @@ def rollout(
             help="Write what is served to this directory, in the background, as PEFT and "
             "safetensors files: after a restart it is read from there. Default: nowhere.",
         ),
-    ] = "",
+    ] = RolloutConfig.spill_dir,
     spill_gib: Annotated[
         float, typer.Option(help="Size of that directory, at most.", min=0.001)
-    ] = 256.0,
+    ] = RolloutConfig.spill_bytes / _GIB,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -190,7 +201,7 @@ def rollout(
             min=0,
             max=86_400,
         ),
-    ] = 30.0,
+    ] = RolloutConfig.drain_seconds,
     allow_unversioned_changes: Annotated[
         bool,
         typer.Option(
@@ -198,7 +209,7 @@ def rollout(
             help="Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set: "
             "they open endpoints that change weights behind Weft's back.",
         ),
-    ] = False,
+    ] = RolloutConfig.allow_unversioned_changes,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -208,8 +219,6 @@ def rollout(
     if not context.args:
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
     _configure_logging(log_level)
-    from rollout_side.config import AgentConfig, default_replica_id
-    from rollout_side.main import RolloutConfig
     from rollout_side.main import run as run_replica
 
     config = RolloutConfig(
@@ -224,13 +233,13 @@ def rollout(
         vllm_args=context.args,
         http_host=http_host,
         http_port=http_port,
-        adapter_memory_bytes=int(adapter_memory_gib * 2**30),
-        staging_memory_bytes=int(staging_memory_gib * 2**30),
+        adapter_memory_bytes=int(adapter_memory_gib * _GIB),
+        staging_memory_bytes=int(staging_memory_gib * _GIB),
         staging=staging,
         backend=backend,
         retain_base=retain_base,
         spill_dir=spill_dir,
-        spill_bytes=int(spill_gib * 2**30),
+        spill_bytes=int(spill_gib * _GIB),
         drain_seconds=drain_seconds,
         allow_unversioned_changes=allow_unversioned_changes,
     )
@@ -242,7 +251,7 @@ def rollout(
 
 @app.command()
 def status(
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh until interrupted.")
     ] = False,
@@ -257,7 +266,7 @@ def status(
 
 @app.command()
 def routes(
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
     ] = False,
@@ -279,16 +288,18 @@ def push(
     policy: Annotated[
         str, typer.Option(help="Adapter's name, or 'base' for a checkpoint of the whole model.")
     ],
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
     trainer_id: Annotated[str, typer.Option(help="Owner of the policy.")] = "weft-push",
     require: Annotated[
         str, typer.Option(help="'all' replicas in contact, or at least so many.")
-    ] = "all",
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole push.", min=1)] = 600.0,
+    ] = DEFAULT_REQUIRE,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for the whole push.", min=1)
+    ] = DEFAULT_TIMEOUT_SECONDS,
     connect_seconds: Annotated[
         float,
         typer.Option(help="Longest wait for a coordinator that was never reached.", min=0.1),
-    ] = 5.0,
+    ] = DEFAULT_CONNECT_SECONDS,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take the policy over from a process of --trainer-id."),
@@ -306,7 +317,7 @@ def push(
     on_base_change: Annotated[
         str,
         typer.Option(help="If the pool serves another base: 'warn', 'refuse' or 'ignore'."),
-    ] = "warn",
+    ] = DEFAULT_ON_BASE_CHANGE,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
     from weft_cli.push import push_path

@@ -7,7 +7,11 @@ from typing import Annotated
 import typer
 
 from weft.contract.errors import InvalidRequestError
+from weft.coordinator.config import CoordinatorConfig
 from weft.transport.host import check_target
+
+#: Where a coordinator listens that was not told to listen elsewhere.
+DEFAULT_COORDINATOR = CoordinatorConfig.listen
 
 
 def _target(value: str) -> str:

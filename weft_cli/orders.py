@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weft_cli.options import Coordinator
+from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
 
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
@@ -26,7 +26,7 @@ def add_orders(app: typer.Typer) -> None:
 def rollback(
     policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
     to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
 ) -> None:
     """Serve a former version again: an adapter's alias, or a base that replicas retain."""
@@ -39,7 +39,7 @@ def pin(
     name: VersionName,
     number: VersionNumber = None,
     off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Keep a version of an adapter from being retired, or the copies of a base."""
     from weft_cli import operate
@@ -48,7 +48,7 @@ def pin(
 
 
 def retire(
-    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = "127.0.0.1:50051"
+    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = DEFAULT_COORDINATOR
 ) -> None:
     """Retire a version of an adapter now; its alias must stand for another."""
     from weft_cli import operate
@@ -67,7 +67,7 @@ def retain(
             max=1000,
         ),
     ],
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Keep so many versions of an adapter, from now on and over restarts."""
     from weft_cli import operate
@@ -76,7 +76,7 @@ def retain(
 
 
 def cordon(
-    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = "127.0.0.1:50051"
+    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = DEFAULT_COORDINATOR
 ) -> None:
     """Take a replica out of service; it keeps up with pushes and can come back at once."""
     from weft_cli import replicas
@@ -87,7 +87,7 @@ def cordon(
 def quarantine(
     replica: ReplicaId,
     reason: Annotated[str, typer.Option(help="Why, for people.")],
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Take a replica out of service and out of transfers; it refuses new requests."""
     from weft_cli import replicas
@@ -95,7 +95,7 @@ def quarantine(
     replicas.quarantine(coordinator, replica, reason)
 
 
-def uncordon(replica: ReplicaId, coordinator: Coordinator = "127.0.0.1:50051") -> None:
+def uncordon(replica: ReplicaId, coordinator: Coordinator = DEFAULT_COORDINATOR) -> None:
     """Put a replica back into service, cordoned or quarantined."""
     from weft_cli import replicas
 
@@ -109,7 +109,7 @@ def drain(
         typer.Option(help="Seconds for its requests and transfers to end.", min=0, max=86_400),
     ] = 300.0,
     reason: Reason = "",
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Let a replica finish what runs, leave the pool and end; returns when it has left."""
     from weft_cli import replicas
@@ -125,7 +125,7 @@ def base(
             help="Let the next replica bind the pool to its model; what was served is retired.",
         ),
     ] = False,
-    coordinator: Coordinator = "127.0.0.1:50051",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Show which base model the pool is bound to, or let it be bound to another.
 

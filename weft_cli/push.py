@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer_side import Publisher
-from trainer_side.origin import OnBaseChange
-from trainer_side.publisher import Require
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY
+from weft.contract.push_defaults import OnBaseChange, Require
 
 
 def push_path(

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from rollout_side.config import Staging
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import CapacityError
 from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, window
 from weft.transport.speaking import Speak, silent
-
-#: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
-#: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
-#: arrives, and only what is read from the spill directory is staged, on the host.
-Staging = Literal["auto", "host", "device", "in-place"]
-
 
 #: Left to the engine as it goes on: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30

@@ -29,9 +29,8 @@ class Pool:
         return self.coordinator.target
 
     async def start(self, **options: Any) -> Pool:
-        config = CoordinatorConfig(
-            catalog=self.catalog, listen="127.0.0.1:0", stop_seconds=0.2, **options
-        )
+        options = {"lost_after_seconds": 6.0, "stop_seconds": 0.2} | options
+        config = CoordinatorConfig(catalog=self.catalog, listen="127.0.0.1:0", **options)
         self.coordinator = Coordinator(config)
         await self.coordinator.start()
         return self

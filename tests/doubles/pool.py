@@ -328,7 +328,9 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pool", daemon=True)
         self._thread.start()
-        self._config = {"listen": "127.0.0.1:0", "catalog": catalog, **config}
+        self._config = {
+            "listen": "127.0.0.1:0", "catalog": catalog, "lost_after_seconds": 6.0, **config
+        }  # fmt: skip
         self._coordinator: Coordinator | None = None
         self._replicas: dict[str, tuple[Any, asyncio.Task[None]]] = {}
         self.agents: dict[str, Agent] = {}

@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
+from rollout_side.config import RolloutConfig, Staging
 from rollout_side.engine import SwitchTimes
-from rollout_side.memory.placement import Staging
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
 from weft.contract.names import PolicyVersion
@@ -61,7 +61,7 @@ class EngineProcess:
 
     model: Path
     args: tuple[str, ...] = ()
-    staging: Staging = "auto"
+    staging: Staging = RolloutConfig.staging
     process: Any = None
     port: int = 0
     facts: dict[str, Any] = field(default_factory=dict)

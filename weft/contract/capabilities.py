@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.contract.tensors import DataType
 
 #: Side-group backends: between hosts' memories, and between accelerators'.
 GLOO = "gloo"
 NCCL = "nccl"
+#: What one end may be told to use: the best that both have, or this one and no other.
+BackendChoice = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,25 +21,25 @@ class CoordinatorConfig:
     """SQLite file that holds versions and fencing tokens; created if absent."""
     listen: str = "127.0.0.1:50051"
     """HOST:PORT; port 0 takes a free one."""
-    lease_seconds: float = 10.0
+    lease_seconds: float = Settings.lease_seconds
     """How long a trainer keeps a policy without renewing."""
-    heartbeat_seconds: float = 2.0
+    heartbeat_seconds: float = Settings.heartbeat_seconds
     """How often replicas are asked to be heard."""
-    lost_after_seconds: float = 6.0
-    """Silence after which a replica is given up: three heartbeats."""
-    retain: int = 4
+    lost_after_seconds: float = Settings.lost_after_seconds
+    """Silence after which a replica is given up: several heartbeats."""
+    retain: int = Settings.retain
     """Newest versions of each adapter that stay requestable; the alias always does."""
     commit_timeout_seconds: float = 120.0
     """Longest that a replica may take to switch to a committed version."""
-    stall_seconds: float = 10.0
+    stall_seconds: float = Settings.stall_seconds
     """How long a member of a transfer that owes the next step may say nothing before it is
     given up for it: its process lives, but the thread that works hangs."""
-    sender_stall_seconds: float = 60.0
+    sender_stall_seconds: float = Settings.sender_stall_seconds
     """The same of a trainer, and only while another transfer waits for its replicas."""
-    max_transfer_seconds: float = 3600.0
+    max_transfer_seconds: float = Settings.max_transfer_seconds
     """Longest that a push may take from the time that it is its turn; what it waits before
     is bounded by its own deadline alone."""
-    publish_again_after_seconds: float = 5.0
+    publish_again_after_seconds: float = Settings.publish_again_after_seconds
     """How long no replica must hold a served version before its owner is asked for it."""
     stop_seconds: float = 5.0
     """Longest that calls under way may take to end when the process is told to stop."""

@@ -10,8 +10,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from rollout_side.engine import BackendChoice
-from rollout_side.memory.placement import Staging
+from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server import model_reference, refusals
@@ -25,6 +24,7 @@ from rollout_side.vllm_engine.server.unknown_models import explain_unknown_model
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.reference import Reference
@@ -46,13 +46,13 @@ async def open_engine(
     http_port: int,
     adapter_memory_bytes: int,
     staging_memory_bytes: int,
-    staging: Staging = "auto",
-    backend: BackendChoice = "auto",
-    retain_base: int = 0,
+    staging: Staging = RolloutConfig.staging,
+    backend: BackendChoice = RolloutConfig.backend,
+    retain_base: int = RolloutConfig.retain_base,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
-    allow_unversioned_changes: bool = False,
+    allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rollout_side.engine import BackendChoice
-from rollout_side.memory.placement import MARGIN_BYTES, Memory, Staging, stage_on_device
+from rollout_side.config import Staging
+from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
+from weft.contract.capabilities import BackendChoice
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.backends import available_backends

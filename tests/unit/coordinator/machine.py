@@ -57,7 +57,7 @@ class Machine:
     """State, clock and everything that was ever emitted."""
 
     def __init__(self, **settings: Any) -> None:
-        self.state = State(settings=Settings(**settings))
+        self.state = State(settings=Settings(**{"lost_after_seconds": 6.0} | settings))
         self.now = 100.0
         self.all: list[effects.Effect] = []
         self.last: list[effects.Effect] = []

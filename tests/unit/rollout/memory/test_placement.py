@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_side.memory.placement import MARGIN_BYTES, Memory, Staging, stage_on_device
+from rollout_side.config import Staging
+from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers

@@ -25,7 +25,7 @@ class Settings:
 
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
-    lost_after_seconds: float = 6.0
+    lost_after_seconds: float = 10.0
     retain: int = 4
     forget_after_seconds: float = 3600.0
     """A replica lost for so long is no longer listed."""
