@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from trainer_side.arguments import check_choice
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
+from weft.contract.lru import Lru
 from weft.contract.names import provenance
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange
 from weft.transport.checkpoint import CheckpointReader
@@ -102,8 +102,8 @@ class Origins:
 
     cache: DigestCache | None = None
     _pushed: WeakKeyDictionary[torch.nn.Module, int] = field(default_factory=WeakKeyDictionary)
-    _readers: OrderedDict[tuple[str, str | None], CheckpointReader] = field(
-        default_factory=OrderedDict
+    _readers: Lru[tuple[str, str | None], CheckpointReader] = field(
+        default_factory=lambda: Lru(_MAX_CHECKPOINTS, CheckpointReader.close)
     )
 
     def pushed(self, base: BaseOf, version: int) -> None:
@@ -133,20 +133,17 @@ class Origins:
             return Origin(None, "its base does not say what it was loaded from: say base_version=")
         key = (base.loaded_from, base.revision)
         seconds = deadline - time.monotonic() if options.on_change == "refuse" else 0.0
-        if key not in self._readers:
+        reader = self._readers.get(key)
+        if reader is None:
             seconds = max(seconds, min(_GRACE_SECONDS, deadline - time.monotonic()))
-            self._read(key)
-        return _compare(base.loaded_from, self._readers[key].wait(seconds), base_checkpoint)
-
-    def _read(self, key: tuple[str, str | None]) -> None:
-        while len(self._readers) >= _MAX_CHECKPOINTS:
-            self._readers.popitem(last=False)[1].close()
-        self._readers[key] = CheckpointReader(lambda: _files(*key), self.cache)
+            reader = CheckpointReader(lambda: _files(*key), self.cache)
+            self._readers.put(key, reader)
+        return _compare(base.loaded_from, reader.wait(seconds), base_checkpoint)
 
     def close(self) -> None:
         """Stop reading; blocks for the reads that are under way."""
         while self._readers:
-            self._readers.popitem()[1].close()
+            self._readers.drop_oldest()
 
 
 def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> Origin:

@@ -24,6 +24,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
 )
+from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
@@ -84,7 +85,7 @@ class Pushing:
         self._bucket_bytes = bucket_bytes
         self._origins = Origins()
         self._said: dict[str, tuple[str, ...]] = {}
-        self._plans: dict[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = {}
+        self._plans: Lru[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = Lru(_MAX_PLANS)
 
     def push(
         self,
@@ -224,9 +225,7 @@ class Pushing:
         manifest = self._plans.get((plan, metas))
         if manifest is None:
             manifest = plan_buckets(metas, plan.bucket_bytes, plan.digest_algorithm)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[plan, metas] = manifest
+            self._plans.put((plan, metas), manifest)
         return manifest
 
     def _check_same(self, manifest: Manifest) -> None:

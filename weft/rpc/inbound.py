@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError, WeftError
+from weft.contract.lru import Lru
 from weft.rpc.bounds import check
 
 #: Messages of so many bytes, of which so many of each call are remembered as taken: their
@@ -45,7 +46,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     Args:
         parse: The generated one of the message (``FromString``).
     """
-    taken: dict[bytes, None] = {}
+    taken: Lru[bytes, None] = Lru(_MAX_TAKEN)
 
     def parse_and_check(data: bytes) -> Any:
         try:
@@ -62,9 +63,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         except WeftError as error:
             return Refused(error)
         if name and message.ByteSize() == len(data):  # else a text was cut
-            taken[name] = None
-            if len(taken) > _MAX_TAKEN:
-                del taken[next(iter(taken))]
+            taken.put(name, None)
         return message
 
     return parse_and_check

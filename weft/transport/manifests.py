@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
+from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.rpc.manifest_codec import manifest_from_chunks
 from weft.rpc.status import error_from_rpc
@@ -22,7 +22,7 @@ class ManifestCache:
     """Least-recently-used manifests of one process; used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, Manifest] = OrderedDict()
+        self._kept: Lru[bytes, Manifest] = Lru(MAX_KEPT)
 
     def get(
         self,
@@ -41,7 +41,7 @@ class ManifestCache:
             NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
             InvalidManifestError: What came is not what the digest names.
         """
-        manifest = self._kept.pop(layout_digest, None)
+        manifest = self._kept.get(layout_digest)
         if manifest is None:
             request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
             try:
@@ -49,9 +49,7 @@ class ManifestCache:
                 manifest = manifest_from_chunks(_spoken(responses, speak))
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from error
-        self._kept[layout_digest] = manifest
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            self._kept.put(layout_digest, manifest)
         return manifest
 
 

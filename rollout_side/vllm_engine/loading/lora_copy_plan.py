@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_trace import bits, storage_of
+from weft.contract.lru import Lru
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class AdapterLoader:
     """Loads adapters into one worker's engine; used by the engine's thread."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[bytes, str], SlotPlan | None] = {}
+        self._plans: Lru[tuple[bytes, str], SlotPlan | None] = Lru(_MAX_PLANS)
 
     def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
         """``worker.add_lora(request)``, by copies where that is known to be the same.
@@ -129,10 +130,8 @@ class AdapterLoader:
         received = entry.staged.take_device_copy()
         data = entry.staged.segment.data if received is None else received
         if key not in self._plans:
-            while len(self._plans) >= _MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = _learn(worker, entry, request, data)
-        elif (plan := self._plans[key]) is None:
+            self._plans.put(key, _learn(worker, entry, request, data))
+        elif (plan := self._plans.get(key)) is None:
             worker.add_lora(request)
         else:
             _quickly(worker, entry, request, plan, data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -21,6 +21,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft.contract.lru import Lru
 from weft.contract.manifest import DIGEST_BYTES
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.progress import Word
@@ -143,7 +144,7 @@ class _Room:
         self.size = group.size
         self.store = GroupStore()
         self.links: dict[int, RankLink] = {}
-        self.layouts: OrderedDict[bytes, Layout] = OrderedDict()
+        self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
         self.words: dict[int, Word] = {}
         self.num_told: dict[int, int] = {}
@@ -175,7 +176,7 @@ class Hub:
     def __init__(self, post: Callable[[events.Event], None]) -> None:
         self._post = post
         self._rooms: dict[str, _Room] = {}
-        self._dropped: OrderedDict[str, str] = OrderedDict()
+        self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
 
     def open_group(self, group: Group) -> None:
         """Let the members in."""
@@ -186,9 +187,7 @@ class Hub:
         room = self._rooms.pop(group_id, None)
         if room is None:
             return
-        self._dropped[group_id] = why
-        while len(self._dropped) > _MAX_REMEMBERED:
-            self._dropped.popitem(last=False)
+        self._dropped.put(group_id, why)
         room.store.close(why)
         for link in room.links.values():
             link.end(StaleEpochError(f"the group was dropped: {why}"))
@@ -202,7 +201,7 @@ class Hub:
         """A group, and the rank that the token is of."""
         room = self._rooms.get(group_id)
         if room is None:
-            why = self._dropped.get(group_id, "it is not known here (any more)")
+            why = self._dropped.get(group_id) or "it is not known here (any more)"
             raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
         rank = room.ranks.get(_digest(token))
         if rank is None:
@@ -336,10 +335,7 @@ class Hub:
         room = self._rooms.get(group_id)
         if room is None:
             return
-        room.layouts[transfer.layout.digest] = transfer.layout
-        room.layouts.move_to_end(transfer.layout.digest)
-        while len(room.layouts) > _MAX_LAYOUTS:
-            room.layouts.popitem(last=False)
+        room.layouts.put(transfer.layout.digest, transfer.layout)
         prepare = rendezvous_pb2.Prepare(
             transfer_id=transfer.transfer_id,
             version=version_to_proto(transfer.policy_version),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import Final
 
+from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType
@@ -25,8 +25,10 @@ class ManifestCache:
     """The layouts that were used last. A transfer keeps its own alive itself."""
 
     def __init__(self) -> None:
-        self._layouts: OrderedDict[bytes, Layout] = OrderedDict()
-        self._encoded: OrderedDict[bytes, list[types_pb2.ManifestChunk]] = OrderedDict()
+        self._layouts: Lru[bytes, Layout] = Lru(
+            MAX_MANIFESTS, lambda layout: self._count(layout, -1)
+        )
+        self._encoded: Lru[bytes, list[types_pb2.ManifestChunk]] = Lru(_MAX_ENCODED)
         self._num_tensors = 0
         self._num_chars = 0
 
@@ -36,43 +38,35 @@ class ManifestCache:
         if known:
             return known
         layout = Layout.of(manifest)
-        self._layouts[layout.digest] = layout
-        self._count(manifest, 1)
+        self._layouts.put(layout.digest, layout)
+        self._count(layout, 1)
         while len(self._layouts) > 1 and (
-            len(self._layouts) > MAX_MANIFESTS
-            or self._num_tensors > MAX_TENSORS_HELD
-            or self._num_chars > MAX_CHARS_HELD
+            self._num_tensors > MAX_TENSORS_HELD or self._num_chars > MAX_CHARS_HELD
         ):
-            _, dropped = self._layouts.popitem(last=False)
-            assert dropped.manifest is not None
-            self._count(dropped.manifest, -1)
+            self._layouts.drop_oldest()
         return layout
 
-    def _count(self, manifest: Manifest, sign: int) -> None:
-        self._num_tensors += sign * len(manifest.tensors)
-        self._num_chars += sign * sum(len(slot.meta.name) for slot in manifest.tensors)
+    def _count(self, layout: Layout, sign: int) -> None:
+        assert layout.manifest is not None
+        tensors = layout.manifest.tensors
+        self._num_tensors += sign * len(tensors)
+        self._num_chars += sign * sum(len(slot.meta.name) for slot in tensors)
 
     def get(self, layout_digest: bytes) -> Layout | None:
         """A layout that is still known."""
-        layout = self._layouts.get(layout_digest)
-        if layout:
-            self._layouts.move_to_end(layout_digest)
-        return layout
+        return self._layouts.get(layout_digest)
 
     async def chunks(self, layout: Layout) -> list[types_pb2.ManifestChunk]:
         """A layout as it travels; encoded once for all receivers."""
         known = self._encoded.get(layout.digest)
         if known:
-            self._encoded.move_to_end(layout.digest)
             return known
         assert layout.manifest is not None
         made: list[types_pb2.ManifestChunk] = []
         for chunk in manifest_to_chunks(layout.manifest):
             made.append(chunk)
             await asyncio.sleep(0)  # a large manifest must not hold the loop
-        self._encoded[layout.digest] = made
-        while len(self._encoded) > _MAX_ENCODED:
-            self._encoded.popitem(last=False)
+        self._encoded.put(layout.digest, made)
         return made
 
 
@@ -80,14 +74,12 @@ class ReferenceCache:
     """The base models that replicas have described."""
 
     def __init__(self) -> None:
-        self._references: OrderedDict[str, Reference] = OrderedDict()
+        self._references: Lru[str, Reference] = Lru(_MAX_REFERENCES)
         self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
 
     def put(self, reference: Reference) -> None:
-        """Add a reference and drop the oldest beyond the bound."""
-        self._references[reference.fingerprint] = reference
-        while len(self._references) > _MAX_REFERENCES:
-            self._references.popitem(last=False)
+        """Add a reference and drop the least recently used beyond the bound."""
+        self._references.put(reference.fingerprint, reference)
         self._exceptions.clear()
 
     def get(self, fingerprint: str) -> Reference | None:
@@ -98,7 +90,8 @@ class ReferenceCache:
         """Tensors of a known reference that are not of the base's element type."""
         key = (fingerprint, base_dtype)
         if key not in self._exceptions:
-            reference = self._references[fingerprint]
+            reference = self._references.get(fingerprint)
+            assert reference is not None
             self._exceptions[key] = {
                 meta.name: meta.dtype for meta in reference.tensors if meta.dtype != base_dtype
             }
