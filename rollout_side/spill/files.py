@@ -28,7 +28,6 @@ from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapte
 from weft.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
 from weft.transport.digest import content_digest, payload_digest
 from weft.v1 import types_pb2
@@ -44,12 +43,6 @@ _CONFIG = "adapter_config.json"
 _FORMAT = 1
 _PIECE_BYTES = 32 * 2**20
 _MAX_HEADER_BYTES = 256 * 2**20
-_DTYPES = {
-    DataType.FLOAT64: "F64", DataType.FLOAT32: "F32", DataType.FLOAT16: "F16",
-    DataType.BFLOAT16: "BF16", DataType.FLOAT8_E4M3FN: "F8_E4M3", DataType.FLOAT8_E5M2: "F8_E5M2",
-    DataType.INT64: "I64", DataType.INT32: "I32", DataType.INT16: "I16", DataType.INT8: "I8",
-    DataType.UINT8: "U8", DataType.BOOL: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,7 +215,7 @@ def _write_shard(
     at = 0
     for slot in slots:
         header[slot.meta.name] = {
-            "dtype": _DTYPES[slot.meta.dtype],
+            "dtype": slot.meta.dtype.safetensors_name,
             "shape": list(slot.meta.shape),
             "data_offsets": [at, at + slot.meta.num_bytes],
         }
@@ -264,7 +257,10 @@ def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _P
 
 def _read_tensor(found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor) -> None:
     place = found.get(slot.meta.name)
-    if place is None or (place.dtype, place.shape) != (_DTYPES[slot.meta.dtype], slot.meta.shape):
+    if place is None or (place.dtype, place.shape) != (
+        slot.meta.dtype.safetensors_name,
+        slot.meta.shape,
+    ):
         raise InvalidManifestError(f"tensor {slot.meta.name!r} is missing or of another shape")
     place.file.seek(place.at)
     host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")

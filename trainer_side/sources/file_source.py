@@ -15,6 +15,7 @@ from trainer_side.sources.adapter_config import config_in_names
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
+from weft.contract.tensors import DataType
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -100,20 +101,12 @@ class CheckpointSource:
             copy_into([view], [self._by_name[name].get_tensor(name)])
 
 
-# safetensors' names of element types.
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-
-
 def _meta(piece: Any) -> torch.Tensor:
-    dtype = _DTYPES.get(piece.get_dtype())
+    dtype = DataType.of_safetensors(piece.get_dtype())
     if dtype is None:
         raise InvalidManifestError(f"element type {piece.get_dtype()!r} cannot be sent")
-    return torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+    torch_dtype = getattr(torch, dtype.torch_name)
+    return torch.empty(piece.get_shape(), dtype=torch_dtype, device="meta")
 
 
 def _natural_key(name: str) -> list[tuple[int, int | str]]:

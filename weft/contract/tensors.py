@@ -38,6 +38,16 @@ class DataType(enum.IntEnum):
         """Its name in torch (``bfloat16``)."""
         return self.name.lower()
 
+    @property
+    def safetensors_name(self) -> str:
+        """Its name in the headers of safetensors files (``BF16``)."""
+        return _SAFETENSORS_NAMES[self]
+
+    @classmethod
+    def of_safetensors(cls, name: str) -> DataType | None:
+        """The type of that ``safetensors_name``; None for one that cannot be sent."""
+        return _OF_SAFETENSORS.get(name)
+
 
 _ITEMSIZE = {
     DataType.FLOAT32: 4,
@@ -53,6 +63,21 @@ _ITEMSIZE = {
     DataType.UINT8: 1,
     DataType.BOOL: 1,
 }
+_SAFETENSORS_NAMES = {
+    DataType.FLOAT32: "F32",
+    DataType.FLOAT16: "F16",
+    DataType.BFLOAT16: "BF16",
+    DataType.FLOAT64: "F64",
+    DataType.FLOAT8_E4M3FN: "F8_E4M3",
+    DataType.FLOAT8_E5M2: "F8_E5M2",
+    DataType.INT8: "I8",
+    DataType.INT16: "I16",
+    DataType.INT32: "I32",
+    DataType.INT64: "I64",
+    DataType.UINT8: "U8",
+    DataType.BOOL: "BOOL",
+}
+_OF_SAFETENSORS = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 _FLOATS = frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT64})
 
 

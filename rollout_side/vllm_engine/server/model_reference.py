@@ -19,21 +19,6 @@ from weft.transport.checkpoint_files import weight_files
 
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
-# Safetensors' names of element types.
-_DTYPES = {
-    "F64": DataType.FLOAT64,
-    "F32": DataType.FLOAT32,
-    "F16": DataType.FLOAT16,
-    "BF16": DataType.BFLOAT16,
-    "F8_E4M3": DataType.FLOAT8_E4M3FN,
-    "F8_E5M2": DataType.FLOAT8_E5M2,
-    "I64": DataType.INT64,
-    "I32": DataType.INT32,
-    "I16": DataType.INT16,
-    "I8": DataType.INT8,
-    "U8": DataType.UINT8,
-    "BOOL": DataType.BOOL,
-}
 
 
 def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataType) -> Reference:
@@ -92,7 +77,7 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 part = file.get_slice(name)
-                dtype = _DTYPES.get(str(part.get_dtype()))
+                dtype = DataType.of_safetensors(str(part.get_dtype()))
                 if dtype is None:
                     raise UnsupportedError(
                         f"{name!r} in {path} is {part.get_dtype()}, which cannot be pushed"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -195,3 +196,12 @@ def test_the_kind_of_trainer_is_told_by_looking_and_may_be_named():
     assert list(open_model(torch.compile(model), OneRank()).params.metas) == ["weight", "bias"]
     with pytest.raises(InvalidRequestError, match="held as 'plain', not as 'fsdp2'"):
         open_model(model, OneRank(), "fsdp2")
+
+
+@pytest.mark.parametrize("dtype", list(DataType), ids=lambda dtype: dtype.name)
+def test_element_types_are_named_as_safetensors_names_them(dtype):
+    tensor = torch.zeros(2, dtype=getattr(torch, dtype.torch_name))
+    saved = safetensors.torch.save({"a": tensor})
+    header = json.loads(saved[8 : 8 + int.from_bytes(saved[:8], "little")])
+    assert header["a"]["dtype"] == dtype.safetensors_name
+    assert DataType.of_safetensors(dtype.safetensors_name) is dtype
