@@ -96,8 +96,31 @@ def test_notices_come_in_turn_and_survive_what_they_raise(caplog: pytest.LogCapt
     notices.put("b")
     assert done.wait(10)
     notices.close()
-    assert seen == [("a", "weft-notices"), ("b", "weft-notices")]
+    assert seen == [("a", "weft-notices_0"), ("b", "weft-notices_0")]
     assert "the user's" in caplog.text
+
+
+def test_notices_are_bounded_and_those_that_wait_are_dropped_at_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer_side.notices._MAX_WAITING", 1)
+    seen, begun, gate = list[str](), threading.Event(), threading.Event()
+
+    def function(name: str) -> None:
+        seen.append(name)
+        begun.set()
+        assert gate.wait(10)
+
+    notices = Notices(function)
+    notices.put("a")
+    assert begun.wait(10)
+    notices.put("b")
+    notices.put("c")
+    assert "the notice of c is dropped" in caplog.text
+    threading.Timer(0.1, gate.set).start()
+    notices.close()
+    notices.put("d")
+    assert seen == ["a"]
 
 
 def test_closing_from_within_does_not_wait_for_itself() -> None:
