@@ -17,30 +17,19 @@ from typing import Any
 
 import grpc
 
-from weft.contract.capabilities import Capabilities
+from tests.doubles.registration import register
+from tests.doubles.tiny_model import capabilities_of
 from weft.contract.reference import Reference
 from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import VersionVector
 from weft.rpc.channel import CHANNEL_OPTIONS
-from weft.rpc.codec import capabilities_to_proto, vector_to_proto
-from weft.rpc.manifest_codec import reference_to_chunks
+from weft.rpc.codec import vector_to_proto
 from weft.v1 import registry_pb2, replica_pb2, replica_pb2_grpc
 from weft.v1.registry_pb2_grpc import RegistryServiceStub
 
 PROJECTION = "model.layers.0.q_proj.weight"
 REFERENCE = Reference("Tiny", (TensorMeta(PROJECTION, DataType.BFLOAT16, (64, 64)),))
-CAPABILITIES = Capabilities(
-    engine_version="bench",
-    base_fingerprint=REFERENCE.fingerprint,
-    architecture=REFERENCE.architecture,
-    base_dtype=DataType.BFLOAT16,
-    adapter_dtype=DataType.BFLOAT16,
-    lora_enabled=True,
-    max_lora_rank=16,
-    lora_modules=("q_proj",),
-    staging_capacity_bytes=1 << 30,
-    adapter_capacity_bytes=1 << 30,
-)
+CAPABILITIES = capabilities_of(REFERENCE)
 _CALL_SECONDS = 30.0
 
 
@@ -64,30 +53,12 @@ async def _live(target: str, name: str, address: str, registered: asyncio.Event)
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(target, options=options) as channel:
         stub = RegistryServiceStub(channel)
-        vector = vector_to_proto(VersionVector())
-        answer = await stub.Register(
-            registry_pb2.RegisterRequest(
-                replica_id=name,
-                incarnation="1",
-                address=address,
-                capabilities=capabilities_to_proto(CAPABILITIES),
-                version_vector=vector,
-                model_name="tiny",
-            ),
-            timeout=_CALL_SECONDS,
-            wait_for_ready=True,
-        )
-        if answer.reference_wanted:
-            chunks = [
-                registry_pb2.PutReferenceRequest(chunk=chunk)
-                for chunk in reference_to_chunks(REFERENCE)
-            ]
-            await stub.PutReference(iter(chunks), timeout=_CALL_SECONDS)
+        me = {"replica_id": name, "incarnation": "1"}
+        vector = VersionVector()
+        answer = await register(stub, CAPABILITIES, REFERENCE, vector=vector, address=address, **me)
         registered.set()
         interval = answer.heartbeat_interval.ToTimedelta().total_seconds()
-        beat = registry_pb2.HeartbeatRequest(
-            replica_id=name, incarnation="1", version_vector=vector
-        )
+        beat = registry_pb2.HeartbeatRequest(version_vector=vector_to_proto(vector), **me)
         due = time.monotonic()
         while True:
             due += interval

@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
-from tests.doubles.replicas import CAPABILITIES, FakeReplica, FakeTrainer
+from rollout_side.agent.agent import Agent
+from rollout_side.config import AgentConfig
+from tests.contract.served_replica import Served, serving
+from tests.doubles.engine import EngineDouble
+from tests.doubles.replicas import FakeReplica
+from tests.doubles.tiny_model import CAPABILITIES
+from tests.doubles.trainer import FakeTrainer
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
+from weft.rpc.channel import open_aio_channel
+from weft.v1 import inspect_pb2, inspect_pb2_grpc
 
 
 class Pool:
@@ -52,6 +61,12 @@ class Pool:
         self.things.append(made)
         return await made.ready()
 
+    async def seen(self) -> inspect_pb2.GetPoolResponse:
+        """What anybody sees of it."""
+        async with open_aio_channel(self.target) as channel:
+            stub = inspect_pb2_grpc.InspectServiceStub(channel)
+            return await stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
+
     async def stop(self) -> None:
         for thing in reversed(self.things):
             await thing.stop()
@@ -70,3 +85,13 @@ async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
 @pytest.fixture
 def catalog_path(tmp_path: Path) -> Path:
     return tmp_path / "catalog.db"
+
+
+@pytest_asyncio.fixture
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """A replica that no coordinator knows; its parameter: whether it loads in place."""
+    in_place = getattr(request, "param", False)
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2, in_place=in_place)
+    agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
+    async with serving(agent, engine) as replica:
+        yield replica

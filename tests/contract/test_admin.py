@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-import pytest
-
+from tests.contract.calls import refusal, refused
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import CAPABILITIES, LOAD_FAILED
+from tests.doubles.replicas import LOAD_FAILED
+from tests.doubles.tiny_model import CAPABILITIES
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
-from weft.rpc.status import error_from_rpc
 from weft.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -43,13 +41,6 @@ async def _policy(pool: Pool, name: str) -> inspect_pb2.Policy:
     return next(policy for policy in policies if policy.policy == name)
 
 
-async def _refused(call: Any) -> tuple[str, dict[str, str]]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    error = error_from_rpc(caught.value)
-    return f"{caught.value.code().name}/{error.reason}", error.metadata
-
-
 async def test_rollback_of_an_adapter(pool: Pool) -> None:
     replica = await pool.replica()
     trainer = await pool.trainer()
@@ -72,15 +63,15 @@ async def test_rollback_of_a_base(pool: Pool) -> None:
         await trainer.push()
     response = await _rollback(pool, "base", 2)
     assert duration_from_proto(response.pause) == 0.25
-    status, metadata = await _refused(_rollback(pool, "base", 1))
-    assert (status, metadata["member"]) == ("FAILED_PRECONDITION/NOT_RETAINED", "r0")
+    status, error = await refused(_rollback(pool, "base", 1))
+    assert (status, error.metadata["member"]) == ("FAILED_PRECONDITION/NOT_RETAINED", "r0")
 
 
 async def test_what_cannot_be_gone_back_to(pool: Pool) -> None:
     await pool.replica()
     await (await pool.trainer()).push()
-    assert (await _refused(_rollback(pool, "no", 1)))[0] == "NOT_FOUND/POLICY_UNKNOWN"
-    assert (await _refused(_rollback(pool, "math", 9)))[0] == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await refusal(_rollback(pool, "no", 1)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await refusal(_rollback(pool, "math", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
 async def test_a_rollback_that_no_replica_can_carry_out(pool: Pool) -> None:
@@ -89,7 +80,7 @@ async def test_a_rollback_that_no_replica_can_carry_out(pool: Pool) -> None:
     await trainer.push()
     await trainer.push()
     replica.commit_error = LOAD_FAILED
-    assert (await _refused(_rollback(pool, "math", 1)))[0] == "INTERNAL/LOAD_FAILED"
+    assert await refusal(_rollback(pool, "math", 1)) == "INTERNAL/LOAD_FAILED"
     assert (await _policy(pool, "math")).served_version == 2
 
 
@@ -99,7 +90,7 @@ async def test_a_rollback_whose_turn_does_not_come(pool: Pool) -> None:
     await trainer.push()
     await trainer.push()
     await trainer.begin()
-    status, _ = await _refused(_rollback(pool, "math", 1, timeout=1.0))
+    status = await refusal(_rollback(pool, "math", 1, timeout=1.0))
     assert status == "DEADLINE_EXCEEDED/DEADLINE"
     assert (await _policy(pool, "math")).served_version == 2
 
@@ -129,12 +120,12 @@ async def test_a_pin_of_the_base_is_told_with_each_heartbeat(pool: Pool) -> None
         retained_base_versions=replica.retained,
     )
     assert list((await replica.registry.Heartbeat(request)).pinned_base_versions) == [1]
-    status, _ = await _refused(base.begin(timeout=duration_to_proto(1.0)))
+    status = await refusal(base.begin(timeout=duration_to_proto(1.0)))
     assert status == "DEADLINE_EXCEEDED/DEADLINE"
     request.pinned_base_versions.append(1)
     request.pinned_base_bytes = CAPABILITIES.staging_capacity_bytes
     await replica.registry.Heartbeat(request)
-    assert (await _refused(base.begin()))[0] == "RESOURCE_EXHAUSTED/STAGING_FULL"
+    assert await refusal(base.begin()) == "RESOURCE_EXHAUSTED/STAGING_FULL"
     request.pinned_base_bytes = 0
     await replica.registry.Heartbeat(request)
     await base.push()
@@ -146,13 +137,13 @@ async def test_what_cannot_be_pinned(pool: Pool) -> None:
     await base.push()
     for _ in range(2):
         await base.push()
-    assert (await _refused(_pin(pool, "base", 1)))[0] == "FAILED_PRECONDITION/NOT_RETAINED"
+    assert await refusal(_pin(pool, "base", 1)) == "FAILED_PRECONDITION/NOT_RETAINED"
     begun = await base.begin()
-    assert (await _refused(_pin(pool, "base", 2)))[0] == "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
+    assert await refusal(_pin(pool, "base", 2)) == "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
     await base.send(begun)
     await base.wait(begun.transfer_id)
-    assert (await _refused(_pin(pool, "no", 1)))[0] == "NOT_FOUND/POLICY_UNKNOWN"
-    assert (await _refused(_pin(pool, "base", 9)))[0] == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await refusal(_pin(pool, "no", 1)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await refusal(_pin(pool, "base", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
 async def test_a_version_that_was_retired_can_be_neither(pool: Pool) -> None:
@@ -162,4 +153,4 @@ async def test_a_version_that_was_retired_can_be_neither(pool: Pool) -> None:
     await trainer.push()
     await trainer.push()
     for call in (_rollback(pool, "math", 1), _pin(pool, "math", 1)):
-        assert (await _refused(call))[0] == "FAILED_PRECONDITION/NOT_RETAINED"
+        assert await refusal(call) == "FAILED_PRECONDITION/NOT_RETAINED"

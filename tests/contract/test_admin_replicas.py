@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
-import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_from_proto, duration_to_proto
-from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2 as pb
 from weft.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, registry_pb2, types_pb2
 
@@ -22,24 +20,12 @@ async def _admin(pool: Pool, method: str, request: Any) -> Any:
         return await getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request, timeout=10)
 
 
-async def _pool(pool: Pool) -> inspect_pb2.GetPoolResponse:
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        return await stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
-
-
 async def _state(pool: Pool, replica_id: str = "r0") -> tuple[str, str]:
-    for replica in (await _pool(pool)).replicas:
+    for replica in (await pool.seen()).replicas:
         if replica.replica_id == replica_id:
             state = inspect_pb2.ReplicaState.Name(replica.state)
             return state.removeprefix("REPLICA_STATE_"), replica.state_reason
     return "ABSENT", ""
-
-
-async def _refused(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
 
 
 async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
@@ -52,20 +38,20 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     await (await pool.trainer()).push()
     assert replica.vector.adapters["math"].alias == 1
     await pool.restart()
-    (order,) = (await _pool(pool)).withdrawals
+    (order,) = (await pool.seen()).withdrawals
     assert (order.replica_id, order.state, order.reason) == (
         "r0",
         inspect_pb2.REPLICA_STATE_CORDONED,
         "new disk",
     )
     await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
-    assert not (await _pool(pool)).withdrawals
+    assert not (await pool.seen()).withdrawals
 
 
 async def test_a_quarantine_tells_the_replica_to_refuse(pool: Pool) -> None:
     replica = await pool.replica()
     request = pb.QuarantineRequest(replica_id="r0")
-    assert await _refused(_admin(pool, "Quarantine", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    assert await refusal(_admin(pool, "Quarantine", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
     request.reason = "x" * 600
     await _admin(pool, "Quarantine", request)
     state, reason = await _state(pool)
@@ -91,7 +77,7 @@ async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     replica = await pool.replica()
     drain = pb.DrainRequest(replica_id="r0", reason="old card")
     await _admin(pool, "Drain", drain)
-    (seen,) = (await _pool(pool)).replicas
+    (seen,) = (await pool.seen()).replicas
     assert seen.state == inspect_pb2.REPLICA_STATE_DRAINING
     assert 200 < duration_from_proto(seen.drain.time_left) <= 300
     drain.timeout.CopyFrom(duration_to_proto(20.0))
@@ -132,10 +118,10 @@ async def test_orders_that_cannot_be_given(pool: Pool) -> None:
         ("Uncordon", pb.UncordonRequest(replica_id="r9")),
         ("Drain", pb.DrainRequest(replica_id="r9")),
     ):
-        assert await _refused(_admin(pool, method, request)) == "NOT_FOUND/REPLICA_UNKNOWN"
+        assert await refusal(_admin(pool, method, request)) == "NOT_FOUND/REPLICA_UNKNOWN"
     for seconds in (-1, 1_000_000):
         request = pb.DrainRequest(replica_id="r0", timeout=Duration(seconds=seconds))
-        assert await _refused(_admin(pool, "Drain", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+        assert await refusal(_admin(pool, "Drain", request)) == "INVALID_ARGUMENT/INVALID_REQUEST"
 
 
 async def test_retire(pool: Pool) -> None:
@@ -149,13 +135,13 @@ async def test_retire(pool: Pool) -> None:
         wanted = types_pb2.PolicyVersion(policy=policy, version=version)
         await _admin(pool, "Retire", pb.RetireRequest(version=wanted))
 
-    assert await _refused(retire("math", 2)) == "FAILED_PRECONDITION/VERSION_IN_USE"
-    assert await _refused(retire("math", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
-    assert await _refused(retire("no", 1)) == "NOT_FOUND/POLICY_UNKNOWN"
-    assert await _refused(retire("base", 1)) == "UNIMPLEMENTED/UNSUPPORTED"
+    assert await refusal(retire("math", 2)) == "FAILED_PRECONDITION/VERSION_IN_USE"
+    assert await refusal(retire("math", 9)) == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await refusal(retire("no", 1)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await refusal(retire("base", 1)) == "UNIMPLEMENTED/UNSUPPORTED"
     for _ in range(2):
         await retire("math", 1)
-    math = next(p for p in (await _pool(pool)).policies if p.policy == "math")
+    math = next(p for p in (await pool.seen()).policies if p.policy == "math")
     assert list(math.versions) == [2]
     async with open_aio_channel(pool.target) as channel:
         stub = inspect_pb2_grpc.InspectServiceStub(channel)
@@ -178,18 +164,18 @@ async def test_retention(pool: Pool) -> None:
         request = pb.SetRetentionRequest(policy=policy, num_versions=num_versions)
         return (await _admin(pool, "SetRetention", request)).num_versions
 
-    assert await _refused(retain("no", 2)) == "NOT_FOUND/POLICY_UNKNOWN"
-    assert await _refused(retain("base", 2)) == "UNIMPLEMENTED/UNSUPPORTED"
+    assert await refusal(retain("no", 2)) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await refusal(retain("base", 2)) == "UNIMPLEMENTED/UNSUPPORTED"
     for number in (-1, 1001):
-        assert await _refused(retain("math", number)) == "INVALID_ARGUMENT/INVALID_REQUEST"
+        assert await refusal(retain("math", number)) == "INVALID_ARGUMENT/INVALID_REQUEST"
     for _ in range(2):
         assert await retain("math", 2) == 2
     await trainer.push()
-    base, math = (await _pool(pool)).policies
+    base, math = (await pool.seen()).policies
     assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
     assert base.num_retained == 0
     await pool.restart(retain=1)
-    base, math = (await _pool(pool)).policies
+    base, math = (await pool.seen()).policies
     assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
     assert await retain("math", 0) == 1
-    assert not (await _pool(pool)).policies[1].has_own_retention
+    assert not (await pool.seen()).policies[1].has_own_retention

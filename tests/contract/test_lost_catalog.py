@@ -3,9 +3,8 @@ what they hold."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
@@ -16,8 +15,11 @@ from rich.console import Console
 from rollout_side.agent.registration import Holdings, Identity, Registration
 from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
+from tests.contract.calls import eventually
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import CAPABILITIES, REFERENCE, FakeReplica, FakeTrainer
+from tests.doubles.replicas import FakeReplica
+from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
+from tests.doubles.trainer import FakeTrainer
 from weft.contract.errors import BaseMismatchError, CapacityError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
@@ -30,18 +32,6 @@ from weft_cli.status import render
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
 OTHER = b"\2" * 8
-
-
-async def _eventually(condition: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
-async def _pool(pool: Pool) -> inspect_pb2.GetPoolResponse:
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        return await stub.GetPool(inspect_pb2.GetPoolRequest())
 
 
 async def _lose(pool: Pool, *replicas: FakeReplica) -> None:
@@ -57,10 +47,10 @@ async def _serves_math(pool: Pool, *replicas: FakeReplica) -> None:
         return all([await replica.heartbeat() for replica in replicas])
 
     async def is_served() -> bool:
-        return "math" in {entry.policy for entry in (await _pool(pool)).version_vector.adapters}
+        return "math" in {entry.policy for entry in (await pool.seen()).version_vector.adapters}
 
     for condition in (is_served, are_ready):
-        await _eventually(condition)
+        await eventually(condition)
 
 
 async def test_replicas_stay_and_what_they_hold_is_served(pool: Pool) -> None:
@@ -100,10 +90,10 @@ async def test_other_bytes_under_one_number_are_named_and_served_by_nobody(pool:
     async def is_found() -> bool:
         for replica in replicas:
             await replica.heartbeat()
-        return any(policy.conflicts for policy in (await _pool(pool)).policies)
+        return any(policy.conflicts for policy in (await pool.seen()).policies)
 
-    await _eventually(is_found)
-    found = await _pool(pool)
+    await eventually(is_found)
+    found = await pool.seen()
     (policy,) = found.policies
     assert (policy.served_version, policy.publish_again_version) == (0, 1)
     (conflict,) = policy.conflicts
@@ -122,7 +112,7 @@ async def test_other_bytes_under_one_number_are_named_and_served_by_nobody(pool:
             await replica.heartbeat()
         return not any(replica.vector.adapters for replica in replicas)
 
-    await _eventually(are_dropped)
+    await eventually(are_dropped)
 
 
 # -- a replica whose coordinator cannot answer -------------------------------------------

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-import pytest
-
+from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import BASE_MANIFEST, LEFT_DIRTY, LOAD_FAILED
-from trainer_side.outcome import missing_replicas
-from weft.contract.errors import (
-    CapacityError,
-    DigestMismatchError,
-    InvalidNameError,
-    NotReadyError,
-    WeftError,
-)
-from weft.rpc.codec import duration_to_proto
-from weft.rpc.status import error_from_rpc
+from tests.doubles.tiny_model import BASE_MANIFEST
+from weft.contract.errors import CapacityError
 from weft.v1 import inspect_pb2, publish_pb2
-
-
-async def _fails(call: object) -> WeftError:
-    with pytest.raises(grpc.RpcError) as failed:
-        await call  # type: ignore[misc]
-    return error_from_rpc(failed.value)
 
 
 async def test_adapter_push_is_served_by_every_replica(pool: Pool) -> None:
@@ -119,290 +102,6 @@ async def test_retention_reaches_replicas_and_catalog(pool: Pool) -> None:
     assert replica.vector.adapters["math"].alias == 4
 
 
-# -- failures before the commit point ------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["prepare", "stage"])
-async def test_dead_receiver_is_named(pool: Pool, where: str) -> None:
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    trainer = await pool.trainer()
-    replicas[1].breaks_at = where
-    begun = await trainer.begin()
-    sending = asyncio.create_task(trainer.send(begun))
-    error = await _fails(trainer.wait(begun.transfer_id))
-    assert (error.reason, error.metadata["member"]) == ("PEER_GONE", "r1")
-    await sending
-    healthy = replicas[0].ranks[begun.group.group_id, 1]
-    async with asyncio.timeout(5):
-        while healthy.log[-1] != "abort":
-            await asyncio.sleep(0.01)
-    replicas[1].breaks_at = ""
-    transfer = await trainer.push()
-    assert (transfer.version.version, transfer.epoch) == (2, 2)
-    assert replicas[0].calls.count("discard") == 1
-
-
-async def test_dead_sender_is_named(pool: Pool) -> None:
-    replica = await pool.replica()
-    trainer = await pool.trainer()
-    replica.breaks_at = "never-staged"
-    begun = await trainer.begin()
-    sender = await trainer.attend(begun)
-    waiting = asyncio.create_task(trainer.wait(begun.transfer_id))
-    while (await sender.hear()).WhichOneof("message") != "start":
-        pass
-    await sender.close()
-    error = await _fails(waiting)
-    assert (error.reason, error.metadata["member"]) == ("PEER_GONE", "trainer")
-
-
-async def test_digest_mismatch(pool: Pool) -> None:
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    replicas[1].digest = b"\7" * 8
-    trainer = await pool.trainer()
-    error = await _fails(trainer.push())
-    assert error.reason == "DIGEST_MISMATCH"
-    assert error.status == "DATA_LOSS"
-    assert all("commit" not in r.calls for r in replicas)
-
-
-async def test_a_receivers_own_reason(pool: Pool) -> None:
-    replica = await pool.replica()
-    replica.stage_failure = ("STAGING_FULL", "no room for it")
-    trainer = await pool.trainer()
-    error = await _fails(trainer.push())
-    assert isinstance(error, CapacityError)
-    assert "no room for it" in error.message
-
-
-async def test_replica_that_refuses_to_join(pool: Pool) -> None:
-    replica = await pool.replica()
-    replica.join_error = WeftError("no")
-    trainer = await pool.trainer()
-    begun = await trainer.begin()
-    error = await _fails(trainer.wait(begun.transfer_id))
-    assert (error.reason, error.metadata["member"]) == ("PEER_GONE", "r0")
-
-
-async def test_deadline_names_who_did_not_come(pool: Pool) -> None:
-    replica = await pool.replica()
-    replica.attends = False
-    trainer = await pool.trainer()
-    begun = await trainer.begin(timeout=duration_to_proto(0.3))
-    await trainer.attend(begun)
-    error = await _fails(trainer.wait(begun.transfer_id))
-    assert error.reason == "DEADLINE"
-    assert "r0 did not join" in error.message
-
-
-async def test_abort_wakes_everyone(pool: Pool) -> None:
-    replica = await pool.replica()
-    replica.breaks_at = "never-staged"
-    trainer = await pool.trainer()
-    begun = await trainer.begin()
-    waiting = asyncio.create_task(trainer.wait(begun.transfer_id))
-    sender = await trainer.attend(begun)
-    while (await sender.hear()).WhichOneof("message") != "start":
-        pass
-    request = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id,
-        policy="math",
-        fencing_token=trainer.token,
-        message="enough",
-    )
-    await trainer.stub.AbortTransfer(request)
-    await trainer.stub.AbortTransfer(request)
-    assert (await _fails(waiting)).reason == "TRANSFER_ABORTED"
-
-    async def hear_all() -> None:
-        while True:
-            await sender.hear()
-
-    assert (await _fails(hear_all())).reason == "EPOCH_FENCED"
-    assert sender.log[-1] == "abort"
-
-
-async def test_lost_replica_aborts_the_push(pool: Pool) -> None:
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.3)
-    replica = await pool.replica()
-    replica.breaks_at = "never-staged"
-    trainer = await pool.trainer()
-    begun = await trainer.begin()
-    sending = asyncio.create_task(trainer.send(begun))
-    error = await _fails(trainer.wait(begun.transfer_id))
-    assert (error.reason, error.metadata["member"]) == ("PEER_GONE", "r0")
-    await sending
-    assert (await _fails(replica.heartbeat())).reason == "REPLICA_UNKNOWN"
-
-
-# -- failures after the commit point -------------------------------------------
-
-
-async def test_who_serves_it_is_counted_and_the_others_named(pool: Pool) -> None:
-    """A replica is lost in the commit, another one refuses."""
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.3)
-    replicas = [await pool.replica(f"r{i}") for i in range(3)]
-    trainer = await pool.trainer()
-    replicas[1].commit_error = LOAD_FAILED
-    replicas[2].commit_gate.clear()
-    pushing = asyncio.create_task(trainer.push())
-    while not pushing.done():
-        await asyncio.sleep(0.05)
-        await asyncio.gather(*(r.heartbeat() for r in replicas[:2]))
-    transfer = await pushing
-    assert list(transfer.replica_ids) == ["r0", "r1", "r2"]
-    assert list(transfer.serving_replica_ids) == ["r0"]
-    assert [(r.replica_id, r.reason) for r in transfer.refusals] == [
-        ("r1", "LOAD_FAILED"),
-        ("r2", "PEER_GONE"),
-    ]
-    refused, lost = missing_replicas(transfer)
-    assert refused.startswith("r1 does not serve it: it did not switch at the commit")
-    assert "the engine said no [LOAD_FAILED]" in refused
-    assert lost.startswith("r2 does not serve it: it did not switch at the commit")
-    assert "no heartbeat" in lost
-    replicas[2].commit_gate.set()
-
-
-async def test_a_restarted_coordinator_counts_who_is_there(pool: Pool) -> None:
-    replica = await pool.replica()
-    trainer = await pool.trainer()
-    pushed = await trainer.push()
-    await pool.restart()
-    replica.target = pool.target
-    again = await pool.trainer("other")
-    transfer = await again.wait(pushed.transfer_id)
-    assert not transfer.serving_replica_ids
-    (remark,) = missing_replicas(transfer)
-    assert "0 of the replicas in contact by then served it" in remark
-    joined = await pool.replica("r1")
-    joined.vector = replica.vector
-    await joined.register()
-    transfer = await again.wait(pushed.transfer_id)
-    assert list(transfer.serving_replica_ids) == ["r1"]
-
-
-async def test_one_replica_that_cannot_load_leaves_service(pool: Pool) -> None:
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    trainer = await pool.trainer()
-    replicas[1].commit_error = LEFT_DIRTY
-    assert (await trainer.push()).state == publish_pb2.TRANSFER_STATE_COMMITTED
-    listed = await trainer.inspect.ListReplicas(inspect_pb2.ListReplicasRequest())
-    assert [r.state for r in listed.replicas] == [
-        inspect_pb2.REPLICA_STATE_READY,
-        inspect_pb2.REPLICA_STATE_QUARANTINED,
-    ]
-
-
-async def test_when_none_can_load_the_trainer_is_told_and_the_pool_goes_on(pool: Pool) -> None:
-    replica = await pool.replica()
-    trainer = await pool.trainer()
-    await trainer.push()
-    replica.commit_error = LOAD_FAILED
-    error = await _fails(trainer.push())
-    assert error.reason == "LOAD_FAILED"
-    assert "the engine said no" in error.message
-    assert await replica.heartbeat()
-    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-    assert [v.state for v in listed.versions] == [
-        inspect_pb2.VERSION_STATE_FAILED,
-        inspect_pb2.VERSION_STATE_COMMITTED,
-    ]
-    replica.commit_error = None
-    assert (await trainer.push()).version.version == 3
-
-
-async def test_a_switch_that_takes_too_long_is_not_waited_for(pool: Pool) -> None:
-    await pool.restart(commit_timeout_seconds=0.2)
-    fast, slow = [await pool.replica(f"r{i}") for i in range(2)]
-    slow.commit_gate.clear()
-    trainer = await pool.trainer()
-    assert (await trainer.push()).state == publish_pb2.TRANSFER_STATE_COMMITTED
-    assert await fast.heartbeat()
-    assert not await slow.heartbeat()
-
-
-# -- restarts ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["math", "base"])
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        NotReadyError("nothing is staged"),
-        InvalidNameError("'math' is the name of the base model here"),
-        DigestMismatchError("other bytes are staged"),
-        CapacityError("no memory"),
-    ],
-    ids=lambda error: error.reason,
-)
-async def test_what_every_replica_refuses_has_failed(
-    pool: Pool, policy: str, refusal: WeftError
-) -> None:
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    trainer = await pool.trainer(policy=policy)
-    await trainer.push()
-    for replica in replicas:
-        replica.commit_error = refusal
-    begun = await trainer.begin()
-    await trainer.send(begun)
-    for _ in range(2):  # idempotent
-        error = await _fails(trainer.wait(begun.transfer_id))
-        assert error.reason == "LOAD_FAILED"
-        assert error.metadata["cause"] == refusal.reason
-        assert error.metadata["withdrawn"] == "true"
-        assert f"{refusal.message} [{refusal.reason}]" in error.message
-    listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy=policy))
-    failed, before = listed.versions
-    assert failed.state == inspect_pb2.VERSION_STATE_FAILED
-    assert (failed.failure_reason, failed.failure_message) == (error.reason, error.message)
-    assert before.state == inspect_pb2.VERSION_STATE_COMMITTED
-    assert not before.failure_reason
-    pooled = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
-    (served,) = [p.served_version for p in pooled.policies if p.policy == policy]
-    assert served == 1
-    assert {r.state for r in pooled.replicas} == {inspect_pb2.REPLICA_STATE_READY}
-    abort = publish_pb2.AbortTransferRequest(
-        transfer_id=begun.transfer_id, policy=trainer.policy, fencing_token=trainer.token
-    )
-    await trainer.stub.AbortTransfer(abort)
-    for replica in replicas:
-        replica.commit_error = None
-    assert (await trainer.push()).version.version == 3
-
-
-async def test_what_may_be_served_is_withdrawn_when_every_target_has_reported(pool: Pool) -> None:
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.4)
-    replicas = [await pool.replica(f"r{i}") for i in range(2)]
-    trainer = await pool.trainer()
-    await trainer.push()
-    replicas[0].commit_error = LOAD_FAILED
-    replicas[1].commit_gate.clear()
-    pushing = asyncio.create_task(trainer.push())
-    while not pushing.done():
-        await replicas[0].heartbeat()
-        await asyncio.sleep(0.05)
-    error = await _fails(pushing)
-    assert error.metadata["withdrawn"] == "false"
-
-    async def states() -> list[int]:
-        listed = await trainer.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
-        return [version.state for version in listed.versions]
-
-    assert await states() == [inspect_pb2.VERSION_STATE_COMMITTED] * 2
-    await replicas[1].register()  # the same process: its order may still be carried out
-    async with asyncio.timeout(10):
-        while await states() != [
-            inspect_pb2.VERSION_STATE_FAILED,
-            inspect_pb2.VERSION_STATE_COMMITTED,
-        ]:
-            await asyncio.gather(*(replica.heartbeat() for replica in replicas))
-            await asyncio.sleep(0.05)
-    assert "discard" in replicas[1].calls
-    assert await replicas[1].heartbeat()
-    replicas[1].commit_gate.set()
-
-
 async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
     replica = await pool.replica()
     trainer = await pool.trainer()
@@ -422,15 +121,15 @@ async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
     assert (await after.wait(first.transfer_id)).version.version == 1
     got = await after.begin(request_id="two")
     assert got.transfer_id == cut.transfer_id
-    error = await _fails(after.wait(cut.transfer_id))
+    error = await error_of(after.wait(cut.transfer_id))
     assert error.reason == "TRANSFER_ABORTED"
     assert "restarted" in error.message
     abort = publish_pb2.AbortTransferRequest(transfer_id=cut.transfer_id, policy="math")
     await after.stub.AbortTransfer(abort)
     abort = publish_pb2.AbortTransferRequest(transfer_id=first.transfer_id, policy="math")
-    assert (await _fails(after.stub.AbortTransfer(abort))).reason == "ALREADY_COMMITTED"
+    assert (await error_of(after.stub.AbortTransfer(abort))).reason == "ALREADY_COMMITTED"
     abort.policy = "code"
-    assert (await _fails(after.stub.AbortTransfer(abort))).reason == "LEASE_FENCED"
+    assert (await error_of(after.stub.AbortTransfer(abort))).reason == "LEASE_FENCED"
     transfer = await after.push()
     assert transfer.version.version == 3
     assert transfer.epoch == 2
@@ -461,7 +160,7 @@ async def test_one_that_cannot_load_in_place_is_named(pool: Pool) -> None:
     replica.load_error = CapacityError("the engine does not hold still")
     replica.breaks_at = "never-staged"
     trainer = await pool.trainer(policy="base")
-    error = await _fails(trainer.push())
+    error = await error_of(trainer.push())
     assert "r0 does not load in place: the engine does not hold still" in error.message
     assert error.metadata["dirty"] == "true"
     assert not await replica.heartbeat()

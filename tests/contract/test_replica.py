@@ -4,100 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
-from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
 from rollout_side.memory.handoff import HandoffQueue
-from rollout_side.memory.versions import StagedVersion
-from tests.doubles.pool import EngineDouble, running_pool
-from weft.contract.bucket_plan import plan_buckets
+from tests.contract.calls import refusal
+from tests.contract.served_replica import BASE_1, MANIFEST, Served
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import running_pool
 from weft.contract.errors import TransferTimeoutError
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions
-from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import vector_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
-from weft.rpc.server import Servicer, bind, make_server
 from weft.rpc.status import error_from_rpc
 from weft.transport.digest import content_digest
-from weft.v1 import publish_pb2, replica_pb2, replica_pb2_grpc, types_pb2
-
-MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8, 8))])
-BASE_1 = types_pb2.PolicyVersion(policy="base", version=1)
-
-
-@dataclass
-class Served:
-    """A replica with an engine double, and a stub to it."""
-
-    agent: Agent
-    engine: EngineDouble
-    stub: Any
-
-    def stage(self, version: str) -> str:
-        parsed = PolicyVersion.parse(version)
-        segment = self.engine.store.reserve(
-            f"t-{version}", MANIFEST.wire_bytes, adapter=parsed.policy != "base"
-        )
-        segment.data.fill_(parsed.version)
-        self.engine.store.put_staged(
-            StagedVersion(f"t-{version}", parsed, MANIFEST, segment, version.encode())
-        )
-        return f"t-{version}"
-
-    async def commit(self, version: str, **fields: Any) -> replica_pb2.CommitTransferResponse:
-        parsed = PolicyVersion.parse(version)
-        return await self.stub.CommitTransfer(
-            replica_pb2.CommitTransferRequest(
-                transfer_id=self.stage(version),
-                version=types_pb2.PolicyVersion(policy=parsed.policy, version=parsed.version),
-                content_digest=types_pb2.ContentDigest(value=version.encode()),
-                **fields,
-            )
-        )
-
-
-@pytest_asyncio.fixture
-async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    in_place = getattr(request, "param", False)
-    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2, in_place=in_place)
-    agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
-    servicer = Servicer(
-        "weft.v1.ReplicaService",
-        ReplicaServicer(agent),
-        replica_pb2_grpc.add_ReplicaServiceServicer_to_server,
-    )
-    server = (await make_server([servicer])).server
-    agent.advertise(bind(server, "127.0.0.1:0"))
-    await server.start()
-    async with open_aio_channel(agent.address) as channel:
-        yield Served(agent, engine, replica_pb2_grpc.ReplicaServiceStub(channel))
-    engine.close()
-    await server.stop(None)
+from weft.v1 import publish_pb2, replica_pb2, types_pb2
 
 
 def _switch(policy: str, version: int, **fields: int) -> replica_pb2.SwitchVersionRequest:
     wanted = types_pb2.PolicyVersion(policy=policy, version=version)
     return replica_pb2.SwitchVersionRequest(version=wanted, **fields)
-
-
-async def _refused(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if hasattr(call, "read") else call)
-    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
 
 
 async def test_a_base_is_retained_and_switched_back_to(served: Served) -> None:
@@ -128,7 +61,7 @@ async def test_an_alias_goes_down_and_up(served: Served) -> None:
 
 async def test_switching_to_what_is_not_held(served: Served) -> None:
     for policy in ("base", "math"):
-        refused = await _refused(served.stub.SwitchVersion(_switch(policy, 7)))
+        refused = await refusal(served.stub.SwitchVersion(_switch(policy, 7)))
         assert refused == "FAILED_PRECONDITION/NOT_RETAINED"
     assert served.agent.serving.vector.base == 0
 
@@ -141,7 +74,7 @@ async def test_the_manifest_of_what_is_held(served: Served) -> None:
         decoder.add(response.chunk)
     assert decoder.finish() == MANIFEST
     request.version.version = 9
-    assert await _refused(served.stub.DescribeVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await refusal(served.stub.DescribeVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
 def _plan(rank: int, **fields: Any) -> publish_pb2.GroupPlan:
@@ -152,7 +85,7 @@ def _plan(rank: int, **fields: Any) -> publish_pb2.GroupPlan:
 
 async def test_sending_what_is_not_held(served: Served) -> None:
     request = replica_pb2.SendVersionRequest(transfer_id="t", version=BASE_1, group=_plan(0))
-    assert await _refused(served.stub.SendVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
+    assert await refusal(served.stub.SendVersion(request)) == "NOT_FOUND/VERSION_UNKNOWN"
 
 
 @pytest.mark.parametrize(
@@ -170,12 +103,12 @@ async def test_a_place_in_a_group_that_cannot_be(served: Served, place: dict[str
     place = dict(place)
     plan = _plan(**{"rank": 1, **place})
     joining = served.stub.JoinGroup(replica_pb2.JoinGroupRequest(trainer_id="t", group=plan))
-    assert await _refused(joining) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    assert await refusal(joining) == "INVALID_ARGUMENT/INVALID_REQUEST"
     assert not served.engine.receiver._groups
     place["rank"] = place.get("rank", 0) + 1  # nor is it a sender's
     plan = _plan(**place)
     sending = served.stub.SendVersion(replica_pb2.SendVersionRequest(version=BASE_1, group=plan))
-    assert await _refused(sending) == "INVALID_ARGUMENT/INVALID_REQUEST"
+    assert await refusal(sending) == "INVALID_ARGUMENT/INVALID_REQUEST"
 
 
 def _load(transfer_id: str = "t1", **fields: Any) -> replica_pb2.LoadTransferRequest:
@@ -207,7 +140,7 @@ async def test_an_order_that_names_nothing(
 ) -> None:
     await served.commit("base@1")
     request = getattr(replica_pb2, f"{method}Request")(**fields)
-    refused = await _refused(getattr(served.stub, method)(request))
+    refused = await refusal(getattr(served.stub, method)(request))
     assert refused == f"INVALID_ARGUMENT/{reason}"
     assert served.agent.serving.vector.base == 1
     assert not served.agent.serving.draining
@@ -215,7 +148,7 @@ async def test_an_order_that_names_nothing(
 
 @pytest.mark.parametrize("served", [True], indirect=True)
 async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
-    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
     arriving = HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
     served.engine.store.put_handoff(arriving)
     for _ in range(2):  # idempotent
@@ -230,7 +163,7 @@ async def test_a_base_is_loaded_as_it_arrives(served: Served) -> None:
     assert list(response.retained_base_versions) == []
     assert response.pause.ToTimedelta() >= response.load.ToTimedelta()
     assert served.engine.base["w"].view(torch.uint8).eq(7).all()
-    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
 
 
 @pytest.mark.parametrize("served", [True], indirect=True)
@@ -245,7 +178,7 @@ async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
     assert "in place" in status.dirty_reason
     assert vector_from_proto(status.version_vector).base == 0
-    assert await _refused(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
 
 
 @pytest.mark.parametrize("served", [True], indirect=True)
@@ -277,7 +210,7 @@ async def test_orders_of_an_older_coordinator_are_fenced(
         served.stub.SendVersion(replica_pb2.SendVersionRequest(coordinator_generation=4)),
         served.stub.LoadTransfer(_load(coordinator_generation=4)),
     ):
-        assert await _refused(call) == "ABORTED/EPOCH_FENCED"
+        assert await refusal(call) == "ABORTED/EPOCH_FENCED"
 
 
 def _facts_request(digest: bytes, policy: str = "math") -> replica_pb2.DescribeVersionRequest:
@@ -296,7 +229,7 @@ async def test_what_a_catalog_is_to_record_of_a_version(served: Served) -> None:
     )
     held = {(str(version), digest) for version, digest, _ in served.agent.serving.held()}
     assert held == {("math@1", b"math@1"), ("base@1", b"base@1")}
-    refused = await _refused(served.stub.DescribeVersion(_facts_request(b"other")))
+    refused = await refusal(served.stub.DescribeVersion(_facts_request(b"other")))
     assert refused == "NOT_FOUND/VERSION_UNKNOWN"
 
 
@@ -311,7 +244,7 @@ async def test_a_number_never_stands_for_other_bytes(served: Served) -> None:
         version=types_pb2.PolicyVersion(policy="math", version=1),
         content_digest=types_pb2.ContentDigest(value=b"math@2"),
     )
-    assert await _refused(served.stub.CommitTransfer(other)) == "DATA_LOSS/DIGEST_MISMATCH"
+    assert await refusal(served.stub.CommitTransfer(other)) == "DATA_LOSS/DIGEST_MISMATCH"
     served.stage("base@2")
     other = replica_pb2.CommitTransferRequest(
         transfer_id="t-base@2",
@@ -341,7 +274,7 @@ async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> Non
         assert vector_from_proto(response.version_vector).adapters == {}
         assert [v.version for v in response.draining] == [1]
     assert served.engine.aliases == {}
-    assert await _refused(served.commit("math@1")) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert await refusal(served.commit("math@1")) == "FAILED_PRECONDITION/NOT_STAGED"
     served.engine.in_use.clear()
     await served.agent.serving.drop_unused()
     assert not served.agent.serving.draining
@@ -392,7 +325,7 @@ async def test_a_refusal_is_signed_and_what_was_refused_once_is_refused_again(
     assert error.reason == "DIGEST_MISMATCH"
     assert error.metadata["incarnation"] == served.agent.config.incarnation
     commit.content_digest.value = b"math@1"
-    assert await _refused(served.stub.CommitTransfer(commit)) == "FAILED_PRECONDITION/NOT_STAGED"
+    assert await refusal(served.stub.CommitTransfer(commit)) == "FAILED_PRECONDITION/NOT_STAGED"
     assert not served.agent.serving.vector.adapters
 
 
@@ -400,10 +333,10 @@ async def test_orders_for_another_process_are_fenced(served: Served) -> None:
     commit = replica_pb2.CommitTransferRequest(
         transfer_id=served.stage("base@1"), version=BASE_1, incarnation="the former one"
     )
-    assert await _refused(served.stub.CommitTransfer(commit)) == "ABORTED/EPOCH_FENCED"
+    assert await refusal(served.stub.CommitTransfer(commit)) == "ABORTED/EPOCH_FENCED"
     switch = _switch("base", 1)
     switch.incarnation = "the former one"
-    assert await _refused(served.stub.SwitchVersion(switch)) == "ABORTED/EPOCH_FENCED"
+    assert await refusal(served.stub.SwitchVersion(switch)) == "ABORTED/EPOCH_FENCED"
     mine = await served.commit("base@2", incarnation=served.agent.config.incarnation)
     assert vector_from_proto(mine.version_vector).base == 2
 
@@ -424,7 +357,7 @@ async def test_a_discard_waits_for_its_turn_and_says_what_is_served(
     committing = asyncio.create_task(served.commit("math@1"))
     await begun.wait()
     request = replica_pb2.DiscardTransferRequest(transfer_id="t-math@1")
-    assert await _refused(served.stub.DiscardTransfer(request, timeout=0.2)) == (
+    assert await refusal(served.stub.DiscardTransfer(request, timeout=0.2)) == (
         "DEADLINE_EXCEEDED/DEADLINE"
     )
     discarding = asyncio.ensure_future(served.stub.DiscardTransfer(request))

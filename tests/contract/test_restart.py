@@ -3,8 +3,7 @@ ordered to read, and what an owner is asked."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,21 @@ import pytest_asyncio
 import torch
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.folder import SpillSettings
+from tests.contract.calls import eventually, refusal
 from tests.contract.conftest import Pool
-from tests.contract.test_replica import MANIFEST, Served, _refused
-from tests.doubles.pool import EngineDouble
+from tests.contract.served_replica import MANIFEST, Served, serving
+from tests.doubles.engine import EngineDouble
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import vector_from_proto
-from weft.rpc.server import Servicer, bind, make_server
 from weft.transport.digest import content_digest, payload_digest
-from weft.v1 import (
-    inspect_pb2,
-    inspect_pb2_grpc,
-    publish_pb2,
-    registry_pb2,
-    replica_pb2,
-    replica_pb2_grpc,
-    types_pb2,
-)
+from weft.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
-
-
-async def _eventually(condition: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
-async def _pool(pool: Pool) -> inspect_pb2.GetPoolResponse:
-    async with open_aio_channel(pool.target) as channel:
-        stub = inspect_pb2_grpc.InspectServiceStub(channel)
-        return await stub.GetPool(inspect_pb2.GetPoolRequest())
 
 
 async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
@@ -60,9 +37,9 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     gone = registry_pb2.LeaveRequest(replica_id="r0", incarnation=replica.incarnation)
     await replica.registry.Leave(gone)
     await replica.register()
-    (told,) = (await _pool(pool)).replicas
+    (told,) = (await pool.seen()).replicas
     assert [f"{v.policy}@{v.version}" for v in told.spilled_versions] == ["code@7", "math@1"]
-    await _eventually(replica.heartbeat)
+    await eventually(replica.heartbeat)
     (request,) = replica.switches
     assert (request.version, request.spilled.alias) == (MATH_1, 1)
     assert request.spilled.content_digest == pushed.content_digest
@@ -71,7 +48,7 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     assert request.spilled.transfer_id not in ("", pushed.transfer_id)
     replica.spilled = []
     await replica.heartbeat()
-    assert not (await _pool(pool)).replicas[0].spilled_versions
+    assert not (await pool.seen()).replicas[0].spilled_versions
 
 
 async def test_a_request_id_of_another_policy_conflicts_after_a_restart(pool: Pool) -> None:
@@ -80,7 +57,7 @@ async def test_a_request_id_of_another_policy_conflicts_after_a_restart(pool: Po
     await pool.restart()
     await pool.replica()
     other = await pool.trainer(policy="code")
-    refused = await _refused(other.begin(request_id="once"))
+    refused = await refusal(other.begin(request_id="once"))
     assert refused == "ALREADY_EXISTS/REQUEST_CONFLICT"
     versions = await other.inspect.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
     assert [v.version for v in versions.versions] == [pushed.version]
@@ -103,8 +80,8 @@ async def test_the_owner_is_asked_with_its_lease(pool: Pool) -> None:
         await replica.heartbeat()  # in the moment after a commit it is not believed
         return await renewed() == 1
 
-    await _eventually(is_asked)
-    (policy,) = (await _pool(pool)).policies
+    await eventually(is_asked)
+    (policy,) = (await pool.seen()).policies
     assert policy.publish_again_version == 1
     answer = await trainer.stub.AcquirePolicy(
         publish_pb2.AcquirePolicyRequest(
@@ -120,7 +97,7 @@ async def test_the_owner_is_asked_with_its_lease(pool: Pool) -> None:
     async def is_settled() -> bool:
         return await renewed() == 0
 
-    await _eventually(is_settled)
+    await eventually(is_settled)
 
 
 @pytest_asyncio.fixture
@@ -135,24 +112,14 @@ async def spilling(tmp_path: Path) -> AsyncIterator[Served]:
         await _write(engine, version)
     engine.spiller.follow(SpillOrder())
     agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
-    servicer = Servicer(
-        "weft.v1.ReplicaService",
-        ReplicaServicer(agent),
-        replica_pb2_grpc.add_ReplicaServiceServicer_to_server,
-    )
-    server = (await make_server([servicer])).server
-    agent.advertise(bind(server, "127.0.0.1:0"))
-    await server.start()
 
     async def is_listed() -> bool:
         agent.serving.memory = await engine.memory()
         return set(agent.serving.memory.spilled) == set(keep)
 
-    await _eventually(is_listed)
-    async with open_aio_channel(agent.address) as channel:
-        yield Served(agent, engine, replica_pb2_grpc.ReplicaServiceStub(channel))
-    engine.close()
-    await server.stop(None)
+    async with serving(agent, engine) as replica:
+        await eventually(is_listed)
+        yield replica
 
 
 DATA = torch.full((MANIFEST.wire_bytes,), 9, dtype=torch.uint8)
@@ -201,11 +168,11 @@ async def test_a_spilled_version_is_read_and_served(spilling: Served) -> None:
 async def test_what_a_spill_directory_cannot_give(spilling: Served) -> None:
     stub = spilling.stub
     plain = replica_pb2.SwitchVersionRequest(version=MATH_1)
-    assert await _refused(stub.SwitchVersion(plain)) == "FAILED_PRECONDITION/NOT_RETAINED"
+    assert await refusal(stub.SwitchVersion(plain)) == "FAILED_PRECONDITION/NOT_RETAINED"
     other = types_pb2.ContentDigest(value=b"\0" * 8)
-    refused = await _refused(stub.SwitchVersion(_order("math", content_digest=other)))
+    refused = await refusal(stub.SwitchVersion(_order("math", content_digest=other)))
     assert refused == "FAILED_PRECONDITION/NOT_RETAINED"
-    refused = await _refused(stub.SwitchVersion(_order("base", layout_digest=b"other")))
+    refused = await refusal(stub.SwitchVersion(_order("base", layout_digest=b"other")))
     assert refused == "DATA_LOSS/DIGEST_MISMATCH"
     assert spilling.engine.spiller is not None
     assert spilling.engine.spiller.listed == (), "neither is told of again"
@@ -214,6 +181,6 @@ async def test_what_a_spill_directory_cannot_give(spilling: Served) -> None:
 
 async def test_no_memory_to_read_it_to(spilling: Served) -> None:
     spilling.engine.store.staging_capacity_bytes = 10
-    refused = await _refused(spilling.stub.SwitchVersion(_order("base")))
+    refused = await refusal(spilling.stub.SwitchVersion(_order("base")))
     assert refused == "RESOURCE_EXHAUSTED/STAGING_FULL"
     assert spilling.agent.serving.vector == VersionVector()

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
-import grpc
-import pytest
-
+from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import FakeTrainer
+from tests.doubles.trainer import FakeTrainer
 from weft.contract.errors import StalledError, WeftError
-from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2, rendezvous_pb2
 
 #: What the coordinator allows here.
 STALL_SECONDS = 0.6
-
-
-async def _fails(call: Awaitable[object]) -> WeftError:
-    with pytest.raises(grpc.RpcError) as raised:
-        await call
-    return error_from_rpc(raised.value)
 
 
 async def _state(trainer: FakeTrainer, replica_id: str) -> int:
@@ -37,7 +27,7 @@ async def test_a_silent_receiver_is_named_and_suspect_until_it_answers(pool: Poo
     silent.attends = False
     begun = await trainer.begin()
     sending = asyncio.create_task(trainer.send(begun))
-    error = await _fails(trainer.wait(begun.transfer_id))
+    error = await error_of(trainer.wait(begun.transfer_id))
     silent.join_error = WeftError("not yet")
     await asyncio.gather(sending, return_exceptions=True)
     assert isinstance(error, StalledError)
@@ -82,7 +72,7 @@ async def test_a_receiver_that_says_that_it_works_is_waited_for(pool: Pool) -> N
         await rank.say(progress=progress)
         await asyncio.sleep(STALL_SECONDS / 4)
     assert not outcome.done()
-    error = await _fails(outcome)
+    error = await error_of(outcome)
     assert isinstance(error, StalledError)
     assert "last said that it was allocating 11 of 12 bytes" in error.message
     await asyncio.gather(pushing, return_exceptions=True)

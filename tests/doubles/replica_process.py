@@ -15,23 +15,12 @@ import os
 import sys
 from typing import Any
 
-import torch
-
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
-from tests.doubles.pool import EngineDouble, wait_registered
+from tests.doubles.agent import serve, wait_registered
+from tests.doubles.engine import EngineDouble
+from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
-from weft.rpc.server import Servicer, bind, make_server
-from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
-
-
-def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
-    """The double's base; expanded, so that it costs no memory."""
-    return {
-        f"layers.{i // 8}.t{i % 8}.weight": torch.zeros(1).expand(elements)
-        for i in range(num_tensors)
-    } | {"layers.0.q_proj.weight": torch.zeros(1).expand(64, 64)}
 
 
 async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
@@ -54,12 +43,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         **settings,
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
-    servicer = Servicer(
-        "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
-    )
-    server = (await make_server([servicer])).server
-    agent.advertise(bind(server, agent.config.listen))
-    await server.start()
+    server = await serve(agent)
     running = asyncio.create_task(agent.run())
     await wait_registered(agent, running)
     print("ready", flush=True)

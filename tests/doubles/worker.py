@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.doubles.pool import EngineDouble
+from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft.contract.errors import LoadFailedError
 

@@ -76,9 +76,9 @@ class StagingReceiver:
     """See the module; a ``ReceiverLike``."""
 
     def __init__(self, store: WorkerStore) -> None:
-        from tests.e2e import in_place_worker  # imports vLLM, which tests do not
+        from tests.e2e import worker_methods  # imports vLLM, which tests do not
 
-        in_place_worker.install()
+        worker_methods.install()
         self._store = store
 
     def join(self, order: JoinOrder) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rollout_side.vllm_engine.server.replica import GRACE_SECONDS
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
+from tests.e2e.logprobs import PROMPT, check
 from tests.integration.models import until
 from tests.models import Referee, adapter_config, make_adapter, rename_modules
 from weft.contract.errors import (
@@ -22,24 +23,6 @@ from weft.contract.errors import (
     NotReadyError,
 )
 from weft.contract.names import PolicyVersion
-
-# Bounds as measured against transformers: a step of 1e-6 in the weights is above.
-MAX_ERROR, MEAN_ERROR = 5e-5, 5e-6
-PROMPT = [5, 17, 99, 200, 33]
-
-
-def check(
-    referee: Referee,
-    got: Completion,
-    model: Path,
-    adapter: Path | None = None,
-    prompt: list[int] = PROMPT,
-) -> None:
-    """Compare log-probabilities of the tokens that were generated."""
-    want = referee.logprobs(model, prompt, got.tokens, adapter)
-    errors = [abs(a - b) for a, b in zip(want, got.logprobs, strict=True)]
-    assert max(errors) <= MAX_ERROR, (got.model, errors)
-    assert sum(errors) / len(errors) <= MEAN_ERROR, (got.model, errors)
 
 
 def names(engine: EngineProcess) -> dict[str, str]:

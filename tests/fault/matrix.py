@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
 from tests.fault.strikes import HANG, HANG_SECONDS, POINTS, VICTIM, Strike
-from tests.integration.test_reform import ELEMENTS, NUM_TENSORS
 from tests.processes import members
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2

@@ -184,7 +184,7 @@ def _rank(strike: Strike) -> None:
 
 def _replica(strike: Strike) -> None:
     from rollout_side.agent.agent import Agent
-    from tests.doubles.pool import EngineDouble
+    from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "before begin":
@@ -220,7 +220,7 @@ def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
     import rollout_side.receive.transfer
     from rollout_side.memory.store import WorkerStore
-    from tests.doubles.pool import EngineDouble
+    from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "at a bucket":
@@ -236,7 +236,7 @@ def _receiving(strike: Strike) -> None:
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
     from rollout_side.receive.in_place import InPlaceTransfer
-    from tests.doubles.pool import EngineDouble
+    from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "at a bucket":

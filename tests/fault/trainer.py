@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.integration.test_reform import BUCKET_BYTES, model
+from tests.doubles.replica_weights import BUCKET_BYTES, model
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from rollout_side.spill.folder import SpillSettings
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool, running_pool
 from tests.fuzz.run import Fuzzer, Report
 from tests.fuzz.world import REPLICA, World
 from tests.integration.models import Model, same, weights

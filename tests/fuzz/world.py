@@ -17,7 +17,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.agent.agent import Agent
-from tests.doubles.pool import EngineDouble, Pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.pool import State

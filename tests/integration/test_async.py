@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from tests.doubles.pool import EngineDouble, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher
 from trainer_side.packer import Packer

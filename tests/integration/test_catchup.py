@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import rollout_side.receive.clone_source
 from rollout_side.receive.clone_source import compose
 from rollout_side.receive.staging import StagingBuffers
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
+from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError
 from weft.contract.versions import AdapterVersions
-from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 DIRTY = LoadFailedError("mixed", metadata={"dirty": "true"})
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db") as running:
-        yield running
 
 
 @pytest.fixture
@@ -39,17 +32,6 @@ def publisher(pool: Pool) -> Iterator[Publisher]:
 
 def double(**settings: int) -> EngineDouble:
     return EngineDouble(weights(Model()), **{"retain_base": 1, **settings})
-
-
-def replica(pool: Pool, replica_id: str) -> pb.Replica:
-    with open_channel(pool.target) as channel:
-        replicas = InspectServiceStub(channel).ListReplicas(pb.ListReplicasRequest()).replicas
-    return next(r for r in replicas if r.replica_id == replica_id)
-
-
-def is_ready(pool: Pool, replica_id: str) -> bool:
-    ready = replica(pool, replica_id).state == pb.REPLICA_STATE_READY
-    return ready and pool.agents[replica_id].is_ready
 
 
 def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(

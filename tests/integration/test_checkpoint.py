@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from tests.doubles.pool import EngineDouble, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import running_pool
 from trainer_side import Publisher
 from weft.contract.checkpoint import READING, Checkpoint, CheckpointState, FileDigest
 

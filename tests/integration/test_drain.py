@@ -6,39 +6,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.doubles.pool import EngineDouble, Pool, running_pool
-from tests.integration.models import Model, peft_of, until, weights
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
+from tests.integration.models import Model, peft_of, until
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
 from weft_cli import replicas
 from weft_cli.main import app
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db") as running:
-        yield running
-
-
-@pytest.fixture
-def engines(pool: Pool) -> list[EngineDouble]:
-    doubles = [EngineDouble(weights(Model())) for _ in range(2)]
-    for i, engine in enumerate(doubles):
-        pool.add_replica(f"replica-{i}", engine)
-    return doubles
-
-
-@pytest.fixture
-def publisher(pool: Pool) -> Iterator[Publisher]:
-    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as running:
-        yield running
 
 
 def weft(pool: Pool, *args: str) -> str:

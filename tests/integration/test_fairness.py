@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.doubles.pool import EngineDouble, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, weights
 from trainer_side import Publisher
 from weft.coordinator.decisions import effects, events

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError, WeftError
@@ -17,12 +17,6 @@ from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 WAIT_SECONDS = 20.0
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db") as running:
-        yield running
 
 
 def add(

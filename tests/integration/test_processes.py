@@ -10,21 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.doubles.pool import EngineDouble, replicas_of, running_pool
-from tests.integration.test_push import Model, lora, peft_of, same, weights
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import replicas_of, running_pool
+from tests.integration.models import Model, lora, peft_of, same, weights
+from tests.integration.processes import start_coordinator
 from trainer_side import Publisher
-from weft_cli.demo.processes import Process
-
-COORDINATOR = (
-    "-m", "weft_cli", "coordinator", "--heartbeat-seconds", "0.2", "--lost-after-seconds", "3",
-)  # fmt: skip
-
-
-def start_coordinator(work, listen="127.0.0.1:0"):
-    args = (*COORDINATOR, "--listen", listen, "--catalog", str(work / "weft.db"))
-    process = Process("coordinator", args, work, {})
-    line = process.line(lambda text: text.startswith("listening on "), 30)
-    return process, line.removeprefix("listening on ")
 
 
 def test_kill_9_of_the_coordinator_between_pushes(tmp_path):

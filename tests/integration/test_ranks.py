@@ -6,7 +6,8 @@ The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py
 import pytest
 import torch
 
-from tests.doubles.pool import EngineDouble, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.trainers.launch import running_ranks
 

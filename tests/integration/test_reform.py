@@ -5,31 +5,14 @@ import signal
 import time
 
 import pytest
-import torch
-from torch import nn
 
-from tests.integration.test_processes import start_coordinator
+from tests.doubles.replica_weights import BUCKET_BYTES, ELEMENTS, NUM_TENSORS, model
+from tests.integration.processes import start_coordinator
 from trainer_side import Publisher
 from weft.contract.errors import PeerUnavailableError
 from weft_cli.demo.processes import Process
 
-NUM_TENSORS, ELEMENTS = 24, 2**18  # 1 MiB each, one a bucket
-BUCKET_BYTES = 2**20
 KILL_AT = 8
-
-
-def model(value):
-    """The names and shapes of the replica process's base, every element ``value``."""
-    root = nn.Module()
-    root.layers = nn.ModuleList(nn.Module() for _ in range(NUM_TENSORS // 8))
-    for i in range(NUM_TENSORS):
-        part = nn.Module()
-        part.weight = nn.Parameter(torch.full((ELEMENTS,), value), requires_grad=False)
-        root.layers[i // 8].add_module(f"t{i % 8}", part)
-    q_proj = nn.Module()
-    q_proj.weight = nn.Parameter(torch.full((64, 64), value), requires_grad=False)
-    root.layers[0].add_module("q_proj", q_proj)
-    return root
 
 
 class Replicas:

@@ -17,9 +17,10 @@ from rich.console import Console
 import rollout_side.spill.folder as spill_folder
 import rollout_side.spill.spiller
 from rollout_side.spill.folder import SpillSettings
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
-from tests.integration.test_catchup import is_ready, replica
+from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
 from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_channel

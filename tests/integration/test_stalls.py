@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, until, weights
 from trainer_side import Publisher
 from weft.contract.errors import StalledError

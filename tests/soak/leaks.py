@@ -28,7 +28,7 @@ from tests.e2e.replicas import (
 from tests.models import make_model
 from tests.processes import Holding, holding, least, members, title
 from tests.report import table
-from tests.soak.double import ELEMENTS, NUM_TENSORS
+from tests.soak.double_models import ELEMENTS, NUM_TENSORS
 from tests.soak.traffic import request
 from tests.soak.trainers import POLICIES
 from tests.soak.weights import FIRST_SEED

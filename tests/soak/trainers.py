@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.models import draw_adapter, draw_base, load_hf
-from tests.soak.double import DoubleModels
+from tests.soak.double_models import DoubleModels
 from tests.soak.ledger import Ledger
 from tests.soak.weights import RANKS, adapter_model
 from trainer_side import Publisher

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.transport.test_digest import by_definition
+from tests.unit.transport.wsum64 import by_definition
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
 from weft.transport import digest_cache, safetensors_file

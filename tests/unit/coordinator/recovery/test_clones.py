@@ -7,50 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.coordinator.machine import (
-    CAPABILITIES,
-    DIGEST,
-    DIRTY,
-    GONE,
-    LOAD_FAILED,
-    Machine,
+from tests.unit.coordinator.machine import CAPABILITIES, DIGEST, GONE, LOAD_FAILED, Machine
+from tests.unit.coordinator.recovery.clones import (
+    BASE_1,
+    GONE_FOR_GOOD,
+    next_clone,
+    serving_pool,
+    standing_of,
 )
-from weft.contract.names import PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.state.values import Errand, Failure, Phase, Standing
-
-BASE_1 = PolicyVersion("base", 1)
-GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"
-
-
-def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
-    return standing(m.state, m.state.replicas[replica_id])
-
-
-def _served(**settings: int) -> Machine:
-    """A pool of one that serves base@1, code@1, math@1 and math@2."""
-    m = Machine(**settings).pool("r0")
-    for policy in ("base", "code", "math", "math"):
-        m.acquire(policy)
-        m.run_to(Phase.COMMITTED, policy)
-    return m
-
-
-def _clone(m: Machine) -> int:
-    """The ticket of the next clone, begun or waiting."""
-    m.do(events.Tick())
-    (ticket,) = m.answer_look_ups()
-    return ticket
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     brought = []
-    while _standing(m, "r1")[0] is not Standing.READY:
-        ticket = _clone(m)
+    while standing_of(m, "r1")[0] is not Standing.READY:
+        ticket = next_clone(m)
         transfer = m.transfer(ticket)
         assert (transfer.errand, transfer.source, transfer.targets) == (
             Errand.CLONE,
@@ -73,10 +48,10 @@ def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
 
 
 def test_a_clone_has_no_version_of_its_own_and_no_lease() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     saved = len(m.ever(effects.SaveVersion)), len(m.ever(effects.SavePolicy))
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.do(events.ReleasePolicy(0, "base", m.tokens["base"]))
     assert m.transfer(ticket).phase is Phase.FORMING, "its trainer's lease is not its own"
     m.finish(ticket)
@@ -88,11 +63,11 @@ def test_a_clone_has_no_version_of_its_own_and_no_lease() -> None:
 
 
 def test_what_nobody_holds_is_said_and_nothing_is_tried() -> None:
-    m = _served()
+    m = serving_pool()
     m.do(events.Leave(5, "r0", "i1"))
     m.register("r0", "i2")
     m.pass_time(3)
-    where, why = _standing(m, "r0")
+    where, why = standing_of(m, "r0")
     assert where is Standing.PENDING_WEIGHTS
     assert why == f"lacks base@1, code@1, math@2, {GONE_FOR_GOOD}"
     assert not m.look_ups()
@@ -105,19 +80,19 @@ def test_a_base_that_is_served_but_not_retained_cannot_be_cloned() -> None:
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
     m.pass_time(1)
-    assert _standing(m, "r1")[1] == f"lacks base@1, {GONE_FOR_GOOD}"
+    assert standing_of(m, "r1")[1] == f"lacks base@1, {GONE_FOR_GOOD}"
     assert not m.look_ups()
 
 
 def test_standing_says_what_comes_from_whom() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
-    _clone(m)
-    assert _standing(m, "r1")[1] == "lacks base@1, which comes from r0; lacks code@1, math@2"
+    next_clone(m)
+    assert standing_of(m, "r1")[1] == "lacks base@1, which comes from r0; lacks code@1, math@2"
 
 
 def test_a_source_that_is_not_ready_will_do_if_it_holds_the_bytes() -> None:
-    m = _served()
+    m = serving_pool()
     vector = VersionVector(0, {"math": AdapterVersions((1, 2), 2)})
     m.register("r1", vector=vector)
     m.register("r2", vector=vector)
@@ -129,17 +104,17 @@ def test_a_source_that_is_not_ready_will_do_if_it_holds_the_bytes() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.attend_all(ticket)
     m.prepare_all(ticket)
     m.do(events.RankGone(f"g{ticket}", rank, "its stream broke"))
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert [c.replica_id for c in m.found(effects.CallDiscard)] == ["r1"]
     assert not m.ever(effects.SaveRetired)
-    assert _standing(m, "r0")[0] is Standing.READY
-    where, why = _standing(m, "r1")
+    assert standing_of(m, "r0")[0] is Standing.READY
+    where, why = standing_of(m, "r1")
     assert where is Standing.PENDING_WEIGHTS
     assert "could not be brought yet" in why
     assert "its stream broke" in why
@@ -179,9 +154,9 @@ def test_another_source_is_tried_after_a_failure() -> None:
 
 
 def test_a_copy_that_is_not_what_was_committed_is_not_served() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.attend_all(ticket)
     m.prepare_all(ticket)
     commits = len(m.ever(effects.CallCommit))
@@ -192,23 +167,23 @@ def test_a_copy_that_is_not_what_was_committed_is_not_served() -> None:
     assert failure is not None
     assert (failure.reason, failure.metadata["member"]) == ("DIGEST_MISMATCH", "r0")
     assert len(m.ever(effects.CallCommit)) == commits
-    assert "not what was committed" in _standing(m, "r1")[1]
+    assert "not what was committed" in standing_of(m, "r1")[1]
 
 
 def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.finish(ticket, r1=LOAD_FAILED)
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert m.state.policies["base"].served_version == 1
-    assert _standing(m, "r0")[0] is Standing.READY
-    assert "the engine said no" in _standing(m, "r1")[1]
+    assert standing_of(m, "r0")[0] is Standing.READY
+    assert "the engine said no" in standing_of(m, "r1")[1]
     assert f"g{ticket}" not in m.state.groups
 
 
 def test_a_replica_does_one_thing_at_a_time() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     m.do(events.Tick())
     pushed = m.run_to(Phase.STAGING)
@@ -229,7 +204,7 @@ def test_a_replica_does_one_thing_at_a_time() -> None:
 
 
 def test_a_thousand_late_joiners_are_planned_in_reasonable_time() -> None:
-    m = _served()
+    m = serving_pool()
     for i in range(1, 1000):
         m.register(f"r{i:04}")
     begin = time.process_time()
@@ -255,7 +230,7 @@ def test_clones_of_different_pairs_go_on_at_once() -> None:
 
 
 def test_a_clone_that_is_superseded_while_it_waits_is_dropped() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     m.do(events.Tick())
     pushed = m.run_to(Phase.STAGING, "base", min_replicas=1)
@@ -263,24 +238,24 @@ def test_a_clone_that_is_superseded_while_it_waits_is_dropped() -> None:
     m.stage_all(pushed)
     m.answer_commits(pushed)
     assert f"t{clone}" not in m.state.transfers
-    assert str(m.transfer(_clone(m)).policy_version) == "code@1"
+    assert str(m.transfer(next_clone(m)).policy_version) == "code@1"
 
 
 @pytest.mark.parametrize("who", ["r0", "r1"])
 def test_who_leaves_ends_the_clone(who: str) -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.do(events.Leave(5, who, "i1"))
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert not [t for t in m.state.transfers.values() if t.errand is Errand.CLONE]
 
 
 def test_who_leaves_while_it_waits_or_is_looked_up() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     m.register("r2")
-    first = _clone(m)
+    first = next_clone(m)
     waiting = m.transfer(first)
     m.do(events.Leave(5, waiting.replica_id, "i1"))
     assert f"t{first}" not in m.state.transfers
@@ -291,17 +266,17 @@ def test_who_leaves_while_it_waits_or_is_looked_up() -> None:
 
 
 def test_a_lookup_that_fails_is_put_off() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     m.do(events.Tick())
     assert m.answer_look_ups(Failure("PEER_GONE", "no answer")) == []
-    assert "no answer" in _standing(m, "r1")[1]
+    assert "no answer" in standing_of(m, "r1")[1]
     m.pass_time(1.5)
     assert m.answer_look_ups(record=None) == []
 
 
 def test_backends_must_meet() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1")
     capabilities = replace(CAPABILITIES, backends=("nccl",))
     m.state = replace(
@@ -313,87 +288,33 @@ def test_backends_must_meet() -> None:
     )
     m.do(events.Tick())
     assert m.answer_look_ups() == []
-    assert "BACKEND_MISMATCH" in _standing(m, "r1")[1]
-
-
-def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
-    m = Machine().pool("r0", "r1")
-    m.acquire("base")
-    m.acquire("math")
-    m.run_to(Phase.COMMITTED)
-    ticket = m.run_to(Phase.COMMITTING, "base")
-    m.answer_commits(ticket, r1=DIRTY)
-    clone = _clone(m)
-    assert m.transfer(clone).policy_version == BASE_1
-    assert _standing(m, "r1")[0] is Standing.QUARANTINED
-    m.finish(clone)
-    assert _standing(m, "r1") == (Standing.READY, "")
-
-
-def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
-    """The load of a second copy of what it serves broke: it has the first."""
-    m = Machine().pool("r0")
-    m.acquire("base")
-    m.run_to(Phase.COMMITTED, "base")
-    replica = m.state.replicas["r0"]
-    m.now += 5
-    m.do(events.Heartbeat(9, "r0", "i1", replica.vector, 0, (1,), "a layer burned"))
-    assert _standing(m, "r0") == (Standing.QUARANTINED, "a layer burned")
-    ticket = _clone(m)
-    assert m.transfer(ticket).errand is Errand.RESTORE
-    (call,) = m.found(effects.CallSwitch)
-    assert (call.replica_id, call.version) == ("r0", BASE_1)
-    m.answer_commit(ticket, "r0")
-    assert _standing(m, "r0") == (Standing.READY, "")
-
-
-def test_a_dirty_pool_without_a_copy_says_so() -> None:
-    m = Machine().pool("r0")
-    m.acquire("base")
-    ticket = m.run_to(Phase.COMMITTING, "base")
-    m.answer_commits(ticket, r0=DIRTY)
-    assert _standing(m, "r0") == (
-        Standing.QUARANTINED,
-        f"the engine broke; it needs base@1, {GONE_FOR_GOOD}",
-    )
-
-
-def test_an_alias_that_stands_elsewhere_is_put_right() -> None:
-    m = _served()
-    vector = VersionVector(
-        1, {"math": AdapterVersions((1, 2), 1), "code": AdapterVersions((1,), 1)}
-    )
-    m.register("r1", vector=vector)
-    ticket = _clone(m)
-    assert m.transfer(ticket).errand is Errand.RESTORE
-    m.answer_commit(ticket, "r1")
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert "BACKEND_MISMATCH" in standing_of(m, "r1")[1]
 
 
 def test_versions_that_are_about_to_be_retired_are_not_cloned() -> None:
-    m = _served(retain=1)
+    m = serving_pool(retain=1)
     m.register("r1")
     brought = []
-    while _standing(m, "r1")[0] is not Standing.READY:
-        ticket = _clone(m)
+    while standing_of(m, "r1")[0] is not Standing.READY:
+        ticket = next_clone(m)
         brought.append(str(m.transfer(ticket).policy_version))
         m.finish(ticket)
     assert brought == ["base@1", "code@1", "math@2"]
 
 
 def test_a_replica_without_lora_is_not_sent_adapters() -> None:
-    m = _served()
+    m = serving_pool()
     m.register("r1", lora_enabled=False)
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.finish(ticket)
     m.do(events.Tick())
     assert not m.look_ups()
 
 
 def test_a_clone_that_takes_too_long_is_given_up() -> None:
-    m = _served(clone_seconds=5)
+    m = serving_pool(clone_seconds=5)
     m.register("r1")
-    ticket = _clone(m)
+    ticket = next_clone(m)
     m.pass_time(6)
     failure = m.transfer(ticket).failure
     assert failure is not None

@@ -15,7 +15,7 @@ from rollout_side.agent.drain import Draining
 from rollout_side.agent.registration import OrderKey, Told
 from rollout_side.config import AgentConfig
 from rollout_side.main import _Stop
-from tests.doubles.pool import EngineDouble
+from tests.doubles.engine import EngineDouble
 
 
 class Registered:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rollout_side.memory.segment import HostSegment
-from rollout_side.memory.versions import StagedVersion, bucket_starts
+from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
     FACTS,
     MANIFEST,
@@ -23,31 +22,9 @@ from rollout_side.spill.files import (
     read_manifest,
     write_version,
 )
-from weft.contract.bucket_plan import plan_buckets
+from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
 from weft.contract.errors import InvalidManifestError, TransferAbortedError
-from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import content_digest, payload_digest
-
-FINGERPRINT = "f" * 64
-CONFIG = '{"peft_type": "LORA", "r": 4}'
-
-
-def held(version: str, metas: list[TensorMeta], bucket_bytes: int = 4096) -> StagedVersion:
-    """A version as a receiver would have staged it, with values of its own."""
-    manifest = plan_buckets(metas, bucket_bytes)
-    segment = HostSegment.allocate(manifest.wire_bytes)
-    starts, generator = bucket_starts(manifest), torch.Generator().manual_seed(len(metas))
-    for slot in manifest.tensors:
-        at = starts[slot.bucket] + slot.offset_bytes
-        values = torch.randint(0, 2, (slot.meta.num_bytes,), generator=generator)
-        segment.data[at : at + slot.meta.num_bytes] = values.to(torch.uint8)
-    digests = [
-        payload_digest(segment.data[at : at + bucket.payload_bytes], manifest.digest_algorithm)
-        for at, bucket in zip(starts, manifest.buckets, strict=True)
-    ]
-    parsed = PolicyVersion.parse(version)
-    return StagedVersion(f"t-{version}", parsed, manifest, segment, content_digest(digests))
 
 
 def write(directory: Path, copy: StagedVersion, **options: int) -> Path:
@@ -60,16 +37,6 @@ def digest_of(directory: Path) -> bytes:
     """As a restore would, into memory that held something else before."""
     manifest = read_manifest(directory)
     return read_into(directory, manifest, torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8))
-
-
-BASE = [
-    TensorMeta("model.embed.weight", DataType.BFLOAT16, (50, 7)),
-    TensorMeta("model.layers.0.scale", DataType.FLOAT32, ()),
-    TensorMeta("model.layers.0.odd", DataType.INT8, (3,)),
-    TensorMeta("model.layers.0.weight", DataType.FLOAT32, (33, 5)),
-    TensorMeta("model.layers.1.fp8", DataType.FLOAT8_E4M3FN, (5, 3)),
-    TensorMeta("model.norm.weight", DataType.BFLOAT16, (129,)),
-]
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 700, 10**9])

@@ -18,7 +18,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
 from rollout_side.spill.spiller import Spiller
-from tests.unit.rollout.spill.test_files import BASE, CONFIG, FINGERPRINT, held
+from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
 from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
 from weft.contract.names import PolicyVersion
 

@@ -15,7 +15,7 @@ import torch
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn_in_place
 from rollout_side.vllm_engine.loading.streaming import load_in_place
-from tests.unit.rollout.vllm_engine.loading.test_copy_plan import (
+from tests.unit.rollout.vllm_engine.loading.toy_model import (
     CHANGES,
     MANIFEST,
     PADDED,

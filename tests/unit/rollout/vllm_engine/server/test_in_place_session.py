@@ -12,13 +12,7 @@ import pytest
 
 from rollout_side.vllm_engine.server.refusals import refuse_in_place
 from rollout_side.vllm_engine.server.replica import VllmReplica
-from tests.unit.rollout.vllm_engine.server.test_replica import (
-    BASE,
-    FakeEngine,
-    failed,
-    make_replica,
-    ok,
-)
+from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft.contract.errors import LoadFailedError, NotReadyError, UnsupportedError
 from weft.contract.names import PolicyVersion
 

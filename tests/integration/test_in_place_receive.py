@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.doubles.pool import EngineDouble, Pool, running_pool
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError, WeftError
@@ -37,12 +37,6 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db") as running:
-        yield running
 
 
 @pytest.fixture

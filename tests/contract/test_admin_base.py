@@ -1,4 +1,4 @@
-"""``weft base`` over real stubs: what a pool is bound to, and letting go of it."""
+"""AdminService on the base: what a pool is bound to, and letting go of it (``weft base``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
-from tests.doubles.replicas import REFERENCE, FakeReplica
+from tests.doubles.replicas import FakeReplica
+from tests.doubles.tiny_model import REFERENCE
 from weft.contract.errors import NotReadyError
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.status import error_from_rpc
@@ -29,12 +31,6 @@ async def _base(pool: Pool) -> admin_pb2.GetBaseResponse:
     return await _call(pool, "GetBase", admin_pb2.GetBaseRequest())
 
 
-async def _refusal(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return f"{caught.value.code().name}/{error_from_rpc(caught.value).reason}"
-
-
 async def _leave(replica: FakeReplica) -> None:
     gone = registry_pb2.LeaveRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
     await replica.registry.Leave(gone)
@@ -48,9 +44,9 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     await trainer.push()
     bound = admin_pb2.RebindBaseRequest(base_fingerprint=REFERENCE.fingerprint)
     other = admin_pb2.RebindBaseRequest(base_fingerprint=OTHER)
-    assert await _refusal(_call(pool, "RebindBase", other)) == "FAILED_PRECONDITION/BASE_MISMATCH"
+    assert await refusal(_call(pool, "RebindBase", other)) == "FAILED_PRECONDITION/BASE_MISMATCH"
     in_contact = "FAILED_PRECONDITION/REPLICAS_IN_CONTACT"
-    assert await _refusal(_call(pool, "RebindBase", bound)) == in_contact
+    assert await refusal(_call(pool, "RebindBase", bound)) == in_contact
     with pytest.raises(NotReadyError, match="r0 would be left"):
         await asyncio.to_thread(base_model.rebind, pool.target)
     await _leave(replica)
@@ -58,7 +54,7 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     while not (await _base(pool)).num_transfers:
         await asyncio.sleep(0.01)
     under_way = "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
-    assert await _refusal(_call(pool, "RebindBase", bound)) == under_way
+    assert await refusal(_call(pool, "RebindBase", bound)) == under_way
     waiting.cancel()
     while (await _base(pool)).num_transfers:
         await asyncio.sleep(0.01)

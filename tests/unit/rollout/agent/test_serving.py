@@ -13,7 +13,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import SwitchTimes
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
-from tests.doubles.pool import EngineDouble
+from tests.doubles.engine import EngineDouble
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
 from weft.contract.names import BASE_POLICY, PolicyVersion

@@ -13,9 +13,9 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from tests.contract.calls import fails
 from tests.contract.conftest import Pool
-from tests.contract.test_replica import Served, served
-from tests.contract.test_statuses import _fails
+from tests.contract.served_replica import Served
 from tests.doubles.replicas import FakeReplica
 from weft.coordinator.decisions.transfers import preflight
 from weft.coordinator.services import uploads
@@ -32,8 +32,6 @@ from weft.v1 import (
     replica_pb2,
     types_pb2,
 )
-
-__all__ = ["served"]
 
 _MODULES = (admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2)
 _METHODS = [
@@ -68,7 +66,7 @@ async def test_a_drain_of_three_million_years_is_not_taken(pool: Pool) -> None:
         replica.registry.Heartbeat(registry_pb2.HeartbeatRequest(drain=drain, **fields)),
         replica.registry.Register(registry_pb2.RegisterRequest(drain=drain, **fields)),
     ):
-        error = await _fails(call, "INVALID_ARGUMENT", "INVALID_REQUEST")
+        error = await fails(call, "INVALID_ARGUMENT", "INVALID_REQUEST")
         assert error.metadata["field"] == "Drain.time_left"
     (shown,) = (await _listings(pool)).replicas
     assert shown.state == inspect_pb2.REPLICA_STATE_READY
@@ -104,7 +102,7 @@ async def test_bytes_that_are_no_message_are_refused_everywhere(
             is_replicas = method.containing_service.name == "ReplicaService"
             send = _raw(replica if is_replicas else coordinator, method)
             for data in (b"\xff\xff", b"\x0a\x7f"):
-                await _fails(send(data), "INVALID_ARGUMENT", "INVALID_REQUEST")
+                await fails(send(data), "INVALID_ARGUMENT", "INVALID_REQUEST")
     assert len(_METHODS) > 30
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -149,7 +147,7 @@ async def test_a_manifest_is_refused_at_the_first_name_that_is_too_long(pool: Po
             yield publish_pb2.PutManifestRequest(chunk=types_pb2.ManifestChunk(**chunk))
         await asyncio.sleep(60)  # the refusal comes before the stream ends
 
-    await _fails(trainer.stub.PutManifest(unfinished()), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+    await fails(trainer.stub.PutManifest(unfinished()), "INVALID_ARGUMENT", "INVALID_MANIFEST")
 
 
 async def test_a_manifest_that_does_not_go_on_is_given_up(
@@ -165,7 +163,7 @@ async def test_a_manifest_that_does_not_go_on_is_given_up(
 
     hanging = [trainer.stub.PutManifest(hangs()) for _ in range(uploads.MAX_AT_ONCE * 2)]
     for call in hanging:
-        await _fails(call, "DEADLINE_EXCEEDED", "DEADLINE")
+        await fails(call, "DEADLINE_EXCEEDED", "DEADLINE")
     assert await trainer.put_manifest()
 
 
@@ -177,7 +175,7 @@ async def test_more_receivers_than_a_group_holds(
     trainer = await pool.trainer()
     await trainer.push()
     await pool.replica("r1")
-    await _fails(trainer.begin(), "RESOURCE_EXHAUSTED", "GROUP_TOO_LARGE")
+    await fails(trainer.begin(), "RESOURCE_EXHAUSTED", "GROUP_TOO_LARGE")
 
 
 # -- to a coordinator, from a replica that it called ---------------------------
@@ -235,7 +233,7 @@ async def test_a_replica_that_answers_gibberish_fails_its_push_alone(
         ours, replica.address = replica.address, address
         await replica.register()
         begun = await trainer.begin()
-        error = await _fails(trainer.wait(begun.transfer_id), "UNAVAILABLE", "PEER_GONE")
+        error = await fails(trainer.wait(begun.transfer_id), "UNAVAILABLE", "PEER_GONE")
         assert error.metadata["member"] == "r0"
         assert "answered JoinGroup with what cannot be" in error.message
         replica.address = ours

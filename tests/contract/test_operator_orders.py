@@ -15,12 +15,11 @@ import pytest_asyncio
 import torch
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig
 from tests.contract.conftest import Pool
-from tests.doubles.pool import EngineDouble
+from tests.doubles.agent import serve
+from tests.doubles.engine import EngineDouble
 from weft.rpc.channel import open_aio_channel
-from weft.rpc.server import Servicer, bind, make_server
 from weft.rpc.status import error_from_rpc
 from weft.v1 import (
     admin_pb2,
@@ -68,14 +67,7 @@ async def replica(pool: Pool) -> AsyncIterator[Replica]:
     engine = EngineDouble({"w": torch.zeros(8, 8)})
     config = AgentConfig(coordinator=pool.target, replica_id="r0", http_url="http://127.0.0.1:1")
     agent = Agent(config, engine)
-    servicer = Servicer(
-        "weft.v1.ReplicaService",
-        ReplicaServicer(agent),
-        replica_pb2_grpc.add_ReplicaServiceServicer_to_server,
-    )
-    server = (await make_server([servicer])).server
-    agent.advertise(bind(server, "127.0.0.1:0"))
-    await server.start()
+    server = await serve(agent)
     running = asyncio.create_task(agent.run())
     async with open_aio_channel(pool.target) as channel:
         yield Replica(agent, engine, channel)

@@ -10,7 +10,7 @@ import pytest
 from rollout_side.vllm_engine.worker.answers import check_answers
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
-from tests.e2e.test_vllm_engine_adapters import PROMPT, check
+from tests.e2e.logprobs import PROMPT, check
 from tests.models import Referee
 from weft.contract.errors import LoadFailedError, PeerUnavailableError
 

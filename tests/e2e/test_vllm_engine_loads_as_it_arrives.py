@@ -14,7 +14,7 @@ from rollout_side.engine import SwitchTimes
 from tests.e2e.arriving_file import arriving_digest
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
-from tests.e2e.test_vllm_engine_adapters import PROMPT, check
+from tests.e2e.logprobs import PROMPT, check
 from tests.models import Referee
 from weft.contract.errors import NotReadyError
 from weft.contract.names import PolicyVersion

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.doubles.replica_process import base_weights
+from tests.doubles.replica_weights import base_weights
 from tests.soak.weights import RANKS
 from trainer_side import Publisher
 from weft.contract.names import BASE_POLICY, PolicyVersion

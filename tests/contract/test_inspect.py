@@ -1,0 +1,126 @@
+"""InspectService: every status and reason that its protos list, through the real stubs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.contract.calls import fails
+from tests.contract.conftest import Pool
+from tests.doubles.tiny_model import REFERENCE
+from weft.v1 import inspect_pb2, publish_pb2
+
+
+async def test_lists_in_pages(pool: Pool) -> None:
+    for name in ("r2", "r0", "r1"):
+        await pool.replica(name)
+    trainer = await pool.trainer()
+    await trainer.push()
+    inspect = trainer.inspect
+    replicas = inspect_pb2.ListReplicasRequest
+    first = await inspect.ListReplicas(replicas(page_size=2))
+    second = await inspect.ListReplicas(replicas(page_token=first.next_page_token))
+    listed = [*first.replicas, *second.replicas]
+    assert [r.replica_id for r in listed] == ["r0", "r1", "r2"]
+    assert not second.next_page_token
+    assert all(r.version_vector.adapters for r in listed)
+    one = await inspect.ListReplicas(replicas(replica_ids=["r1", "r9"], share_version_vectors=True))
+    (replica,), (vector,) = one.replicas, one.version_vectors
+    assert (replica.replica_id, replica.version_vector_index) == ("r1", 0)
+    assert not replica.HasField("version_vector")
+    assert vector == listed[0].version_vector
+    policies = inspect_pb2.ListPoliciesRequest
+    names = []
+    page = await inspect.ListPolicies(policies(page_size=1))
+    while page.next_page_token:
+        names += [policy.policy for policy in page.policies]
+        page = await inspect.ListPolicies(policies(page_size=1, page_token=page.next_page_token))
+    assert [*names, *(policy.policy for policy in page.policies)][-1] == "math"
+    transfers = inspect_pb2.ListTransfersRequest
+    (ended,) = (await inspect.ListTransfers(transfers(page_size=1))).transfers
+    after = await inspect.ListTransfers(transfers(page_token=ended.transfer_id))
+    assert not after.transfers
+
+
+@pytest.mark.parametrize("method", ["ListReplicas", "ListPolicies", "ListTransfers"])
+async def test_pages_that_nobody_told(pool: Pool, method: str) -> None:
+    inspect = (await pool.trainer()).inspect
+    request = getattr(inspect_pb2, f"{method}Request")
+    for wrong in (request(page_size=-1), request(page_token="x" * 5000)):
+        await fails(getattr(inspect, method)(wrong), "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
+async def test_a_page_after_a_transfer_that_is_forgotten(pool: Pool) -> None:
+    inspect = (await pool.trainer()).inspect
+    request = inspect_pb2.ListTransfersRequest(page_token="t-gone")
+    await fails(inspect.ListTransfers(request), "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
+async def test_list_versions(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    inspect = trainer.inspect
+    for _ in range(3):
+        await trainer.push()
+    ask = inspect_pb2.ListVersionsRequest
+    first = await inspect.ListVersions(ask(policy="math", page_size=2))
+    second = await inspect.ListVersions(
+        ask(policy="math", page_size=2, page_token=first.next_page_token)
+    )
+    assert [v.version.version for v in (*first.versions, *second.versions)] == [3, 2, 1]
+    assert not second.next_page_token
+    assert first.versions[0].content_digest.size_bytes == trainer.manifest.total_bytes
+    assert first.versions[0].commit_time.seconds >= first.versions[0].create_time.seconds > 1e9
+    await fails(inspect.ListVersions(ask(policy="nope")), "NOT_FOUND", "POLICY_UNKNOWN")
+    for page in ({"page_token": "x"}, {"page_size": -1}):
+        call = inspect.ListVersions(ask(policy="math", **page))
+        await fails(call, "INVALID_ARGUMENT", "INVALID_PAGE")
+
+
+async def test_inspecting_a_push(pool: Pool) -> None:
+    replica = await pool.replica()
+    replica.breaks_at = "never-staged"
+    trainer = await pool.trainer()
+    begun = await trainer.begin()
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    assert got.weft_version
+    assert got.base_fingerprint == REFERENCE.fingerprint
+    assert [t.transfer_id for t in got.active_transfers] == [begun.transfer_id]
+    assert not got.HasField("last_transfer")
+    assert got.policies[0].lease.trainer_id == "trainer"
+    assert got.replicas[0].model_name == "tiny"
+    listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
+    assert listed.transfers[0].state == publish_pb2.TRANSFER_STATE_FORMING
+
+
+async def test_watch_events(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    await pool.replica()
+    await trainer.push()
+    kinds = []
+    async with asyncio.timeout(5):
+        while "transfer_committed" not in kinds:
+            event = await watch.read()
+            assert event.time.seconds > 1e9
+            kinds.append(event.kind)
+    assert kinds == ["replica_ready", "transfer_begun", "transfer_staged", "transfer_committed"]
+    watch.cancel()
+
+
+async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    assert pool.coordinator is not None
+    feed = pool.coordinator._driver._feed  # type: ignore[union-attr]
+    for i in range(1200):
+        feed.publish(0.0, "replica_ready", f"r{i}", "")
+
+    async def read_all() -> None:
+        while True:
+            await watch.read()
+
+    await fails(asyncio.wait_for(read_all(), 5), "RESOURCE_EXHAUSTED", "TOO_SLOW")

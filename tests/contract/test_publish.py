@@ -1,0 +1,313 @@
+"""PublishService: every status and reason that its protos list, through the real stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+
+from tests.contract.calls import fails
+from tests.contract.conftest import Pool
+from tests.doubles.tiny_model import ADAPTER_MANIFEST, REFERENCE, adapter_spec
+from tests.doubles.trainer import FakeTrainer
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import (
+    BaseMismatchError,
+    LeaseFencedError,
+    NotFiniteError,
+    NotFoundError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+)
+from weft.contract.tensors import DataType, TensorMeta
+from weft.rpc.codec import duration_to_proto
+from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
+from weft_cli.status import render
+
+
+async def test_describe_target(pool: Pool) -> None:
+    trainer = FakeTrainer(pool.target)
+    pool.things.append(trainer)
+    request = publish_pb2.DescribeTargetRequest()
+    error = await fails(
+        trainer.stub.DescribeTarget(request, timeout=1.5), "UNAVAILABLE", "POOL_EMPTY"
+    )
+    assert isinstance(error, PeerUnavailableError)
+    waiting = asyncio.ensure_future(trainer.stub.DescribeTarget(request, timeout=10))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await pool.replica()
+    described = await waiting
+    assert described.base_fingerprint == REFERENCE.fingerprint
+    assert described.architecture == REFERENCE.architecture
+    assert described.base_dtype == types_pb2.DATA_TYPE_BFLOAT16
+    assert dict(described.base_dtype_exceptions) == {
+        "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
+    }
+    assert described.num_replicas == 1
+
+
+async def test_acquire_policy(pool: Pool) -> None:
+    first = await pool.trainer("t1")
+    second = FakeTrainer(pool.target, "t2")
+    pool.things.append(second)
+    error = await fails(second.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
+    assert isinstance(error, PolicyOwnedError)
+    assert error.metadata["holder"] == "t1"
+    assert 0 < float(error.metadata["expires_in_seconds"]) <= 10
+    again = await first.acquire()
+    assert again.fencing_token == 1
+    for name in ("../up", "x" * 64, ""):
+        second.policy = name
+        await fails(second.acquire(), "INVALID_ARGUMENT", "INVALID_NAME")
+    unset = publish_pb2.AcquirePolicyRequest(trainer_id="t", session_id="s", policy="p")
+    await fails(second.stub.AcquirePolicy(unset), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+async def test_renew_and_release(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    renew = publish_pb2.RenewLeaseRequest(policy="math", fencing_token=1)
+    lease = (await trainer.stub.RenewLease(renew)).lease
+    assert lease.time_to_live.ToTimedelta().total_seconds() == 10
+    release = publish_pb2.ReleasePolicyRequest(policy="math", fencing_token=1)
+    await trainer.stub.ReleasePolicy(release)
+    await trainer.stub.ReleasePolicy(release)
+    error = await fails(trainer.stub.RenewLease(renew), "ABORTED", "LEASE_FENCED")
+    assert isinstance(error, LeaseFencedError)
+
+
+async def _put(trainer: FakeTrainer, *chunks: types_pb2.ManifestChunk) -> Any:
+    async def requests() -> AsyncIterator[publish_pb2.PutManifestRequest]:
+        for chunk in chunks:
+            yield publish_pb2.PutManifestRequest(chunk=chunk)
+
+    return await trainer.stub.PutManifest(requests())
+
+
+async def test_put_manifest_refuses_what_cannot_be(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    header, buckets, tensors = manifest_to_chunks(ADAPTER_MANIFEST)
+
+    def tensors_with(**changes: Any) -> types_pb2.ManifestChunk:
+        copy = types_pb2.ManifestChunk()
+        copy.CopyFrom(tensors)
+        for name, value in changes.items():
+            setattr(copy.tensors[1], name, value)
+        return copy
+
+    wrong_digest = types_pb2.ManifestChunk()
+    wrong_digest.CopyFrom(header)
+    wrong_digest.header.layout_digest = b"\0" * 32
+    for chunks in (
+        (),
+        (buckets, tensors),
+        (header, header),
+        (header, buckets),
+        (header, buckets, tensors, tensors),
+        (wrong_digest, buckets, tensors),
+        (header, buckets, tensors_with(name=tensors.tensors[0].name)),
+        (header, buckets, tensors_with(offset_bytes=0)),
+        (header, buckets, tensors_with(offset_bytes=3)),
+        (header, buckets, tensors_with(bucket=4)),
+        (header, buckets, tensors_with(dtype=0)),
+    ):
+        await fails(_put(trainer, *chunks), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+
+
+async def test_ten_million_tensors_are_refused_at_the_header(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    header = types_pb2.ManifestHeader(num_tensors=10_000_000, num_buckets=1)
+
+    async def unfinished() -> AsyncIterator[publish_pb2.PutManifestRequest]:
+        yield publish_pb2.PutManifestRequest(chunk=types_pb2.ManifestChunk(header=header))
+        await asyncio.sleep(60)  # the refusal comes before the stream ends
+
+    call = trainer.stub.PutManifest(unfinished(), timeout=5)
+    await fails(call, "RESOURCE_EXHAUSTED", "MANIFEST_TOO_LARGE")
+
+
+async def test_a_hundred_thousand_tensors_pass(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    metas = [
+        TensorMeta(f"model.layers.{i // 9}.mlp.experts.{i % 9}.up_proj.weight", DataType.INT8, (8,))
+        for i in range(100_000)
+    ]
+    trainer.manifest = plan_buckets(metas, 2**20)
+    assert await trainer.put_manifest() == trainer.manifest.layout_digest
+    assert await trainer.put_manifest() == trainer.manifest.layout_digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "reason"),
+    [
+        ({"layout_digest": b"?"}, "FAILED_PRECONDITION", "MANIFEST_UNKNOWN"),
+        ({"fencing_token": 99}, "ABORTED", "LEASE_FENCED"),
+        ({"policy": "no way"}, "INVALID_ARGUMENT", "INVALID_NAME"),
+        ({"adapter": None}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(use_dora=True)}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(r=8)}, "INVALID_ARGUMENT", "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(target_modules="(.*.*)*x")}, "INVALID_ARGUMENT",
+         "INVALID_ADAPTER"),
+        ({"adapter": adapter_spec(alpha_pattern={"(.*.*)*x": 1})}, "INVALID_ARGUMENT",
+         "INVALID_ADAPTER"),
+        ({"adapter": types_pb2.AdapterSpec(config_json="{" * 70_000)}, "INVALID_ARGUMENT",
+         "INVALID_ADAPTER"),
+        ({"backend": "nccl"}, "FAILED_PRECONDITION", "BACKEND_MISMATCH"),
+        ({"require": publish_pb2.Requirement(min_replicas=2),
+          "timeout": duration_to_proto(0.2)}, "UNAVAILABLE", "POOL_EMPTY"),
+    ],
+)  # fmt: skip
+async def test_begin_transfer(pool: Pool, changes: dict[str, Any], code: str, reason: str) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    await fails(trainer.begin(**changes), code, reason)
+    listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
+    assert not listed.transfers
+    assert (await trainer.push()).version.version == 1  # nothing was burnt
+
+
+async def test_begin_transfer_for_another_base(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    spec = adapter_spec()
+    spec.base_fingerprint = "0" * 64
+    error = await fails(trainer.begin(adapter=spec), "FAILED_PRECONDITION", "BASE_MISMATCH")
+    assert isinstance(error, BaseMismatchError)
+
+
+async def test_begin_transfer_of_a_wrong_base(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer(policy="base")
+    trainer.manifest = plan_buckets(REFERENCE.tensors[:-1])
+    await trainer.put_manifest()
+    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_MANIFEST")
+    assert "model.norm.weight" in error.message
+
+
+async def test_begin_transfer_without_lora(pool: Pool) -> None:
+    await pool.replica(lora_enabled=False)
+    trainer = await pool.trainer()
+    await fails(trainer.begin(), "FAILED_PRECONDITION", "LORA_DISABLED")
+
+
+async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Pool) -> None:
+    await pool.replica("r0")
+    await pool.replica("r1", adapter_capacity_bytes=8)
+    trainer = await pool.trainer()
+    with pytest.raises(grpc.RpcError) as failed:
+        await trainer.begin()
+    assert error_from_rpc(failed.value).metadata["replica"] == "r1"
+    details = dict(failed.value.trailing_metadata())["grpc-status-details-bin"]
+    assert b"google.rpc.RetryInfo" in details
+
+
+async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) -> None:
+    await pool.replica(loads_in_place=True)
+    trainer = await pool.trainer(policy="base")
+    error = await fails(trainer.begin(check_finite=True), "UNIMPLEMENTED", "UNSUPPORTED")
+    assert error.metadata["replica"] == "r0"
+
+
+async def test_what_the_sender_found_is_the_outcome(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    begun = await trainer.begin(check_finite=True)
+    sender = await trainer.attend(begun)
+    failed = rendezvous_pb2.RankFailed(
+        transfer_id=begun.transfer_id, reason="NOT_FINITE", message="tensor 'w' holds NaN"
+    )
+    await sender.say(failed=failed)
+    error = await fails(trainer.wait(begun.transfer_id), "INVALID_ARGUMENT", "NOT_FINITE")
+    assert isinstance(error, NotFiniteError)
+
+
+async def test_begin_transfer_with_a_used_request_id(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push(request_id="once")
+    trainer.manifest = plan_buckets([*(s.meta for s in ADAPTER_MANIFEST.tensors)][::-1])
+    await trainer.put_manifest()
+    await fails(trainer.begin(request_id="once"), "ALREADY_EXISTS", "REQUEST_CONFLICT")
+
+
+async def test_unknown_transfers(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    for call in (
+        trainer.wait("t-nope"),
+        trainer.stub.AbortTransfer(publish_pb2.AbortTransferRequest(transfer_id="t-nope")),
+        trainer.inspect.GetTransfer(inspect_pb2.GetTransferRequest(transfer_id="t-nope")),
+    ):
+        error = await fails(call, "NOT_FOUND", "TRANSFER_UNKNOWN")
+        assert isinstance(error, NotFoundError)
+
+
+async def test_abort_transfer(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer()
+    done = await trainer.push()
+    ask = publish_pb2.AbortTransferRequest
+    request = ask(transfer_id=done.transfer_id, policy="math", fencing_token=1)
+    call = trainer.stub.AbortTransfer(request)
+    await fails(call, "FAILED_PRECONDITION", "ALREADY_COMMITTED")
+    begun = await trainer.begin()
+    # Every policy counts its tokens from 1: another's owner has the same.
+    for other in ({"policy": "code", "fencing_token": 1}, {"policy": "math", "fencing_token": 9}):
+        request = ask(transfer_id=begun.transfer_id, **other)
+        await fails(trainer.stub.AbortTransfer(request), "ABORTED", "LEASE_FENCED")
+    found = await trainer.inspect.GetTransfer(
+        inspect_pb2.GetTransferRequest(transfer_id=begun.transfer_id)
+    )
+    assert found.transfer.state in (
+        publish_pb2.TRANSFER_STATE_FORMING,
+        publish_pb2.TRANSFER_STATE_STAGING,
+    )
+
+
+async def test_an_adapter_says_which_base_it_was_trained_on(pool: Pool) -> None:
+    await pool.replica()
+    trainer, base = await pool.trainer(), await pool.trainer("base-trainer", "base")
+    unknown = await trainer.push()
+    assert unknown.served_over_base_version == 0
+    spec = adapter_spec()
+    spec.trained_on_base_version = 0
+    await trainer.push(adapter=spec, refuse_other_base=True)
+    await base.push()
+    error = await fails(
+        trainer.begin(adapter=spec, refuse_other_base=True), "FAILED_PRECONDITION", "BASE_MISMATCH"
+    )
+    assert "was trained on base@0, the pool serves base@1" in error.message
+    assert (await trainer.push(adapter=spec)).served_over_base_version == 1
+    request = inspect_pb2.ListVersionsRequest(policy="math")
+    newest, before, first = (await trainer.inspect.ListVersions(request)).versions
+    assert newest.HasField("trained_on_base_version")
+    assert (newest.trained_on_base_version, newest.served_over_base_version) == (0, 1)
+    assert before.served_over_base_version == 1
+    assert not first.HasField("trained_on_base_version")
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    math = next(policy for policy in got.policies if policy.policy == "math")
+    assert math.HasField("trained_on_base_version")
+    assert "math@3 (trained on base@0, served over base@1)" in _shown(got)
+    spec.trained_on_base_version = -1
+    await fails(trainer.begin(adapter=spec), "INVALID_ARGUMENT", "INVALID_REQUEST")
+    spec.ClearField("trained_on_base_version")
+    error = await fails(
+        trainer.begin(adapter=spec, refuse_other_base=True), "FAILED_PRECONDITION", "BASE_MISMATCH"
+    )
+    assert "base@?" in error.message
+    await trainer.push(adapter=spec)
+    got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
+    assert "math@4 (trained on base@?, served over base@1)" in _shown(got)
+
+
+def _shown(pool: inspect_pb2.GetPoolResponse) -> str:
+    """What ``weft status`` prints, its lines joined."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(pool))
+    return " ".join(console.export_text().split())

@@ -1,0 +1,34 @@
+"""A real agent with a double's engine, served and known to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
+from weft.rpc.server import Servicer, bind, make_server
+from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+
+_WAIT_SECONDS = 20.0
+
+
+async def serve(agent: Agent) -> grpc.aio.Server:
+    """Serve ReplicaService for the agent, on a port that it then advertises."""
+    servicer = Servicer(
+        "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
+    )
+    server = (await make_server([servicer])).server
+    agent.advertise(bind(server, agent.config.listen))
+    await server.start()
+    return server
+
+
+async def wait_registered(agent: Agent, running: asyncio.Task[None]) -> None:
+    """Return once the coordinator knows the agent; raise what ended it otherwise."""
+    async with asyncio.timeout(_WAIT_SECONDS):
+        while agent.registration is None or not agent.registration.registered.is_set():
+            if running.done():
+                running.result()
+            await asyncio.sleep(0.005)

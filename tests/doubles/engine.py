@@ -1,0 +1,294 @@
+"""An engine in vLLM's place: receives, stages and "serves" as a worker does, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.placement import Memory
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import ServedBase, tensor_in
+from rollout_side.receive.clone_source import Cloner
+from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.receiver import Receiver
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.spill.spiller import Spiller
+from rollout_side.version_facts import VersionFacts
+from trainer_side.sources.source import CastRule, make_metas
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import not_compared
+from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
+from weft.contract.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+from weft.transport.group import num_parked_groups
+
+
+class EngineDouble:
+    """Receives and stages like a worker; "serving" is keeping what was loaded."""
+
+    model_name = "double"
+    checkpoint = not_compared("the double has no files")
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        keep_base: bool = True,
+        retain_base: int = 0,
+        spill: SpillSettings | None = None,
+        in_place: bool = False,
+        is_readable: bool = False,
+        **capabilities: Any,
+    ) -> None:
+        self._keep_base = keep_base
+        #: Whether what was loaded in place can be read back, to be cloned.
+        self._is_readable = is_readable
+        metas = make_metas(weights, CastRule(enabled=False))
+        self.reference = Reference("Model", metas)
+        settings: dict[str, Any] = {
+            "engine_version": "double",
+            "base_fingerprint": self.reference.fingerprint,
+            "architecture": "Model",
+            "base_dtype": DataType.FLOAT32,
+            "adapter_dtype": DataType.FLOAT32,
+            "lora_enabled": True,
+            "max_lora_rank": 16,
+            "lora_modules": ("q_proj", "v_proj"),
+            "staging_capacity_bytes": 2**32,
+            "adapter_capacity_bytes": 2**30,
+            "loads_in_place": in_place,
+        }
+        self.capabilities = Capabilities(**settings | capabilities)
+        self.store = WorkerStore(
+            self.capabilities.staging_capacity_bytes,
+            self.capabilities.adapter_capacity_bytes,
+            retain_base,
+            Memory(in_place=in_place),
+        )
+        self.receiver = Receiver(self.store)
+        self.cloner = Cloner(self.store)
+        self.folder: SpillFolder | None = None
+        self.spiller: Spiller | None = None
+        self.spills = spill is not None
+        if spill is not None:
+            self.folder = SpillFolder(spill, self.reference.fingerprint)
+            self.folder.open()
+            self.spiller = Spiller(self.store, self.folder, retain_base)
+        self.base: dict[str, torch.Tensor] = dict(weights)
+        self.aliases_hidden = False
+        self.fail_next_load: LoadFailedError | None = None
+        self.in_use: set[PolicyVersion] = set()
+        self.aliases: dict[str, int] = {}
+        self.running = 0
+        self.refuse_reason = ""
+        self.dirty_reason = ""
+        self.load: InPlaceLoad | None = None
+        #: Called before each bucket that is loaded in place.
+        self.before_bucket: Callable[[int], None] = lambda index: None
+
+    @property
+    def loading(self) -> str:
+        return self.load.transfer_id if self.load else ""
+
+    def num_requests(self) -> int:
+        return self.running
+
+    def refuse_requests(self, reason: str) -> None:
+        self.refuse_reason = reason
+
+    def adapter(self, version: str) -> dict[str, torch.Tensor]:
+        """Copies of a served adapter's tensors."""
+        entry = self.store.adapter(PolicyVersion.parse(version))
+        assert entry is not None, f"{version} is not here"
+        return {name: tensor.clone() for name, tensor in entry.staged.tensors()}
+
+    async def join_group(self, order: JoinOrder) -> None:
+        self.receiver.join(order)
+
+    async def load_adapter(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
+    ) -> SwitchTimes:
+        self.store.staged(transfer_id, content_digest)
+        self._maybe_fail()
+        self.store.keep_adapter(transfer_id, config_json)
+        self.aliases[version.policy] = alias or version.version
+        return SwitchTimes()
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        if self.loading == transfer_id:
+            return self._commit_in_place(content_digest)
+        if self.store.is_served(transfer_id, content_digest):
+            self.dirty_reason = ""
+            return SwitchTimes(pause_seconds=0.001)
+        staged = self.store.staged(transfer_id, content_digest)
+        self._maybe_fail()
+        if self._keep_base:
+            self.base = {name: tensor.clone() for name, tensor in staged.tensors()}
+        self.dirty_reason = ""
+        self.store.keep_base(transfer_id)
+        return SwitchTimes(pause_seconds=0.001)
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        if self.load is not None and self.load.transfer_id == transfer_id:
+            self.load.check()
+            return
+        handoff = self.store.handoff.of(transfer_id)
+        if handoff is None:
+            raise NotReadyError(f"{transfer_id} was not prepared")
+        if self.load is not None:
+            await self.discard(self.load.transfer_id)
+        self.store.set_served(None)
+        self.load = InPlaceLoad(handoff, self._take_in_place)
+        self.store.threads.add(self.load.thread)
+
+    def _take_in_place(self, handoff: HandoffQueue) -> None:
+        """As a model does: what arrives replaces what is served, bucket by bucket."""
+        try:
+            for index, wire in handoff.buckets():
+                self.before_bucket(index)
+                self._load_bucket(handoff.manifest, index, wire)
+        except WeftError as error:
+            if not handoff.is_begun:
+                raise
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+
+    def _load_bucket(self, manifest: Manifest, index: int, wire: torch.Tensor) -> None:
+        for slot in [slot for slot in manifest.tensors if slot.bucket == index]:
+            self.base[slot.meta.name] = tensor_in(slot, wire).clone()
+
+    def _commit_in_place(self, content_digest: bytes) -> SwitchTimes:
+        assert self.load is not None
+        self._maybe_fail()
+        load, self.load = self.load, None
+        self.store.handoff.forget(load.transfer_id)
+        try:
+            seconds = load.settle(content_digest)
+        except LoadFailedError as error:
+            self.dirty_reason = error.message
+            raise
+        self.dirty_reason = ""
+        if self._is_readable:
+            handoff = load.handoff
+            manifest, of = handoff.manifest, (handoff.transfer_id, handoff.version)
+            served = ServedBase(*of, manifest, content_digest, partial(self._read, manifest))
+            self.store.set_served(served)
+        return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
+
+    def _read(self, manifest: Manifest, index: int, out: torch.Tensor) -> torch.Tensor:
+        payload = out[: manifest.buckets[index].payload_bytes].zero_()
+        for slot in manifest.tensors:
+            if slot.bucket == index:
+                raw = self.base[slot.meta.name].contiguous().view(-1).view(torch.uint8)
+                payload[slot.offset_bytes :][: slot.meta.num_bytes] = raw
+        return payload
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        held = self.store.sendable(version)
+        return await self.apply_base(held.transfer_id, version, held.content_digest)
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        self.store.held(version)
+        self.aliases[version.policy] = version.version
+
+    async def drop_alias(self, policy: str) -> None:
+        self.aliases.pop(policy, None)
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        assert self.folder is not None
+        return self.folder.facts(version, content_digest)
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        return self.store.sendable(version).manifest
+
+    async def spill(self, order: SpillOrder) -> None:
+        assert self.spiller is not None
+        self.spiller.follow(order)
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        assert self.spiller is not None
+        self.spiller.restore(transfer_id, version, content_digest, layout_digest)
+        while not self.spiller.restored(transfer_id):
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """End its threads."""
+        if self.load is not None:
+            self.load.end()
+        self.receiver.close()
+        self.cloner.close()
+        if self.spiller is not None:
+            self.spiller.close()
+
+    async def send(self, order: SendOrder) -> None:
+        self.cloner.send(order)
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        self.store.pin_bases(versions)
+
+    async def discard(self, transfer_id: str) -> None:
+        self.store.discard(transfer_id)
+        if self.loading == transfer_id:
+            assert self.load is not None
+            changed, self.load = self.load.end(), None
+            if changed:
+                self.dirty_reason = f"loading {transfer_id} in place was given up"
+
+    async def hide_aliases(self, hidden: bool) -> None:
+        self.aliases_hidden = hidden
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        if version in self.in_use:
+            return False
+        self.store.drop_adapter(version)
+        return True
+
+    async def memory(self) -> MemoryUse:
+        usage = self.store.usage()
+        return MemoryUse(
+            adapter_bytes=usage.adapter_bytes,
+            staging_bytes=usage.staging_bytes,
+            staged_transfer_ids=usage.transfer_ids,
+            retained_bases=self.store.retained_bases(),
+            spilled=self.spiller.listed if self.spiller else (),
+            spilled_digests=self.spiller.digests if self.spiller else (),
+            pinned_base_bytes=usage.pinned_bytes,
+        )
+
+    async def holds(self) -> dict[str, Any]:
+        """For tests: the first element of each base tensor, and what else is here."""
+        return {
+            "firsts": sorted({float(t.flatten()[0]) for t in self.base.values()}),
+            "is_whole": all(bool((t == t.flatten()[0]).all()) for t in self.base.values()),
+            "staging_bytes": self.store.usage().staging_bytes - self.store._bases.num_bytes,
+            "parked_groups": num_parked_groups(),
+        }
+
+    def _maybe_fail(self) -> None:
+        error, self.fail_next_load = self.fail_next_load, None
+        if error is not None:
+            if error.metadata.get("dirty") == "true":
+                self.dirty_reason = error.message
+            raise error

@@ -1,0 +1,48 @@
+"""A rank's stream without a group behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from weft.rpc.channel import open_aio_channel
+from weft.v1 import publish_pb2, rendezvous_pb2, rendezvous_pb2_grpc, types_pb2
+
+
+class FakeRank:
+    """One Attend stream; ``log`` are the messages that came down, by kind."""
+
+    def __init__(self, target: str, group: publish_pb2.GroupPlan, rank: int) -> None:
+        self.channel = open_aio_channel(target)
+        self.stub = rendezvous_pb2_grpc.RendezvousServiceStub(self.channel)
+        self.group = group
+        self.rank = rank
+        token = [group.token, *group.further_tokens][rank - group.rank :][:1] or [group.token]
+        self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=token[0])
+        self.log: list[str] = []
+        self.released = 0
+        self.call: Any = self.stub.Attend()
+
+    async def hello(self) -> None:
+        hello = rendezvous_pb2.Hello(credential=self.credential, rank=self.rank)
+        await self.call.write(rendezvous_pb2.AttendRequest(hello=hello))
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(rendezvous_pb2.AttendRequest(**message))
+
+    async def hear(self) -> rendezvous_pb2.AttendResponse:
+        message = await self.call.read()
+        if message is grpc.aio.EOF:
+            raise EOFError
+        self.log.append(message.WhichOneof("message"))
+        if message.HasField("released"):
+            self.released = message.released.num_buckets
+        return message
+
+    async def staged(self, transfer_id: str, digest: types_pb2.ContentDigest) -> None:
+        await self.say(staged=rendezvous_pb2.Staged(transfer_id=transfer_id, content_digest=digest))
+
+    async def close(self) -> None:
+        self.call.cancel()
+        await self.channel.close()

@@ -1,0 +1,42 @@
+"""How a replica that is no agent registers: over stubs of asyncio, without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.reference import Reference
+from weft.contract.versions import VersionVector
+from weft.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft.rpc.manifest_codec import reference_to_chunks
+from weft.v1 import registry_pb2
+
+
+async def register(
+    stub: Any,
+    capabilities: Capabilities,
+    reference: Reference,
+    *,
+    vector: VersionVector,
+    timeout: float = 30.0,
+    **fields: Any,
+) -> registry_pb2.RegisterResponse:
+    """Register, and put the reference of the base where the coordinator wants it.
+
+    Args:
+        fields: Of the request: replica_id, incarnation, address, ...
+    """
+    request = registry_pb2.RegisterRequest(
+        capabilities=capabilities_to_proto(capabilities),
+        version_vector=vector_to_proto(vector),
+        model_name="tiny",
+        **fields,
+    )
+    response = await stub.Register(request, timeout=timeout, wait_for_ready=True)
+    if response.reference_wanted:
+        chunks = [
+            registry_pb2.PutReferenceRequest(chunk=chunk)
+            for chunk in reference_to_chunks(reference)
+        ]
+        await stub.PutReference(iter(chunks), timeout=timeout)
+    return response

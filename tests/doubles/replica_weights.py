@@ -1,0 +1,32 @@
+"""What a replica process (``tests.doubles.replica_process``) serves, and what is pushed to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def base_weights(num_tensors: int, elements: int) -> dict[str, torch.Tensor]:
+    """The double's base; expanded, so that it costs no memory."""
+    return {
+        f"layers.{i // 8}.t{i % 8}.weight": torch.zeros(1).expand(elements)
+        for i in range(num_tensors)
+    } | {"layers.0.q_proj.weight": torch.zeros(1).expand(64, 64)}
+
+
+NUM_TENSORS, ELEMENTS = 24, 2**18  # 1 MiB each, one a bucket
+BUCKET_BYTES = 2**20
+
+
+def model(value: float) -> nn.Module:
+    """The names and shapes of such a base, every element ``value``."""
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.Module() for _ in range(NUM_TENSORS // 8))
+    for i in range(NUM_TENSORS):
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.full((ELEMENTS,), value), requires_grad=False)
+        root.layers[i // 8].add_module(f"t{i % 8}", part)
+    q_proj = nn.Module()
+    q_proj.weight = nn.Parameter(torch.full((64, 64), value), requires_grad=False)
+    root.layers[0].add_module("q_proj", q_proj)
+    return root

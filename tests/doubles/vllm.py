@@ -1,0 +1,146 @@
+"""vLLM's engine in the place of the real one: records what a replica calls, answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.server.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.served_models import ServedModels
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.worker_calls import Deadlines
+from rollout_side.vllm_engine.worker.answers import Answer
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.contract.capabilities import Capabilities
+from weft.contract.group import GroupTicket
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.tensors import DataType
+
+BASE = PolicyVersion("base", 3)
+TICKET = GroupTicket(
+    coordinator="", host="", group_id="g", token="", epoch=1, rank=1, size=2, backend="gloo"
+)
+
+
+def ok(rank: int = 0, **value: Any) -> Answer:
+    return Answer(
+        ok=True,
+        rank=rank,
+        seconds=0.0,
+        error_reason="",
+        error_message="",
+        metadata={},
+        value=value,
+    )
+
+
+def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
+    return Answer(
+        ok=False,
+        rank=rank,
+        seconds=0.0,
+        error_reason=reason,
+        error_message="no",
+        metadata={"dirty": "true"} if dirty else {},
+        value={},
+    )
+
+
+class FakeEngine:
+    """Records what is called; answers as told, per method."""
+
+    errored = False
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.calls: list[str] = []
+        self.answers: dict[str, Callable[[], list[Answer]]] = {}
+        self.hang: dict[str, asyncio.Event] = {}
+        self.reset_works = True
+        self.num_ranks = num_ranks
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
+        self.calls.append(method)
+        await self._answer(method)
+        if method in self.answers:
+            return self.answers[method]()
+        values = {
+            "weft_handle": {"handle": b"h"},
+            "weft_discard": {"changed": False, "kept": False},
+            "weft_loaded": {"load_seconds": 2.0},
+        }
+        value = values.get(method, {})
+        return [ok(rank, **value) for rank in range(self.num_ranks)]
+
+    async def _answer(self, method: str) -> None:
+        if method in self.hang:
+            await self.hang[method].wait()
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.calls.append("pause")
+        await self._answer("pause")
+
+    async def resume_scheduler_async(self) -> None:
+        self.calls.append("resume")
+        await self._answer("resume")
+
+    async def update_weight_version(self, text: str) -> None:
+        self.calls.append(text)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        assert reset_running_requests
+        self.calls.append("reset")
+        return self.reset_works
+
+
+def make_replica(
+    engine: FakeEngine,
+    load_seconds: float = 5.0,
+    restore_seconds: float = 5.0,
+    call_seconds: float = 5.0,
+    spills: bool = False,
+    in_place: bool = False,
+    holdings: HoldingsPage | None = None,
+) -> VllmReplica:
+    serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
+    parts: Any = EngineParts(
+        engine=engine,
+        holdings=holdings or HoldingsPage(),
+        models=ServedModels(serving),
+        http=SimpleNamespace(port=1),  # type: ignore[arg-type]
+        tracker=RequestTracker(),
+        started_with=StartedWith("dummy"),
+        cleanup=contextlib.AsyncExitStack(),
+    )
+    spill_folder = SpillFolder(
+        SpillSettings(directory="/nonexistent", capacity_bytes=0, owner="r0"), "f" * 64
+    )
+    return VllmReplica(
+        parts,
+        capabilities=Capabilities(
+            engine_version="0",
+            base_fingerprint="",
+            architecture="",
+            base_dtype=DataType.FLOAT32,
+            adapter_dtype=DataType.FLOAT32,
+            tensor_parallel_size=engine.num_ranks,
+            loads_in_place=in_place,
+        ),
+        reference=Reference("", ()),
+        model_name="tiny",
+        worker_pids=(),
+        deadlines=Deadlines(
+            load_seconds=load_seconds,
+            restore_seconds=restore_seconds,
+            call_seconds=call_seconds,
+        ),
+        spill_folder=spill_folder if spills else None,
+    )

@@ -1,0 +1,160 @@
+"""Pushes that fail on their way: what the trainer is told, and what is served afterwards."""
+
+import collections
+import logging
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_side.packer
+import trainer_side.pool_client
+import weft.transport.member
+from tests.integration.models import Model, peft_of, same, until, weights
+from weft.contract.errors import DigestMismatchError, LoadFailedError, NotFiniteError
+
+
+@pytest.mark.parametrize("late", ["before it forms", "as it attends"])
+def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
+    late, pool, engines, publisher, monkeypatch
+):
+    """The group is formed anew while nobody can tell its sender, who is not there yet."""
+    lost = []
+
+    def lose_one():
+        if not lost:
+            lost.append("replica-1")
+            pool.remove_replica("replica-1")
+
+    real = trainer_side.pool_client.Sender
+
+    def slow(ticket, device):
+        if late == "before it forms":
+            lose_one()
+            return real(ticket, device)
+        sender = object.__new__(real)
+        attend = weft.transport.member.Attendance
+
+        def attendance(*args, **kwargs):
+            lose_one()
+            return attend(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(weft.transport.member, "Attendance", attendance)
+            sender.__init__(ticket, device)
+        return sender
+
+    monkeypatch.setattr(trainer_side.pool_client, "Sender", slow)
+    assert str(publisher.push_base(Model(1), require=1)) == "base@1"
+    assert lost
+    assert publisher.last_report.num_replicas == 1
+    assert same(engines[0].base, weights(Model(1)))
+
+
+def _nan(model):
+    with torch.no_grad():
+        model.layers[1]["v_proj"].bias[3] = float("nan")
+    return model
+
+
+def test_a_base_that_holds_nan_is_given_up_and_nothing_changes(pool, engines, publisher):
+    publisher.push_base(Model(1))
+    with pytest.raises(NotFiniteError, match=r"'layers.1.v_proj.bias' holds NaN"):
+        publisher.push_base(_nan(Model(2)), check_finite=True)
+    assert same(engines[0].base, weights(Model(1)))
+    publisher.push_base(Model(3), check_finite=True)
+    assert same(engines[0].base, weights(Model(3)))
+    assert engines[0].store.usage().staging_bytes == 0
+
+
+def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
+    pool, engines, publisher, monkeypatch
+):
+    publisher.push_base(Model(1))
+    pack = trainer_side.packer.pack_trailer
+    monkeypatch.setattr(
+        trainer_side.packer, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
+    )
+    with pytest.raises(DigestMismatchError):
+        publisher.push_base(Model(2))
+    monkeypatch.undo()
+    for engine in engines:
+        assert same(engine.base, weights(Model(1)))
+        until(lambda engine=engine: engine.store.usage().staging_bytes == 0)
+    # The failed version is never reused.
+    assert str(publisher.push_base(Model(3))) == "base@3"
+    assert same(engines[1].base, weights(Model(3)))
+
+
+def test_an_interrupted_push_says_where_it_was_called_and_no_more(pool, engines, publisher):
+    """Ctrl-C was 40 lines of what a push is made of."""
+
+    class Interrupted(Model):
+        def named_parameters(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="a push of base was interrupted") as caught:
+        publisher.push_base(Interrupted(1))
+    assert len(traceback.format_exception(caught.value)) <= 5
+    assert str(publisher.push_base(Model(2))) == "base@1"
+
+
+def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog):
+    caplog.set_level(logging.INFO)
+    publisher.push_base(Model(1))  # forms the group
+    caplog.clear()
+    publisher.push_base(Model(2))
+    by_process = collections.Counter(record.name.partition(".")[0] for record in caplog.records)
+    assert by_process == {"trainer_side": 1, "weft": 1, "rollout_side": len(engines)}
+    caplog.clear()
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError):
+        publisher.push_base(Model(3))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publisher):
+    class Exploding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model(2)
+
+        def named_parameters(self, *args, **kwargs):
+            return self.inner.named_parameters(*args, **kwargs)
+
+    model = Exploding()
+    publisher.push_base(model)
+    read = trainer_side.packer.Packer.pack
+
+    def explode(self, *_):
+        raise RuntimeError("the disk burned")
+
+    trainer_side.packer.Packer.pack = explode
+    try:
+        with pytest.raises(RuntimeError, match="the disk burned"):
+            publisher.push_base(model)
+    finally:
+        trainer_side.packer.Packer.pack = read
+    assert str(publisher.push_base(model)) == "base@3"
+
+
+def test_a_load_that_fails_everywhere_is_told_to_the_trainer(pool, engines, publisher):
+    for engine in engines:
+        engine.fail_next_load = LoadFailedError("out of slots")
+    with pytest.raises(LoadFailedError, match="out of slots"):
+        publisher.push_adapter(peft_of(Model()), "math")
+    assert publisher.push_adapter(peft_of(Model()), "math").version == 2
+
+
+def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_push(
+    pool, engines, publisher
+):
+    engines[0].fail_next_load = LoadFailedError("mixed", metadata={"dirty": "true"})
+    publisher.push_base(Model(1))
+    assert same(engines[1].base, weights(Model(1)))
+    assert pool.agents["replica-0"].serving.dirty_reason == "mixed"
+    publisher.push_base(Model(2))
+    assert pool.agents["replica-0"].serving.dirty_reason == ""
+    assert same(engines[0].base, weights(Model(2)))

@@ -1,0 +1,121 @@
+"""Names of versions and aliases at an OpenAI server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_side.vllm_engine.server.served_models import FIRST_LORA_ID, ServedModels, own_names
+from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
+from weft.contract.names import PolicyVersion
+
+
+class _Serving:
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.base_model_paths = [SimpleNamespace(name=name) for name in ("tiny", "tiny-2")]
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "tiny"
+
+
+def _request(version: PolicyVersion) -> Any:
+    return SimpleNamespace(lora_name=str(version), lora_path=f"weft://{version}", lora_int_id=1)
+
+
+def test_an_alias_stands_for_what_it_is_told_to() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+    versions = [PolicyVersion("math", v) for v in (1, 3, 2)]
+    models.add(versions[0], _request(versions[0]), b"", alias=3)  # not here yet
+    assert serving.lora_requests["math"].lora_name == "math@1"
+    models.add(versions[1], _request(versions[1]), b"")
+    models.add(versions[2], _request(versions[2]), b"", alias=3)
+    assert serving.lora_requests["math"].lora_name == "math@3"
+    models.set_alias(versions[0])
+    assert serving.lora_requests["math"].lora_name == "math@1"
+    with pytest.raises(NotFoundError):
+        models.set_alias(PolicyVersion("math", 9))
+    models.set_alias(versions[1])
+    assert set(serving.lora_requests) == {"math", "math@1", "math@2", "math@3"}
+    with pytest.raises(NotReadyError, match="stands for"):
+        models.remove(PolicyVersion("math", 3), 0)
+    first = models.remove(PolicyVersion("math", 1), 7)
+    assert first is not None
+    assert first.removed_at == 7
+    assert models.remove(PolicyVersion("math", 1), 9) is first
+    assert first.removed_at == 7
+    assert "math@1" not in serving.lora_requests
+    with pytest.raises(NotReadyError, match="being retired"):
+        models.is_served(PolicyVersion("math", 1), b"")
+    models.forget(PolicyVersion("math", 1))
+    assert models.remove(PolicyVersion("math", 1), 0) is None
+
+
+def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
+    models = ServedModels(_Serving())
+    for number in (1, 2, 3):
+        version = PolicyVersion("math", number)
+        models.add(version, _request(version), b"")
+    models.remove(PolicyVersion("math", 1), 0)
+    retired = models.explain_unknown("math@1")
+    assert retired == "it was retired, or is not here yet; of math there are math@2, math@3"
+    assert models.explain_unknown("code@1") == ""
+    models.hide_aliases(True)
+    assert "out of contact" in models.explain_unknown("math")
+    for number in range(4, 20):
+        version = PolicyVersion("math", number)
+        models.add(version, _request(version), b"")
+    many = models.explain_unknown("math@1")
+    assert "18 versions, the newest math@10" in many
+    assert len(many) < 250
+
+
+def test_names_that_are_taken() -> None:
+    serving = _Serving()
+    serving.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
+    models = ServedModels(serving)
+    for name, text in (("tiny", "base model"), ("disk", "/adapters/disk")):
+        with pytest.raises(InvalidNameError, match=text):
+            models.check_new(PolicyVersion(name, 1))
+    serving.lora_requests["math@1"] = _request(PolicyVersion("math", 1))
+    assert own_names(serving) == ("disk", "tiny", "tiny-2")
+    del serving.lora_requests["math@1"]
+    version = PolicyVersion("math", 1)
+    models.check_new(version)
+    assert not models.is_served(version, b"a")
+    models.add(version, _request(version), b"a")
+    assert models.is_served(version, b"a")
+    with pytest.raises(DigestMismatchError):
+        models.is_served(version, b"b")
+    assert models.next_id() == FIRST_LORA_ID
+    assert models.next_id() == FIRST_LORA_ID + 1
+
+
+def test_a_dropped_alias_stands_for_nothing_and_its_version_can_go() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+    version = PolicyVersion("math", 1)
+    models.add(version, _request(version), b"")
+    for _ in range(2):
+        models.drop_alias("math")
+        assert set(serving.lora_requests) == {"math@1"}
+    models.hide_aliases(True)
+    models.hide_aliases(False)
+    assert models.remove(version, 0) is not None
+    assert not serving.lora_requests
+
+
+def test_hidden_aliases_come_back_as_they_should_be_by_then() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+    first, second = PolicyVersion("math", 1), PolicyVersion("math", 2)
+    models.add(first, _request(first), b"")
+    models.hide_aliases(True)
+    assert set(serving.lora_requests) == {"math@1"}
+    models.add(second, _request(second), b"")
+    assert set(serving.lora_requests) == {"math@1", "math@2"}
+    models.hide_aliases(False)
+    assert serving.lora_requests["math"].lora_name == "math@2"
