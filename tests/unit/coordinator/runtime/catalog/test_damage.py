@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.coordinator.conftest import write_schema_3
+from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import SaveEpoch, SavePolicy, SaveWithdrawn
 from weft.coordinator.decisions.state.pool import Policy
@@ -29,7 +29,7 @@ _PAGE_BYTES = 4096
 @pytest.fixture
 def whole(catalog_path: Path) -> Path:
     """A catalog with something in every table."""
-    write_schema_3(catalog_path)
+    write_kept(catalog_path, 3)
     Catalog.open(catalog_path).close()
     return catalog_path
 
@@ -96,7 +96,7 @@ def test_many_losses_are_counted(whole: Path) -> None:
 def test_an_older_catalog_with_an_unknown_value_is_not_sealed(
     catalog_path: Path, table: str
 ) -> None:
-    write_schema_3(catalog_path)
+    write_kept(catalog_path, 3)
     column = {"versions": "state", "policies": "kind", "withdrawn": "standing"}[table]
     _edit(catalog_path, f"UPDATE {table} SET {column}=77")
     for _ in range(2):
@@ -204,7 +204,7 @@ def test_no_room_at_the_start(tmp_path: Path, room: int) -> None:
     """A file may not grow beyond ``room``: nothing is left behind, or all is as it was."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     fresh, known = tmp_path / "fresh" / "catalog.db", tmp_path / "known.db"
-    write_schema_3(known)
+    write_kept(known, 3)
     before = known.read_bytes()
     for path in (fresh, known):
         done = subprocess.run(

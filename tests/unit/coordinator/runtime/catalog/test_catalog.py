@@ -12,30 +12,24 @@ from typing import Any
 
 import pytest
 
-from tests.unit.coordinator.conftest import write_schema_3
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import (
     SaveEpoch,
-    SavePin,
     SavePolicy,
     SavePool,
     SaveRetired,
     SaveVersion,
-    SaveWithdrawn,
 )
 from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.replica import Withdrawn
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
     PolicyKind,
-    Standing,
     VersionRecord,
     VersionState,
 )
-from weft.coordinator.runtime.catalog import schema
-from weft.coordinator.runtime.catalog.catalog import APPLICATION_ID, Catalog, CatalogError
+from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
 
 
 def _record(version: int, state: VersionState, policy: str = "math") -> VersionRecord:
@@ -183,17 +177,6 @@ def test_other_files_are_refused_and_left_alone(catalog_path: Path, content: str
     assert catalog_path.read_bytes() == before
 
 
-def test_a_newer_schema_is_refused(catalog_path: Path) -> None:
-    with sqlite3.connect(catalog_path) as newer:
-        newer.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        newer.execute("PRAGMA user_version=999")
-        newer.execute("CREATE TABLE meta (x)")
-    newer.close()
-    with pytest.raises(CatalogError) as refused:
-        Catalog.open(catalog_path)
-    assert refused.value.reason == "CATALOG_TOO_NEW"
-
-
 def test_a_transaction_is_all_or_nothing(catalog_path: Path) -> None:
     catalog = Catalog.open(catalog_path)
     unset = SaveVersion(dataclasses.replace(_record(1, VersionState.COMMITTED), request_id=None))
@@ -226,50 +209,3 @@ def test_no_save_overwrites_the_row_of_another_version(
     assert catalog.find_request(first.trainer_id, first.request_id) == first
     assert catalog.snapshot().epoch == 0
     catalog.close()
-
-
-@pytest.mark.parametrize("older_schema", [1, 2, 3])
-def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: int) -> None:
-    with sqlite3.connect(catalog_path) as older:
-        older.executescript("".join(schema._STEPS[:older_schema]))
-        older.execute("INSERT INTO meta VALUES (3, 4, 'f', 'Tiny')")
-        columns = "name, kind, last_version, fencing_token, served_version"
-        older.execute(f"INSERT INTO policies ({columns}) VALUES ('math', 2, 5, 6, 0)")
-        older.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        older.execute(f"PRAGMA user_version={older_schema}")
-    older.close()
-    catalog = Catalog.open(catalog_path)
-    order = Withdrawn(Standing.CORDONED, "why")
-    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveWithdrawn("r0", order)])
-    catalog.close()
-    again = Catalog.open(catalog_path)
-    known = again.snapshot()
-    again.close()
-    assert (known.generation, known.withdrawn) == (5, {"r0": order})
-    assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
-
-
-def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
-    write_schema_3(catalog_path)
-    for generation in (2, 3):
-        catalog = Catalog.open(catalog_path)
-        known = catalog.snapshot()
-        assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
-        assert known.withdrawn == {"replica-1": Withdrawn(Standing.CORDONED, "new disk")}
-        base, math = known.policies
-        assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
-        assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
-        assert (math.fencing_token, math.pinned, math.retain) == (7, (2,), 2)
-        versions = catalog.list_versions("math", 9, 9)
-        assert [r.state for r in versions] == [
-            VersionState.ABORTED,
-            VersionState.COMMITTED,
-            VersionState.COMMITTED,
-            VersionState.RETIRED,
-        ]
-        assert versions[0].failure == Failure("DEADLINE", "späť: the push's time was up")
-        assert versions[1] == catalog.find_request("t1", "q-math-3")
-        assert versions[1].content_digest == ContentDigest(1, b"\x00\xff digest", 256)
-        assert versions[1].adapter is not None
-        assert versions[1].adapter.config_digest == bytes(range(32))
-        catalog.close()

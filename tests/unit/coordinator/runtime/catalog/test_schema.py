@@ -1,0 +1,189 @@
+"""Catalogs of earlier schemas, and of today's from before: everything is in them."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.unit.coordinator.runtime.catalog.kept import write_kept
+from weft.contract.checkpoint import FileDigest
+from weft.contract.names import PolicyVersion
+from weft.contract.tensors import DataType
+from weft.coordinator.decisions.effects import (
+    SavePin,
+    SaveWithdrawn,
+)
+from weft.coordinator.decisions.state.pool import Policy
+from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.values import (
+    AdapterSpec,
+    BoundCheckpoint,
+    ContentDigest,
+    Failure,
+    PolicyKind,
+    Standing,
+    VersionRecord,
+    VersionState,
+)
+from weft.coordinator.runtime.catalog import schema
+from weft.coordinator.runtime.catalog.catalog import APPLICATION_ID, Catalog, CatalogError, Snapshot
+
+
+def test_a_newer_schema_is_refused(catalog_path: Path) -> None:
+    with sqlite3.connect(catalog_path) as newer:
+        newer.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        newer.execute("PRAGMA user_version=999")
+        newer.execute("CREATE TABLE meta (x)")
+    newer.close()
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(catalog_path)
+    assert refused.value.reason == "CATALOG_TOO_NEW"
+
+
+@pytest.mark.parametrize("older_schema", [1, 2, 3])
+def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: int) -> None:
+    with sqlite3.connect(catalog_path) as older:
+        older.executescript("".join(schema._STEPS[:older_schema]))
+        older.execute("INSERT INTO meta VALUES (3, 4, 'f', 'Tiny')")
+        columns = "name, kind, last_version, fencing_token, served_version"
+        older.execute(f"INSERT INTO policies ({columns}) VALUES ('math', 2, 5, 6, 0)")
+        older.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        older.execute(f"PRAGMA user_version={older_schema}")
+    older.close()
+    catalog = Catalog.open(catalog_path)
+    order = Withdrawn(Standing.CORDONED, "why")
+    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveWithdrawn("r0", order)])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    known = again.snapshot()
+    again.close()
+    assert (known.generation, known.withdrawn) == (5, {"r0": order})
+    assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
+
+
+def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
+    write_kept(catalog_path, 3)
+    for generation in (2, 3):
+        catalog = Catalog.open(catalog_path)
+        known = catalog.snapshot()
+        assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
+        assert known.withdrawn == {"replica-1": Withdrawn(Standing.CORDONED, "new disk")}
+        base, math = known.policies
+        assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
+        assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
+        assert (math.fencing_token, math.pinned, math.retain) == (7, (2,), 2)
+        versions = catalog.list_versions("math", 9, 9)
+        assert [r.state for r in versions] == [
+            VersionState.ABORTED,
+            VersionState.COMMITTED,
+            VersionState.COMMITTED,
+            VersionState.RETIRED,
+        ]
+        assert versions[0].failure == Failure("DEADLINE", "späť: the push's time was up")
+        assert versions[1] == catalog.find_request("t1", "q-math-3")
+        assert versions[1].content_digest == ContentDigest(1, b"\x00\xff digest", 256)
+        assert versions[1].adapter is not None
+        assert versions[1].adapter.config_digest == bytes(range(32))
+        catalog.close()
+
+
+def _of_schema_4(version: PolicyVersion, state: VersionState) -> VersionRecord:
+    """A record as the kept catalog has it, of a version that nothing is peculiar to."""
+    number = version.version
+    is_base, is_there = version.policy == "base", state is not VersionState.ABORTED
+    adapter = AdapterSpec(
+        '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}',
+        bytes(range(32)),
+        "f00d",
+        number - 2 if number > 1 else None,
+    )
+    digest = ContentDigest(2 if is_base else 1, b"\x00\xff digest", 256 * number)
+    return VersionRecord(
+        version=version,
+        state=state,
+        trainer_id="t1",
+        request_id=f"q-{version.policy}-{number}",
+        transfer_id=f"t-{version.policy}-{number}",
+        layout_digest=f"layout-{version.policy}".encode(),
+        create_time=1763700000.25 + number,
+        commit_time=1763700001.5 + number if is_there else 0.0,
+        content_digest=digest if is_there else None,
+        adapter=None if is_base else adapter,
+    )
+
+
+def test_a_catalog_of_schema_4_opens_with_everything_in_it(catalog_path: Path) -> None:
+    write_kept(catalog_path, 4)
+    base, math = (partial(PolicyVersion, name) for name in ("base", "math"))
+    late = Failure("DEADLINE", "späť: the push's time was up")
+    unserved = Failure("LOAD_FAILED", "no replica could load it [CAPACITY]")
+    restarted = Failure(
+        "TRANSFER_ABORTED", "the coordinator restarted while the push was under way"
+    )
+    retired, committed = VersionState.RETIRED, VersionState.COMMITTED
+    aborted = VersionState.ABORTED
+    failed = replace(
+        _of_schema_4(math(5), VersionState.FAILED),
+        commit_time=0.0,
+        content_digest=ContentDigest(1, b"5 digest", 1280),
+        failure=unserved,
+    )
+    code = replace(
+        _of_schema_4(PolicyVersion("code", 1_000_001), committed),
+        trainer_id="t2",
+        adapter=AdapterSpec("{}", b"c" * 32, "f00d", 0),
+    )
+    records = {
+        "base": [_of_schema_4(base(2), committed), _of_schema_4(base(1), retired)],
+        "code": [code],
+        "math": [
+            replace(_of_schema_4(math(6), aborted), failure=restarted),
+            failed,
+            replace(_of_schema_4(math(4), aborted), failure=late),
+            _of_schema_4(math(3), committed),
+            _of_schema_4(math(2), committed),
+            _of_schema_4(math(1), retired),
+        ],
+        "never-pushed": [],
+    }
+    policies = (
+        Policy("base", PolicyKind.BASE, 2, 1, 2, (2,), pinned=(2,)),
+        Policy(
+            "code", PolicyKind.ADAPTER, 1_000_001, 2, 1_000_001, (1_000_001,),
+            trained_on={1_000_001: 0},
+        ),
+        Policy(
+            "math", PolicyKind.ADAPTER, 6, 8, 3, (2, 3),
+            pinned=(2,), retain=3, trained_on={2: 0, 3: 1},
+        ),
+        Policy("never-pushed", PolicyKind.ADAPTER, 0, 3, 0),
+    )  # fmt: skip
+    checkpoint = BoundCheckpoint(
+        digest=b"\1" * 32,
+        base_dtype=DataType.BFLOAT16,
+        quantization="fp8",
+        replica_id="replica-0",
+        files=(
+            FileDigest("model-1.safetensors", b"\2" * 32),
+            FileDigest("späť.safetensors", b"\3" * 32),
+        ),
+    )
+    withdrawn = {
+        "replica-1": Withdrawn(Standing.CORDONED, "new disk"),
+        "replica-2": Withdrawn(Standing.QUARANTINED, "odd answers"),
+    }
+    for generation in (8, 9):  # as it was left, and as this Weft leaves it
+        catalog = Catalog.open(catalog_path)
+        assert catalog.snapshot() == Snapshot(
+            generation, 9, "f00d", "TinyForCausalLM", 1_000_000, policies, withdrawn, checkpoint
+        )
+        for policy, versions in records.items():
+            assert catalog.list_versions(policy, 2_000_000, 99) == versions
+            for record in versions:
+                assert catalog.find_request(record.trainer_id, record.request_id) == record
+                assert catalog.find_transfer(record.transfer_id) == record
+        catalog.close()
