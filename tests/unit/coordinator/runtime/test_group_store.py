@@ -17,6 +17,7 @@ from weft.contract.errors import (
 )
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.transfer import Group, Member
+from weft.coordinator.messages.wire import group_to_proto
 from weft.coordinator.runtime import group_store
 from weft.coordinator.runtime.group_store import GroupStore
 from weft.coordinator.runtime.live_groups import Hub, Watermark
@@ -154,7 +155,11 @@ def test_tokens_are_a_ranks_own_in_one_epoch() -> None:
     other = dataclasses.replace(group, group_id="g1")
     tokens = {g.token_of(rank) for g in (group, renewed, other) for rank in range(3)}
     assert len(tokens) == 9
-    assert not any(group.secret in token for token in tokens)
+    guessed = dataclasses.replace(group, secret="guess")
+    assert not tokens & {guessed.token_of(rank) for rank in range(3)}, "they need the secret"
+    sent = [group_to_proto(group, rank) for rank in range(group.size)]
+    assert {plan.token for plan in sent} == {group.token_of(0), group.token_of(1)}
+    assert not any(group.secret in text for text in (*tokens, *map(str, sent), repr(group)))
 
 
 async def test_who_may_attend() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.coordinator.machine import GONE, Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.membership import in_contact, standing
 from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.transfers.reform import derived_secret
+from weft.coordinator.messages.wire import group_to_proto
 
 
 def _staging(**changes: int) -> tuple[Machine, int]:
@@ -60,12 +64,31 @@ def test_those_that_have_everything_start_at_the_end() -> None:
 
 def test_secrets_of_further_groups_are_new_and_unguessable() -> None:
     m, ticket = _staging(min_replicas=1)
-    secrets = {m.state.groups[m.transfer(ticket).group_id].secret}
+    before = m.transfer(ticket)
+    groups = [m.state.groups[before.group_id]]
     for _ in range(2):
         _lose(m, ticket, 1)
-        secrets.add(m.state.groups[m.transfer(ticket).group_id].secret)
+        groups.append(m.state.groups[m.transfer(ticket).group_id])
+    secrets = {group.secret for group in groups}
     assert len(secrets) == 3
     assert sum(len(secret) == 64 for secret in secrets) == 2
+    assert groups[1].secret == derived_secret(before, 1)
+    stranger = replace(before, ids=replace(before.ids, secret="a guess"))
+    assert groups[1].secret != derived_secret(stranger, 1), "names alone do not give it"
+
+
+def test_no_secret_is_shown_or_sent() -> None:
+    m, ticket = _staging(min_replicas=1)
+    groups = [m.state.groups[m.transfer(ticket).group_id]]
+    _lose(m, ticket, 1)
+    groups.append(m.state.groups[m.transfer(ticket).group_id])
+    transfer = m.transfer(ticket)
+    told = [repr(effect) for effect in (*m.ever(effects.CallJoin), *m.ever(effects.SendReform))]
+    shown = [*map(repr, groups), repr(transfer), *told]
+    sent = [group_to_proto(g, rank) for g in groups for rank in range(g.size)]
+    assert len(told) > 3
+    for secret in (transfer.ids.secret, *(group.secret for group in groups)):
+        assert not any(secret in text for text in (*shown, *map(str, sent)))
 
 
 @pytest.mark.parametrize(("min_replicas", "rank"), [(0, 1), (3, 1), (1, 0)])

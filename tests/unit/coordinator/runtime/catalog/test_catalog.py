@@ -103,6 +103,9 @@ def test_the_newest_transfers_are_known_again(catalog_path: Path) -> None:
     catalog.apply([SaveVersion(record) for record in records])
     catalog.close()
     catalog = Catalog.open(catalog_path)
+    newest = catalog.list_versions("math", 12, 3)
+    assert newest == records[:-4:-1]
+    assert [catalog.find_transfer(record.transfer_id) for record in newest] == newest
     catalog.close()
 
 
