@@ -49,7 +49,7 @@ class SwitchTimes:
     """What a switch cost."""
 
     pause_seconds: float = 0.0
-    """How long requests were held still."""
+    """How long generation was paused."""
     load_seconds: float = 0.0
 
 
@@ -62,7 +62,7 @@ class SpillOrder:
     retired: tuple[PolicyVersion, ...] = ()
     """Adapter versions to be removed."""
     served_base: int = 0
-    settled: bool = False
+    serves_all: bool = False
     """Whether the replica serves what the pool does: only then may bases that
     others need be told from those that nobody needs, and removed."""
 
@@ -102,7 +102,7 @@ class Engine(Protocol):
 
     @property
     def loading(self) -> str:
-        """Transfer that requests are held still for, by ``load_in_place``; else empty."""
+        """Transfer that generation is paused for, by ``load_in_place``; else empty."""
 
     async def join_group(self, order: JoinOrder) -> None:
         """Tell the receivers to join; returns before they have joined."""
@@ -141,9 +141,9 @@ class Engine(Protocol):
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
     ) -> None:
-        """Hold requests still, and load a base's buckets as they arrive; returns before
-        any has. ``apply_base`` or ``discard`` ends it: the version is served, or requests
-        go on if nothing was loaded yet, else the engine is dirty and stays paused. If
+        """Pause generation, and load a base's buckets as they arrive; returns before
+        any has. ``apply_base`` or ``discard`` ends it: the version is served, or generation
+        resumes if nothing was loaded yet, else the engine is dirty and stays paused. If
         neither comes within the timeout it ends as by ``discard``; but what was loaded
         whole by then can still be applied. Meanwhile no adapter can be loaded, and none
         goes. Idempotent by transfer; one that is under way for another is given up.
@@ -243,5 +243,5 @@ class Engine(Protocol):
     def refuse_requests(self, reason: str) -> None:
         """Refuse new requests, saying why, or take them again where it is empty.
 
-        Running ones go on.
+        Running ones continue.
         """

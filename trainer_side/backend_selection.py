@@ -39,7 +39,7 @@ class Lane:
     """The sender's end: which backends it may use, and the accelerator they need.
 
     Args:
-        choice: See ``BackendChoice``.
+        choice: The best that both sides have, or this one and no other.
         device: A CUDA device for NCCL; None is the current one when a push begins.
     """
 

@@ -202,7 +202,7 @@ class Agent:
     async def drained(self) -> str:
         """Wait for the end of a drain, whoever began it; returns how it ended.
 
-        The process is to end then; ``run`` goes on until it is cancelled.
+        The process is to end then; ``run`` continues until it is cancelled.
         """
         return await self._drain.over()
 
@@ -306,7 +306,7 @@ class Agent:
             try:
                 await self.serving.drop_unused()
                 await self.serving.look(self._pins_told)
-                await self.serving.spill(settled=self.is_ready)
+                await self.serving.spill(serves_all=self.is_ready)
             except WeftError as error:
                 if error.message != trouble:
                     _log.warning("asked again each second: %s", error)

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 #: New requests are still taken for so long: routers and balancers need a moment to
 #: hear that this replica is not ready.
-SETTLE_SECONDS = 1.0
+NOTICE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -42,7 +42,7 @@ class Drain:
     ) -> None:
         self._num_requests, self._refuse, self._is_needed = num_requests, refuse, is_needed
         self._began = asyncio.Event()
-        self._settled_at = self._deadline = float("inf")
+        self._refuse_at = self._deadline = float("inf")
         self._reason = ""
 
     @property
@@ -63,7 +63,7 @@ class Drain:
         if self.under_way:
             return
         self._reason = reason
-        self._settled_at = now + SETTLE_SECONDS
+        self._refuse_at = now + NOTICE_SECONDS
         _log.info("draining for at most %.1f s: %s", seconds, reason)
         self._began.set()
 
@@ -77,7 +77,7 @@ class Drain:
         await self._began.wait()
         refusing = False
         while (now := time.monotonic()) < self._deadline:
-            if now >= self._settled_at and not refusing:
+            if now >= self._refuse_at and not refusing:
                 refusing = True
                 self._refuse(f"this replica is leaving ({self._reason}): ask another")
             if refusing and not self._num_requests() and not self._is_needed():

@@ -184,7 +184,7 @@ class Registration:
         return time.monotonic() - self._heard_at < self._config.contact_seconds
 
     def start(self) -> None:
-        """Begin; goes on by itself through restarts of the coordinator."""
+        """Begin; continues by itself through restarts of the coordinator."""
         self._thread.start()
 
     def stop(self) -> None:

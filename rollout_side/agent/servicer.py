@@ -214,7 +214,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         await agent.serving.retire([_version(version) for version in request.versions])
         return pb.RetireVersionsResponse(
             version_vector=vector_to_proto(agent.serving.vector),
-            draining=[version_to_proto(version) for version in sorted(agent.serving.draining)],
+            draining=[version_to_proto(version) for version in sorted(agent.serving.retiring)],
         )
 
     async def RefuseRequests(  # noqa: N802

@@ -55,7 +55,7 @@ class Serving:
     def __init__(self, engine: Engine) -> None:
         self.vector = VersionVector()
         #: Versions that can no longer be requested but still answer old requests.
-        self.draining: set[PolicyVersion] = set()
+        self.retiring: set[PolicyVersion] = set()
         # As of the last look: heartbeats are made on another thread.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine was told to keep.
@@ -64,7 +64,7 @@ class Serving:
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._engine = engine
         self._switching = asyncio.Lock()
-        # The coordinator may have withdrawn what failed: a call that is repeated (gRPC
+        # The coordinator may have undone the commit of what failed: a call that is repeated (gRPC
         # does when a connection breaks) must not switch to it after all.
         self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
         # Ordered retired, and not yet told to the spill directory.
@@ -160,7 +160,7 @@ class Serving:
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
     ) -> None:
-        """Hold requests still and load a base as it arrives, until it is committed or
+        """Pause generation and load a base as it arrives, until it is committed or
         discarded; see ``Engine.load_in_place``.
 
         Raises:
@@ -277,7 +277,7 @@ class Serving:
         alias: int,
         facts: VersionFacts | None,
     ) -> SwitchTimes:
-        if version in self.draining:  # by its number it would be dropped with it
+        if version in self.retiring:  # by its number it would be dropped with it
             raise NotReadyError(f"{version} is being dropped here; wait until it is gone")
         held = self.vector.adapters.get(version.policy, AdapterVersions())
         alias = alias if alias in held.versions else 0
@@ -389,13 +389,13 @@ class Serving:
     # -- what is dropped, kept and spilled ---------------------------------------
 
     async def retire(self, versions: list[PolicyVersion]) -> None:
-        """Stop serving adapter versions; those in use stay in ``draining``."""
+        """Stop serving adapter versions; those in use stay in ``retiring``."""
         for version in versions:
             entry = self.vector.adapters.get(version.policy, AdapterVersions())
             if entry.alias == version.version or version.policy == BASE_POLICY:
                 continue
             self.vector = self.vector.without_adapter(version)
-            self.draining.add(version)
+            self.retiring.add(version)
             if self._engine.spills:
                 self._retired.add(version)
         await self.drop_unused()
@@ -411,19 +411,19 @@ class Serving:
             if entry.alias == version.version:
                 await self._engine.drop_alias(version.policy)
             self.vector = self.vector.without_adapter(version)
-            self.draining.add(version)
+            self.retiring.add(version)
             _log.warning("dropping %s: its bytes are not what the catalog has", version)
         await self.drop_unused()
 
     async def drop_unused(self) -> None:
-        """Drop those of ``draining`` that nothing uses any more."""
-        for version in sorted(self.draining):
+        """Drop those of ``retiring`` that nothing uses any more."""
+        for version in sorted(self.retiring):
             if await self._engine.retire(version):
-                self.draining.discard(version)
+                self.retiring.discard(version)
                 _log.info("retired %s", version)
 
-    async def spill(self, *, settled: bool) -> None:
-        """Have written to disk what is served now, beside all else; ``settled`` as in
+    async def spill(self, *, serves_all: bool) -> None:
+        """Have written to disk what is served now, beside all else; ``serves_all`` as in
         ``SpillOrder``. Nothing without a spill directory."""
         if not self._engine.spills:
             return
@@ -438,7 +438,7 @@ class Serving:
             keep=(*adapters, *bases),
             retired=tuple(sorted(self._retired)),
             served_base=self.vector.base,
-            settled=settled,
+            serves_all=serves_all,
         )
         if order != self._spill_order:
             await self._engine.spill(order)

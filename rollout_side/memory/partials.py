@@ -1,4 +1,4 @@
-"""Transfers of which a worker has received a part, to go on in another side group."""
+"""Transfers of which a worker has received a part, to resume in another side group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.transport.speaking import Speak
 class PartialTransfers:
     """What was verified of interrupted transfers; ``WorkerStore``'s lock guards it.
 
-    A push goes on within moments or is discarded. A clone waits as long as pushes go
+    A push resumes within moments or is discarded. A clone waits as long as pushes go
     before it: of those there is at most one, and it gives way where a push needs its room.
     """
 

@@ -16,7 +16,7 @@ from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, window
 from weft.transport.speaking import Speak, silent
 
-#: Left to the engine as it goes on: activations, NCCL's buffers.
+#: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30
 # Those that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
 _SPARE_BUFFERS = 5
@@ -61,7 +61,7 @@ class Memory:
         """How many buffers of that size the accelerator has room for beside those that a
         transfer needs anyhow; 0 on the host.
 
-        Left alone are what the engine needs as it goes on, and what the largest of its
+        Left alone are what the engine needs as it runs, and what the largest of its
         layers takes while it is made anew.
 
         Args:

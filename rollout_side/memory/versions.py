@@ -135,7 +135,7 @@ def tensors_in(manifest: Manifest, data: torch.Tensor) -> Iterator[tuple[str, to
 
 
 def tensor_in(slot: TensorSlot, wire: torch.Tensor) -> torch.Tensor:
-    """The view of a tensor in its bucket's bytes (uint8, which may go on behind it)."""
+    """The view of a tensor in its bucket's bytes (uint8, which may continue behind it)."""
     raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
     return raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)
 

@@ -23,7 +23,7 @@ class WorkingThreads:
         """Know a thread that has been started.
 
         Args:
-            ask: For one that goes on between its works: has it answer from there. Others
+            ask: For one that lives from one work to the next: has it answer between them. Others
                 are waited for until they end.
         """
         with self._lock:

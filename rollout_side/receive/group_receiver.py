@@ -30,8 +30,8 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
+from weft.transport.fetched_manifests import FetchedManifests
 from weft.transport.group import Operation, on_device
-from weft.transport.manifests import ManifestCache
 from weft.transport.member import Membership
 from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
@@ -70,7 +70,7 @@ class GroupReceiver:
         self._left = threading.Event()
         self._store = store
         self._device = store.memory.device_of(ticket.backend)
-        self._manifests = ManifestCache()
+        self._manifests = FetchedManifests()
         self._directions: queue.Queue[_Direction] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
         self._prepared: Prepared | None = None
@@ -148,7 +148,7 @@ class GroupReceiver:
 
     def _wait_for_former(self) -> bool:
         """Wait until the trainer's former group has handed over what it has verified of a
-        transfer that goes on here; False if this one was left meanwhile.
+        transfer that resumes here; False if this one was left meanwhile.
 
         However long that takes: a thread that hangs there would otherwise be passed by.
         """
@@ -346,7 +346,7 @@ class GroupReceiver:
             prepared.transfer.drop()
 
     def _keep_prepared(self) -> None:
-        """Keep what was verified: the transfer may go on in another group."""
+        """Keep what was verified: the transfer may resume in another group."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             prepared.transfer.keep()

@@ -222,7 +222,7 @@ class InPlaceLoad:
         self._thread.join(timeout_seconds)
         return self._changed or self._thread.is_alive()
 
-    def settle(self, expected_digest: bytes) -> float:
+    def confirm(self, expected_digest: bytes) -> float:
         """For the commit: returns how long loading took, if it is what is to be committed.
 
         Raises:

@@ -51,7 +51,7 @@ class IncomingTransfer(Protocol):
         """
 
     def keep(self) -> None:
-        """The side group ends: keep what was verified, the transfer may go on in another.
+        """The side group ends: keep what was verified, the transfer may resume in another.
         If it does not, the coordinator orders it discarded."""
 
     def drop(self) -> None:

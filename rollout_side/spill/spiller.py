@@ -114,7 +114,7 @@ class Spiller:
         for path in superseded(
             self._folder.complete(),
             retired=retired - set(order.keep),
-            served_base=order.served_base if order.settled else 0,
+            served_base=order.served_base if order.serves_all else 0,
             retain_base=self._retain_base,
         ):
             self._folder.remove(path)

@@ -143,7 +143,7 @@ async def test_an_order_that_names_nothing(
     refused = await refusal(getattr(served.stub, method)(request))
     assert refused == f"INVALID_ARGUMENT/{reason}"
     assert served.agent.serving.vector.base == 1
-    assert not served.agent.serving.draining
+    assert not served.agent.serving.retiring
 
 
 @pytest.mark.parametrize("served", [True], indirect=True)
@@ -277,7 +277,7 @@ async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> Non
     assert await refusal(served.commit("math@1")) == "FAILED_PRECONDITION/NOT_STAGED"
     served.engine.in_use.clear()
     await served.agent.serving.drop_unused()
-    assert not served.agent.serving.draining
+    assert not served.agent.serving.retiring
     assert served.engine.store.adapter(PolicyVersion("math", 1)) is None
 
 

@@ -179,7 +179,7 @@ class EngineDouble:
         load, self.load = self.load, None
         self.store.handoff.forget(load.transfer_id)
         try:
-            seconds = load.settle(content_digest)
+            seconds = load.confirm(content_digest)
         except LoadFailedError as error:
             self.dirty_reason = error.message
             raise

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL
 from weft.contract.errors import UnsupportedError
-from weft.transport.rendezvous_store import GroupStore
+from weft.transport.rendezvous_store import RendezvousStore
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def available_backends(device: torch.device) -> tuple[str, ...]:
 
 
 def open_backend(
-    name: str, store: GroupStore, rank: int, size: int, *, host: str, device: torch.device
+    name: str, store: RendezvousStore, rank: int, size: int, *, host: str, device: torch.device
 ) -> Backend:
     """Become a member; see ``SideGroup``.
 
@@ -135,7 +135,7 @@ class _Gloo:
     under way is left to its own timeout, and its memory with it.
     """
 
-    def __init__(self, store: GroupStore, rank: int, size: int, host: str) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, size: int, host: str) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=True)]
         options._timeout = store.timeout
@@ -196,7 +196,7 @@ class _Nccl:
     0.5 s); a communicator that failed is never destroyed in another way.
     """
 
-    def __init__(self, store: GroupStore, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, size: int, device: torch.device) -> None:
         group_class: Any = dist.ProcessGroupNCCL
         options = group_class.Options()
         options._timeout = _NEVER

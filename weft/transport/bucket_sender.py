@@ -116,7 +116,7 @@ class BucketSender:
         return digest
 
     def give_up(self, transfer_id: str, error: WeftError) -> None:
-        """Tell the others that this rank cannot go on; the group is over."""
+        """Tell the others that this rank cannot continue; the group is over."""
         failed = pb.RankFailed(transfer_id=transfer_id, reason=error.reason, message=error.message)
         self._membership.attendance.send(pb.AttendRequest(failed=failed))
         self._broken = self._broken or error

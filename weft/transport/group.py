@@ -17,7 +17,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.transport.backends import SENDER_RANK, Backend, Work, open_backend
-from weft.transport.rendezvous_store import GroupStore
+from weft.transport.rendezvous_store import RendezvousStore
 from weft.transport.speaking import SPEAK_SECONDS, speaking
 
 __all__ = ["SENDER_RANK", "Operation", "SideGroup", "num_parked_groups", "on_device", "window"]
@@ -49,7 +49,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def same_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What lets another thread go on in this one's CUDA stream."""
+    """What lets another thread work in this one's CUDA stream."""
     if device.type != "cuda":
         return contextlib.nullcontext
     stream = torch.cuda.current_stream(device)
@@ -128,7 +128,7 @@ class SideGroup:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: RendezvousStore,
         rank: int,
         size: int,
         *,

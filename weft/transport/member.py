@@ -13,7 +13,7 @@ from weft.rpc.channel import open_channel
 from weft.transport.attendance import Attendance
 from weft.transport.group import SideGroup
 from weft.transport.progress import Progress
-from weft.transport.rendezvous_store import GroupStore
+from weft.transport.rendezvous_store import RendezvousStore
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -49,7 +49,7 @@ class Membership:
         self._channel: grpc.Channel = open_channel(ticket.coordinator)
         self.stub = RendezvousServiceStub(self._channel)
         self._user_on_closed = on_closed
-        store = GroupStore(self.stub, self.credential, _FORMING_SECONDS)
+        store = RendezvousStore(self.stub, self.credential, _FORMING_SECONDS)
         try:
             self.group = SideGroup(
                 store,

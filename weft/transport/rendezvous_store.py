@@ -23,7 +23,7 @@ from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 _SLACK_SECONDS = 5.0
 
 
-class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
+class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
     """A ``torch.distributed.Store`` of one group.
 
     Keep a reference to this object as long as the group: torch holds only its C++
@@ -91,7 +91,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._timeout_seconds)
 
-    def clone(self) -> GroupStore:
+    def clone(self) -> RendezvousStore:
         return self
 
     def _call(self, *, wait_seconds: float = 0.0, **operation: Any) -> pb.CallStoreResponse:

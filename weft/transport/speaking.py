@@ -33,7 +33,7 @@ def speaking(work: Callable[[], _T], speak: Callable[[], None]) -> _T:
 
     Args:
         speak: Called at least every ``SPEAK_SECONDS``; what it raises ends the wait, and the
-            work goes on unattended.
+            work continues unattended.
 
     Raises:
         BaseException: What ``work`` raised.

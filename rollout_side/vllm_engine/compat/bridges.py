@@ -137,7 +137,7 @@ async def pause_keeping(engine: Any) -> None:
 
 
 async def resume(engine: Any) -> None:
-    """Let the scheduler go on."""
+    """Resume the scheduler."""
     await engine.engine_core.resume_scheduler_async()
 
 

@@ -8,7 +8,7 @@ segment, or bucket by bucket as they arrive.
 
 A plan is believed only when it is proven: the layout was just loaded by vLLM itself,
 the copies cover every parameter once, and each destination holds its source's bits. No
-plan is made for a model whose layers make something else of their weights.
+plan is made for a model whose layers post-process their weights after loading.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGE_BYTES = 2**20
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class DirectPlan:
+class CopyPlan:
     """The copies that load one layout into one model; proven by ``learn`` or
     ``learn_in_place``.
 
@@ -151,7 +151,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 def learn(
     model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
-) -> DirectPlan | None:
+) -> CopyPlan | None:
     """The plan of a version's layout, which the model has just loaded; None if it cannot
     be loaded so. Nothing that the model computes with changes.
 
@@ -161,7 +161,7 @@ def learn(
         rename: From the manifest's names to those its ``load_weights`` knows.
     """
 
-    def check(plan: DirectPlan) -> str:
+    def check(plan: CopyPlan) -> str:
         holds = plan.holds(staged.segment.data)
         return "" if holds else "a parameter does not hold what was loaded into it"
 
@@ -173,7 +173,7 @@ def learn_in_place(
     manifest: Manifest,
     bucket_digests: Sequence[int],
     rename: Callable[[str], str],
-) -> DirectPlan | None:
+) -> CopyPlan | None:
     """The same for a version whose buckets are gone: it is proven by reading the model's
     parameters back and digesting them as the wire was.
 
@@ -196,13 +196,13 @@ def _learn(
     manifest: Manifest,
     segment: torch.Tensor,
     rename: Callable[[str], str],
-    check: Callable[[DirectPlan], str],
-) -> DirectPlan | None:
+    check: Callable[[CopyPlan], str],
+) -> CopyPlan | None:
     """Watch with ``segment`` for the wire; ``check`` says why a plan is wrong, or ""."""
     why = _not_plain(model)
     if not why:
         try:
-            plan = DirectPlan(manifest, watch(model, manifest, segment, rename))
+            plan = CopyPlan(manifest, watch(model, manifest, segment, rename))
             why = check(plan)
         except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
             why = f"{type(error).__name__}: {error}"
@@ -224,7 +224,7 @@ def _not_plain(model: torch.nn.Module) -> str:
     return ""
 
 
-def _unproven(plan: DirectPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:
+def _unproven(plan: CopyPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:
     """Why the model does not hold, by this plan, what was digested; empty if it does."""
     if not plan.is_readable:
         return "parameters that were expanded cannot be read back"

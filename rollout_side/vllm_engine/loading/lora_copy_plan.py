@@ -7,7 +7,7 @@ every A and B into its place. So that is learnt once for a layout and configurat
 watching vLLM do it, and repeated from then on, from the device's memory if the adapter
 was received there.
 
-vLLM's managers go on as always: they hold an adapter whose tensors are made, by vLLM's
+vLLM's managers work as always: they hold an adapter whose tensors are made, by vLLM's
 own code, only if it must be put into a slot again after it lost its own.
 """
 

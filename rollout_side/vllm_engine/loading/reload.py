@@ -18,7 +18,7 @@ import torch
 
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn, wait_for_copies
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, wait_for_copies
 from weft.contract.errors import LoadFailedError
 from weft.contract.names import PolicyVersion
 from weft.contract.reference import Reference, check_base
@@ -29,8 +29,8 @@ _UNMENTIONED = frozenset({"base_layer", "routed_experts"})
 
 
 def apply_base(
-    worker: Any, staged: StagedVersion, reference: Reference, plan: DirectPlan | None = None
-) -> DirectPlan | None:
+    worker: Any, staged: StagedVersion, reference: Reference, plan: CopyPlan | None = None
+) -> CopyPlan | None:
     """Replace the model's weights by a staged version. Call it while paused.
 
     Adapters that were loaded come back at their next use. The staged memory is not

@@ -16,7 +16,7 @@ import torch
 
 from rollout_side.memory.versions import tensor_in
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn_in_place, wait_for_copies
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place, wait_for_copies
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
 from weft.contract.errors import LoadFailedError
 from weft.contract.manifest import Manifest, TensorSlot
@@ -56,8 +56,8 @@ class Arriving(Protocol):
 
 
 def load_in_place(
-    worker: Any, arriving: Arriving, reference: Reference, plan: DirectPlan | None = None
-) -> DirectPlan | None:
+    worker: Any, arriving: Arriving, reference: Reference, plan: CopyPlan | None = None
+) -> CopyPlan | None:
     """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
 
     May run on another thread than the engine's. On CUDA that thread's current device is
@@ -125,7 +125,7 @@ def _tensors(
     """Name and copy of every tensor, by bucket; speaks once the model has taken each.
 
     Copies, since vLLM keeps what it is given until a layer is complete, and a layer may
-    go on in the next bucket, which comes into the memory of this one. Each is freed with
+    continue in the next bucket, which comes into the memory of this one. Each is freed with
     its layer, so what is held at a time is about a layer.
     """
     slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]

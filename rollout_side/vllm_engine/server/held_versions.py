@@ -99,7 +99,7 @@ class HeldVersions:
             [str(version) for version in order.keep],
             [str(version) for version in order.retired],
             order.served_base,
-            order.settled,
+            order.serves_all,
         )
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:

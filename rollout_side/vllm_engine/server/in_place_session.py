@@ -1,4 +1,4 @@
-"""Bases that are loaded as they arrive, while requests are held still."""
+"""Bases that are loaded as they arrive, while generation is paused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoadsInPlace:
 
     Args:
         workers: Which load.
-        gate: Held from a load's begin to its end; dirty after one that ended midway.
+        gate: Paused from a load's begin to its end; dirty after one that ended midway.
     """
 
     def __init__(self, workers: WorkerCalls, gate: RequestGate) -> None:
@@ -53,9 +53,9 @@ class LoadsInPlace:
         return self._pending is not None and self._pending.transfer_id == transfer_id
 
     async def begin(self, transfer_id: str, version: PolicyVersion, timeout_seconds: float) -> None:
-        """Hold requests still and let the workers load what arrives; see ``Engine``.
+        """Pause generation and let the workers load what arrives; see ``Engine``.
 
-        Begun before, it goes on, in another group; another one is ended.
+        Begun before, it resumes, in another group; another one is ended.
 
         Raises:
             NotReadyError: Nothing of it was prepared, or it has ended.
@@ -65,7 +65,7 @@ class LoadsInPlace:
         if self._pending is None:
             paused_at = time.perf_counter()
             try:
-                await self._gate.hold()
+                await self._gate.pause()
                 await self._workers.load_arriving(transfer_id)
             except BaseException as error:
                 await self._gate.recover(error, f"beginning to load {version}")
@@ -76,7 +76,7 @@ class LoadsInPlace:
         self._expect_end(self._pending, timeout_seconds)
 
     async def take(self, content_digest: bytes) -> tuple[float, float]:
-        """What is pending is to be served; requests stay held still.
+        """What is pending is to be served; generation stays paused.
 
         Returns:
             ``time.perf_counter()`` from which on they wait; seconds that loading took.
@@ -91,7 +91,7 @@ class LoadsInPlace:
         return pending.paused_at, await self._workers.loaded(pending.transfer_id, content_digest)
 
     async def end(self, *, keep_loaded: bool = False) -> None:
-        """End what is pending, if anything is: requests go on if nothing has changed.
+        """End what is pending, if anything is: generation resumes if nothing has changed.
 
         Args:
             keep_loaded: What was loaded whole stays pending, though the engine is dirty.
@@ -106,7 +106,7 @@ class LoadsInPlace:
             what = "loaded, and not committed," if left.kept else "being loaded"
             self._gate.mark_dirty(f"{pending.version} was {what} in place as its transfer ended")
         elif not self._gate.dirty_reason:
-            await self._gate.let_go()
+            await self._gate.resume()
 
     def close(self) -> None:
         """Let nothing expire any more."""

@@ -63,7 +63,7 @@ class EngineParts:
 class VllmReplica(HeldVersions):
     """One vLLM engine. Every method runs on the event loop that opened it.
 
-    Switches of weights are serialised here; generation goes on beside them, except
+    Switches of weights are serialised here; generation continues beside them, except
     for the pause that ``apply_base`` reports.
     """
 
@@ -241,7 +241,7 @@ class VllmReplica(HeldVersions):
                 if is_loaded:
                     begin, load_seconds = await self._in_place.take(content_digest)
                 else:
-                    await self._gate.hold()
+                    await self._gate.pause()
                     load_begin = time.perf_counter()
                     await self._workers.apply_base(transfer_id, content_digest)
                     load_seconds = time.perf_counter() - load_begin
@@ -257,7 +257,7 @@ class VllmReplica(HeldVersions):
                 # that computes anew what the cache has lost.
                 await self._workers.keep_base(transfer_id)
             finally:
-                await self._gate.let_go()
+                await self._gate.resume()
             pause_seconds = time.perf_counter() - begin
         _log.debug(
             "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "

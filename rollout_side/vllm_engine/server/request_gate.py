@@ -1,4 +1,4 @@
-"""Whether an engine's requests run: held still for a switch, refused, or let go."""
+"""Whether an engine generates, paused for a switch or not, and takes new requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class RequestGate:
     """The requests of one engine, and why they are kept out; on its event loop.
 
-    A dirty engine's weights may be mixed: its running requests stay held still, new ones
+    A dirty engine's weights may be mixed: generation stays paused, new requests
     are refused over HTTP, until a base has loaded.
 
     Args:
@@ -45,24 +45,24 @@ class RequestGate:
                 self.note(error)
                 raise
 
-    async def hold(self) -> None:
-        """Hold running requests still, in their places; succeeds if they are."""
-        pause = bridges.pause_keeping(self._engine)
-        await self._workers.bounded(pause, "pausing", changes_weights=False)
+    async def pause(self) -> None:
+        """Pause generation, running requests kept in their places; succeeds if it is."""
+        paused = bridges.pause_keeping(self._engine)
+        await self._workers.bounded(paused, "pausing", changes_weights=False)
 
-    async def let_go(self, *, changed: bool = True) -> None:
-        """Let them go on; ``changed``: under other weights than before."""
-        resume = bridges.resume(self._engine)
-        await self._workers.bounded(resume, "resuming", changes_weights=changed)
+    async def resume(self, *, changed: bool = True) -> None:
+        """Resume generation; ``changed``: under other weights than before."""
+        resumed = bridges.resume(self._engine)
+        await self._workers.bounded(resumed, "resuming", changes_weights=changed)
 
     async def recover(self, error: BaseException, what: str) -> None:
-        """After a failure under ``hold``: requests go on if nothing has changed."""
+        """Resume after a failure under ``pause``, if nothing has changed."""
         if isinstance(error, WeftError):
             self.note(error)
         else:  # cancelled between two steps: the workers' state is unknown
             self.mark_dirty(f"{what} was interrupted: {error!r}")
         if not self.dirty_reason:
-            await self.let_go(changed=False)
+            await self.resume(changed=False)
 
     def note(self, error: WeftError) -> bool:
         """Whether a failure leaves mixed weights; marks the engine as dirty if so."""

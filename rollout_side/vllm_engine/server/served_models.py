@@ -187,7 +187,7 @@ class ServedModels:
         return served is not None and served.removed_at is None
 
     def remove(self, version: PolicyVersion, mark: int) -> ServedAdapter | None:
-        """Take a version's name away; requests that have it go on.
+        """Take a version's name away; requests that have it continue.
 
         Returns:
             Its record, with the mark of the first removal; None if unknown.

@@ -43,7 +43,7 @@ class OpenConfig:
         return Reference(self.architecture, tuple(metas))
 
 
-def plan_memory(
+def decide_memory(
     device: torch.device, reference: Reference, settings: OpenConfig
 ) -> tuple[Memory, int]:
     """Where versions are put, and the bound of staged bases there in bytes."""

@@ -33,7 +33,7 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.reload import apply_base
 from rollout_side.vllm_engine.worker import orphans
 from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.config import OpenConfig, plan_memory, usable_backends
+from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import (
@@ -73,7 +73,7 @@ class WeftWorker:
         logs.configure_as_parent()
         orphans.end_with(settings.replica_pid)
         reference = settings.reference()
-        memory, staging_bytes = plan_memory(self.device, reference, settings)
+        memory, staging_bytes = decide_memory(self.device, reference, settings)
         store = WorkerStore(
             staging_capacity_bytes=staging_bytes,
             adapter_capacity_bytes=settings.adapter_memory_bytes,
@@ -183,8 +183,8 @@ class WeftWorker:
         state.store.set_served(None)
         begin = time.perf_counter()
         # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
-        plan, state.plan = state.plan, None
-        state.plan = apply_base(self, staged, state.reference, plan)
+        plan, state.copy_plan = state.copy_plan, None
+        state.copy_plan = apply_base(self, staged, state.reference, plan)
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
@@ -211,7 +211,7 @@ class WeftWorker:
         if load is None or load.transfer_id != transfer_id:
             raise NotReadyError(f"transfer {transfer_id} is not loaded in place here")
         try:
-            seconds = load.settle(content_digest)
+            seconds = load.confirm(content_digest)
         finally:
             state.store.handoff.forget(transfer_id)
             state.load = load if load.is_running else None
@@ -256,7 +256,7 @@ class WeftWorker:
 
     @guarded
     def weft_spill(
-        self: Any, keep: Sequence[str], retired: Sequence[str], served_base: int, settled: bool
+        self: Any, keep: Sequence[str], retired: Sequence[str], served_base: int, serves_all: bool
     ) -> None:
         """Take a ``SpillOrder``; returns before anything of it is done."""
         spiller = state_of(self).spiller
@@ -265,7 +265,7 @@ class WeftWorker:
                 keep=tuple(map(PolicyVersion.parse, keep)),
                 retired=tuple(map(PolicyVersion.parse, retired)),
                 served_base=served_base,
-                settled=settled,
+                serves_all=serves_all,
             )
             spiller.follow(order)
 

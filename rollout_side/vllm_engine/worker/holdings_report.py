@@ -44,7 +44,7 @@ class HoldingsReport:
         self._thread = threading.Thread(target=self._run, name="weft-holdings", daemon=True)
 
     def start(self) -> None:
-        """Write what is held now, and go on by itself."""
+        """Write what is held now, and from then on whenever it changes."""
         self._write_change()
         self._thread.start()
 

@@ -15,7 +15,7 @@ from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.spiller import Spiller
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
@@ -48,7 +48,7 @@ class WorkerState:
     report: HoldingsReport | None = None
     """There, too: tells the replica's process what is held."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
-    plan: DirectPlan | None = None
+    copy_plan: CopyPlan | None = None
     """How the base that was loaded last can be loaded by copies alone."""
     load: InPlaceLoad | None = None
     """Of the base that is loaded in place, or was and waits for its commit."""
@@ -112,16 +112,16 @@ def loader(worker: Any, state: WorkerState) -> Callable[[HandoffQueue], None]:
 
     def load(handoff: HandoffQueue) -> None:
         # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
-        plan, state.plan = state.plan, None
+        plan, state.copy_plan = state.copy_plan, None
         served = state.store.set_served(None)
         try:
             with on_device(device):
                 if given is not None:
                     torch.cuda.current_stream(device).wait_event(given)
-                state.plan = load_in_place(worker, handoff, state.reference, plan)
+                state.copy_plan = load_in_place(worker, handoff, state.reference, plan)
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
-                state.plan = plan
+                state.copy_plan = plan
                 state.store.set_served(served)
             raise
 
@@ -133,7 +133,7 @@ def served_base(
 ) -> ServedBase | None:
     """What was loaded in place, as others may clone it from the engine's parameters; None
     where these do not hold the bytes as they came."""
-    plan, manifest = state.plan, handoff.manifest
+    plan, manifest = state.copy_plan, handoff.manifest
     if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
         return None
     return ServedBase(

@@ -39,7 +39,7 @@ def registered() -> Registered:
 
 @pytest.fixture
 def agent(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Agent:
-    monkeypatch.setattr(drain_module, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(drain_module, "NOTICE_SECONDS", 0.0)
     config = AgentConfig(coordinator="127.0.0.1:1", replica_id="r0")
     agent = Agent(config, EngineDouble({"w": torch.zeros(8)}))
     monkeypatch.setattr(agent, "registration", registered)

@@ -85,7 +85,7 @@ def test_each_side_waits_for_the_other() -> None:
         handoff.wait_loaded(index, nothing)
     handoff.wait_complete(nothing)
     assert loaded == list(range(COUNT))
-    assert load.settle(content_digest(list(range(COUNT)))) >= 0
+    assert load.confirm(content_digest(list(range(COUNT)))) >= 0
     assert load.end()
 
 
@@ -200,7 +200,7 @@ def test_one_that_ends_by_itself_tells_why() -> None:
     with pytest.raises(InvalidManifestError, match="missing"):
         handoff.wait_complete(nothing)
     with pytest.raises(NotReadyError, match="not loaded whole"):
-        load.settle(b"")
+        load.confirm(b"")
     assert not load.end()
 
 
@@ -214,7 +214,7 @@ def test_an_error_that_nobody_foresaw_leaves_mixed_weights() -> None:
         handoff.wait_complete(nothing)
     assert raised.value.metadata["dirty"] == "true"
     with pytest.raises(LoadFailedError, match="mixed"):
-        load.settle(b"")
+        load.confirm(b"")
 
 
 def test_weights_that_were_loaded_after_the_end_have_changed() -> None:
@@ -241,7 +241,7 @@ def test_other_bytes_are_not_committed() -> None:
     put_all(handoff)
     handoff.wait_complete(nothing)
     with pytest.raises(LoadFailedError, match="the commit is for 00") as raised:
-        load.settle(b"\0")
+        load.confirm(b"\0")
     assert raised.value.metadata["dirty"] == "true"
 
 

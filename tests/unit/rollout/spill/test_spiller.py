@@ -129,10 +129,10 @@ def test_retired_and_superseded_versions_leave(start: Callable[..., Worker]) -> 
     worker = start(retain=1)
     for version in ("math@1", "math@2", "base@1"):
         worker.hold(version)
-    worker.follow("math@1", "math@2", "base@1", served_base=1, settled=True)
+    worker.follow("math@1", "math@2", "base@1", served_base=1, serves_all=True)
     worker.lists("math@1", "math@2", "base@1")
     worker.hold("base@2")
-    worker.follow("math@2", "base@2", retired=parsed("math@1"), served_base=2, settled=True)
+    worker.follow("math@2", "base@2", retired=parsed("math@1"), served_base=2, serves_all=True)
     worker.lists("math@2", "base@2")
     assert worker.names == {"math@2", "base@2"}
 

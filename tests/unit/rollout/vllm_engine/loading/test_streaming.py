@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn_in_place
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place
 from rollout_side.vllm_engine.loading.streaming import load_in_place
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
     CHANGES,
@@ -78,7 +78,7 @@ def digests(manifest: Manifest, wires: list[torch.Tensor], first: int = 0) -> li
     ]
 
 
-def learnt_in_place(model: Model, source: StagedVersion) -> DirectPlan | None:
+def learnt_in_place(model: Model, source: StagedVersion) -> CopyPlan | None:
     found = digests(source.manifest, wires(source))
     return learn_in_place(model, source.manifest, found, rename)
 

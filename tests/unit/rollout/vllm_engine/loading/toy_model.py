@@ -11,7 +11,7 @@ from torch import nn
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan, learn
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
@@ -141,7 +141,7 @@ def load_own_way(model: Model, version: StagedVersion) -> Model:
     return model
 
 
-def learnt(model: Model, version: StagedVersion) -> DirectPlan:
+def learnt(model: Model, version: StagedVersion) -> CopyPlan:
     plan = learn(model, version, rename)
     assert plan is not None
     return plan

@@ -12,7 +12,7 @@ import torch
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
-from rollout_side.vllm_engine.loading.copy_plan import DirectPlan
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.worker import state as worker_state
 from rollout_side.vllm_engine.worker.state import WorkerState, loader
 from weft.contract.bucket_plan import plan_buckets
@@ -23,20 +23,20 @@ from weft.contract.tensors import DataType, TensorMeta
 
 METAS = (TensorMeta("w", DataType.FLOAT32, (4,)),)
 MANIFEST = plan_buckets(METAS)
-OLD, NEW = cast(DirectPlan, object()), cast(DirectPlan, object())
+OLD, NEW = cast(CopyPlan, object()), cast(CopyPlan, object())
 
 
-def _end(monkeypatch: pytest.MonkeyPatch, result: DirectPlan | WeftError) -> WorkerState:
+def _end(monkeypatch: pytest.MonkeyPatch, result: CopyPlan | WeftError) -> WorkerState:
     """A load that ends so; the state that it leaves."""
     store = WorkerStore(2**20, 2**20)
-    state = WorkerState(store, Reference("Model", METAS), plan=OLD)
+    state = WorkerState(store, Reference("Model", METAS), copy_plan=OLD)
     base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
     store.set_served(base)
 
-    def load(worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any) -> DirectPlan:
+    def load(worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any) -> CopyPlan:
         assert plan is OLD
         assert not store.is_served("t1", b"digest")  # its weights are about to change
-        assert state.plan is None
+        assert state.copy_plan is None
         if isinstance(result, WeftError):
             raise result
         return result
@@ -54,13 +54,13 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: DirectPlan | WeftError) -> Wor
 
 def test_what_was_loaded_whole_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, NEW)
-    assert state.plan is NEW
+    assert state.copy_plan is NEW
     assert state.store.retained_bases() == ()  # until it is committed
 
 
 def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, TransferAbortedError("it never began"))
-    assert state.plan is OLD
+    assert state.copy_plan is OLD
     assert state.store.is_served("t1", b"digest")
     assert not state.store.is_served("t1", b"other")
     assert state.store.retained_bases() == (1,)
@@ -68,5 +68,5 @@ def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_left_of_what_failed_midway(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, LoadFailedError("a layer burned", metadata={"dirty": "true"}))
-    assert state.plan is None
+    assert state.copy_plan is None
     assert state.store.retained_bases() == ()

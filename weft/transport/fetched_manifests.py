@@ -18,7 +18,7 @@ from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 MAX_KEPT = 32
 
 
-class ManifestCache:
+class FetchedManifests:
     """Least-recently-used manifests of one process; used by one thread at a time."""
 
     def __init__(self) -> None:
