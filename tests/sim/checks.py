@@ -1,4 +1,4 @@
-"""What must be true, checked after every event; see section 6 of the design."""
+"""What must be true, checked after every event; tests/sim/README.md says it in words."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.loss_checks import LossChecks
-from tests.sim.operator_checks import OperatorChecks, out_of_transfers
+from tests.sim.operator_checks import OperatorChecks
 from tests.sim.stall_checks import StallChecks
-from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
+from tests.sim.transfer_checks import SLACK_SECONDS, TransferChecks
+from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.pool import State
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Errand,
-    Phase,
     Standing,
     VersionState,
 )
 from weft.coordinator.decisions.transfers.in_place import is_loading
 
 if TYPE_CHECKING:
-    from tests.sim.receiver import Receiver
     from tests.sim.replica import SimReplica
     from tests.sim.store import Copy
     from tests.sim.trainer import Push, SimTrainer
@@ -37,9 +36,6 @@ _NEXT_STATES = {
     VersionState.FAILED: set[VersionState](),
 }
 _HELD = (VersionState.COMMITTED, VersionState.RETIRED)
-#: How late the coordinator may be: a tick, and a slow disk twice.
-_SLACK_SECONDS = 5.0
-_MAX_HISTORY = 100
 _RETIRING = (events.RetireVersion, events.SetRetention)
 
 
@@ -52,15 +48,13 @@ class Checks:
         self.orders = OperatorChecks(world)
         self.losses = LossChecks(world)
         self.stalls = StallChecks(world)
+        self.transfers = TransferChecks(world)
         self._owners: dict[PolicyVersion, str] = {}
         self._newest: dict[str, int] = {}
         self._digests: dict[PolicyVersion, ContentDigest] = {}
         self._sent: dict[str, ContentDigest] = {}
         self._ever_served: set[PolicyVersion] = set()
-        self._begun: dict[str, tuple[str, ...]] = {}
-        self._staged: dict[tuple[str, str], dict[int, ContentDigest]] = {}
         self._served: dict[str, list[int]] = {}
-        self._cloned: dict[tuple[str, str, str], set[int]] = {}
         self._newest_epoch = 0
         self._secrets: set[str] = set()
 
@@ -108,11 +102,9 @@ class Checks:
                 elif effect.record.state is VersionState.STAGING:
                     self.leases.assigned(state, effect)
                     self.losses.assigned(before, effect.record.version)
-                    transfer_id = effect.record.transfer_id
-                    if transfer_id in state.transfers:
-                        self._begun[transfer_id] = state.transfers[transfer_id].targets
+                    self.transfers.assigned(state, effect.record.transfer_id)
                 elif effect.record.state is VersionState.COMMITTED:
-                    self._decided(state, effect)
+                    self.transfers.decided(state, effect)
             elif isinstance(effect, effects.SavePolicy):
                 self.leases.saving(effect)
             elif isinstance(effect, effects.CallRetire | effects.SaveRetired):
@@ -125,49 +117,11 @@ class Checks:
                         self._told_ready(state, event)
             elif isinstance(effect, effects.Announce):
                 self._announced(state, effect)
-        if state.transfers is not before.transfers:
-            self._check_transfers(state)
-            self._check_rollbacks(before, state)
-        if state.history is not before.history:
-            self._check_ended(before, state)
-        if state.groups is not before.groups:
-            names = [group.trainer_id for group in state.groups.values()]
-            if len(names) > len(set(names)) + len(state.transfers):
-                fail(f"groups pile up: {names}")
+        self.transfers.stepped(before, state)
         if isinstance(event, events.Tick):
-            self._check_deadlines(state)
+            self.transfers.ticked(state)
             self.stalls.ticked(state)
         self.orders.stepped(before, event, state)
-
-    def _decided(self, state: State, save: effects.SaveVersion) -> None:
-        """A push reached its commit point: who has staged what?"""
-        record = save.record
-        transfer = state.transfers.get(record.transfer_id)
-        if transfer is None or transfer.phase is not Phase.COMMITTING:
-            fail(f"{record.version} was committed by nobody")
-        num_staged = sum(
-            self._has_staged(state, transfer, replica_id, record.content_digest)
-            for replica_id in transfer.targets
-        )
-        # What is loaded in place already is committed by those that are left.
-        wanted = 1 if transfer.loading else transfer.min_replicas
-        if num_staged < len(transfer.targets) or num_staged < wanted:
-            fail(f"{record.version} was committed with {num_staged} replicas that have it")
-        was_begun_by = self._begun.get(transfer.transfer_id)
-        required = [name for name in was_begun_by or () if name in transfer.required]
-        lacking = set(required).difference(transfer.targets)
-        if transfer.require_all and not transfer.loading and lacking:
-            fail(f"{record.version} requires all and was committed without one")
-        if transfer.lost:
-            self._world.trace("coordinator", f"{record.version} is committed by the survivors")
-
-    def _has_staged(
-        self, state: State, transfer: Transfer, replica_id: str, digest: ContentDigest | None
-    ) -> bool:
-        staged = self._staged.get((transfer.group_id, replica_id), {})
-        members = state.groups[transfer.group_id].members
-        num_receivers = next(m.num_receivers for m in members if m.replica_id == replica_id)
-        return len(staged) == num_receivers and set(staged.values()) == {digest}
 
     def _announced(self, state: State, told: effects.Announce) -> None:
         if told.kind == "replica_ready" and state.replicas[told.subject].dirty_reason:
@@ -215,74 +169,6 @@ class Checks:
             for replica in state.replicas.values():
                 if not replica.lost and replica.vector.holds(effect.version):
                     fail(f"{effect.version} is retired and {replica.replica_id} serves it")
-
-    def _check_rollbacks(self, before: State, state: State) -> None:
-        """The pool goes back to a base only if it goes on serving."""
-        for transfer in state.transfers.values():
-            if transfer.errand is not Errand.ROLLBACK or transfer.phase is not Phase.COMMITTING:
-                continue
-            old = before.transfers.get(transfer.transfer_id)
-            if transfer.policy != BASE_POLICY or (old and old.phase is Phase.COMMITTING):
-                continue
-            for replica in state.replicas.values():
-                serves = replica.in_contact and not before.vector.missing_from(replica.vector)
-                serves = serves and not out_of_transfers(before, replica)
-                if serves and replica.replica_id not in transfer.targets:
-                    fail(f"{replica.replica_id} cannot go back to {transfer.policy_version}")
-
-    def _check_ended(self, before: State, state: State) -> None:
-        """A rollback that failed: undone if nobody followed and nothing changed."""
-        new = [ended for name, ended in state.history.items() if name not in before.history]
-        rollbacks = [
-            transfer
-            for transfer in (*new, *state.transfers.values())
-            if transfer.errand is Errand.ROLLBACK and transfer.phase >= Phase.COMMITTING
-        ]
-        for ended in new:
-            version = ended.policy_version
-            others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
-            if ended.errand is not Errand.ROLLBACK or not ended.failure or others:
-                continue  # or another one began in the same step
-            stands = state.policies[version.policy].served_version == version.version
-            followers = [
-                name
-                for name in ended.targets
-                if (replica := self._world.replicas[name]).alive and replica.stands_for(version)
-            ]
-            if followers and not stands:
-                fail(f"{version} was undone and {followers} serve it")
-            reasons = {failure.reason for failure in ended.refusals.values()}
-            dirty = any(self._world.replicas[name].dirty_reason for name in ended.targets)
-            if stands and reasons == {"LOAD_FAILED"} and not dirty:
-                fail(f"the pool stands at {version}, to which nobody could go back")
-
-    def _check_transfers(self, state: State) -> None:
-        held: dict[str, str] = {}
-        for transfer in state.transfers.values():
-            if transfer.phase >= Phase.COMMITTED:
-                fail(f"{transfer.transfer_id} ended and is still under way")
-            if transfer.num_interruptions > state.settings.clone_interruptions:
-                fail(f"{transfer.transfer_id} was ended {transfer.num_interruptions} times")
-            for replica_id in transfer.held:
-                if replica_id in held:
-                    fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")
-                held[replica_id] = transfer.transfer_id
-
-    def _check_deadlines(self, state: State) -> None:
-        now = self._world.clock.now
-        for transfer in state.transfers.values():
-            last = transfer.deadline
-            if transfer.phase is Phase.COMMITTING:
-                last = transfer.commit_at + self._world.commit_seconds
-            if now > last + _SLACK_SECONDS:
-                fail(f"{transfer.transfer_id} is {transfer.phase.name} after its deadline")
-            awaited = transfer.targets if transfer.uncommitted else transfer.switching
-            for replica_id in awaited:
-                replica = state.replicas.get(replica_id)
-                if replica is None or replica.lost:
-                    fail(f"{transfer.transfer_id} goes on with {replica_id}, which is gone")
-        if len(state.history) > _MAX_HISTORY or len(state.fits) > 64:
-            fail("the state grows without bound")
 
     # -- the catalog -----------------------------------------------------------------
 
@@ -401,23 +287,6 @@ class Checks:
             fail(f"{begun.version} was told before it was on disk")
         self._sent[begun.transfer_id] = digest
 
-    def receiving(self, receiver: Receiver, transfer_id: str, bucket: int, expected: int) -> None:
-        """A bucket came."""
-        replica = receiver.replica
-        if bucket != expected:
-            fail(f"{replica.name} got bucket {bucket} of {transfer_id}, its next is {expected}")
-        # Several receivers of a replica go on from what the slowest of them has.
-        if is_replica_sender(receiver.group.trainer_id) and replica.kind.num_receivers == 1:
-            had = self._cloned.setdefault((replica.name, replica.incarnation, transfer_id), set())
-            if bucket in had and not replica.kind.in_place:
-                fail(f"{replica.name} got bucket {bucket} of {transfer_id} twice")
-            had.add(bucket)
-
-    def staging(self, receiver: Receiver, transfer_id: str, digest: ContentDigest) -> None:
-        """A receiver has everything; it is about to say so."""
-        key = receiver.group.group_id, receiver.replica.name
-        self._staged.setdefault(key, {})[receiver.index] = digest
-
     def loaded(self, replica: SimReplica, copy: Copy, stands_for: int, *, is_late: bool) -> None:
         """A replica is about to serve a version; its bare name is to stand for one."""
         version = copy.version
@@ -491,7 +360,7 @@ class Checks:
         world.trace(trainer.name, f"pushed {shown}: {push.error or 'committed'}")
         late = world.clock.now - push.deadline
         awake_at = max(trainer.frozen_until, trainer.worker.frozen_until)
-        if late > _SLACK_SECONDS and awake_at + _SLACK_SECONDS < world.clock.now:
+        if late > SLACK_SECONDS and awake_at + SLACK_SECONDS < world.clock.now:
             fail(f"the push of {shown} ended {late:.1f} s after its deadline")
         self.stalls.push_ended(push)
         if push.error is None and not self.losses.is_lost(push.transfer_id):

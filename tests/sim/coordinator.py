@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
 from tests.sim.data import LAYOUTS
-from tests.sim.rooms import Rooms
+from tests.sim.live_groups import LiveGroups
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
@@ -51,7 +51,7 @@ class SimCoordinator(Process):
         super().__init__(world.clock, "coordinator")
         self.world = world
         self.state = state
-        self.rooms = Rooms(self.post)
+        self.groups = LiveGroups(self.post)
         self.calls: dict[int, Future] = {}
         self.calls_since: dict[int, float] = {}
         self.manifests: set[bytes] = set()
@@ -65,7 +65,7 @@ class SimCoordinator(Process):
 
     def _tick(self) -> Any:
         while True:
-            for heard in self.rooms.take_progress():
+            for heard in self.groups.take_progress():
                 self.post(heard)
             self.post(events.Tick())
             yield TICK_SECONDS
@@ -178,7 +178,7 @@ class SimCoordinator(Process):
             case _:
                 if isinstance(effect, effects.OpenGroup):
                     self.world.checks.group_opened(effect.group)
-                self.rooms.carry_out(effect)
+                self.groups.carry_out(effect)
 
     def _answer(self, ticket: int, answer: Any, error: WeftError | None) -> None:
         future = self.calls.pop(ticket, None)

@@ -51,12 +51,12 @@ def left_over(world: World) -> Iterator[str]:
 
 
 def _groups_left(world: World) -> Iterator[str]:
-    state, rooms = world.coordinator.state, world.coordinator.rooms.rooms
-    if set(rooms) != set(state.groups):
-        yield f"rooms {sorted(rooms)} are open for the groups {sorted(state.groups)}"
+    state, live = world.coordinator.state, world.coordinator.groups.live
+    if set(live) != set(state.groups):
+        yield f"groups {sorted(live)} are live, the state has {sorted(state.groups)}"
         return
     for group in state.groups.values():
-        links = rooms[group.group_id].links
+        links = live[group.group_id].links
         if not group.complete or set(links) != set(group.attending):
             yield f"group {group.group_id} is kept with the ranks {sorted(links)}"
         if any(link.broken for link in links.values()):

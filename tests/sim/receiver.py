@@ -145,7 +145,7 @@ class Receiver:
         digest = digest_over(contents, transfer.layout)
         copy = Copy(transfer_id, transfer.policy_version, digest, tuple(contents))
         self.replica.store.put_staged(copy, self.index)
-        self.world.checks.staging(self, transfer_id, digest)
+        self.world.checks.transfers.staging(self, transfer_id, digest)
         self.stream.up(("staged", transfer_id, digest))
 
     def _in_place(self, transfer: Transfer) -> bool:
@@ -220,7 +220,7 @@ class Receiver:
                 if world.random.random() < 0.5:
                     raise DigestMismatchError("a bucket's digest is not that of its trailer")
                 content = b"corrupt!"
-            world.checks.receiving(self, transfer.transfer_id, bucket, len(contents))
+            world.checks.transfers.receiving(self, transfer.transfer_id, bucket, len(contents))
             contents.append(content)
             if self._in_place(transfer):
                 self.replica.in_place.verified(transfer.transfer_id, len(contents))

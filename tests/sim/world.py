@@ -166,7 +166,7 @@ class World:
 
         def hello() -> None:
             if not stream.broken and server.alive:
-                server.rooms.attend(stream, group.group_id, group.token_of(rank), rank)
+                server.groups.attend(stream, group.group_id, group.token_of(rank), rank)
 
         self.clock.after(self.network.delay(), hello)
         return stream

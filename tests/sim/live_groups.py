@@ -13,7 +13,7 @@ from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.runtime.live_groups import Watermark
 
 
-class _Room:
+class _LiveGroup:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.links: dict[int, Stream] = {}
@@ -22,51 +22,51 @@ class _Room:
         self.num_told: dict[int, int] = {}
 
 
-class Rooms:
+class LiveGroups:
     """All live groups; ``post`` takes the events of their streams."""
 
     def __init__(self, post: Callable[[events.Event], None]) -> None:
         self._post = post
-        self.rooms: dict[str, _Room] = {}
+        self.live: dict[str, _LiveGroup] = {}
 
     def attend(self, stream: Stream, group_id: str, token: str, rank: int) -> None:
         """A rank's stream says hello."""
-        room = self.rooms.get(group_id)
-        if room is None:
+        live = self.live.get(group_id)
+        if live is None:
             stream.end(StaleEpochError(f"group {group_id} was dropped"))
-        elif token != room.group.token_of(rank):
+        elif token != live.group.token_of(rank):
             stream.end(NotAllowedError("wrong token"))
-        elif rank in room.links:
+        elif rank in live.links:
             stream.end(RequestConflictError(f"rank {rank} attends already"))
         else:
-            assert rank < room.group.size
-            room.links[rank] = stream
+            assert rank < live.group.size
+            live.links[rank] = stream
             stream.server_message = lambda message: self._receive(group_id, rank, message)
             stream.server_closed = lambda why: self._leave(stream, group_id, rank, why)
             self._post(events.RankAttends(group_id, rank))
 
     def _leave(self, stream: Stream, group_id: str, rank: int, why: str) -> None:
-        room = self.rooms.get(group_id)
-        if room is not None and room.links.get(rank) is stream:
-            del room.links[rank]
+        live = self.live.get(group_id)
+        if live is not None and live.links.get(rank) is stream:
+            del live.links[rank]
             self._post(events.RankGone(group_id, rank, why))
 
     def _receive(self, group_id: str, rank: int, message: tuple[Any, ...]) -> None:
         kind, transfer_id, *rest = message
-        room = self.rooms.get(group_id)
-        mark = room.watermark if room else None
+        live = self.live.get(group_id)
+        mark = live.watermark if live else None
         if kind == "prepared":
             self._post(events.RankPrepared(group_id, transfer_id, rank, *rest))
         elif kind == "load_due":
             self._post(events.RankLoadDue(group_id, transfer_id, rank))
-        elif kind == "progress" and room is not None:
-            room.words[rank] = Word(transfer_id, Activity.WAITING, *rest)
+        elif kind == "progress" and live is not None:
+            live.words[rank] = Word(transfer_id, Activity.WAITING, *rest)
         elif kind == "failed":
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
-        elif room is not None and mark is not None and mark.transfer_id == transfer_id:
+        elif live is not None and mark is not None and mark.transfer_id == transfer_id:
             if kind == "verified":
-                if mark.report(rank, *rest) and 0 in room.links:
-                    room.links[0].down(("released", transfer_id, mark.num_verified))
+                if mark.report(rank, *rest) and 0 in live.links:
+                    live.links[0].down(("released", transfer_id, mark.num_verified))
             elif kind == "staged":
                 assert rank == 0 or mark.is_through(rank)
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
@@ -74,13 +74,13 @@ class Rooms:
     def take_progress(self) -> list[events.RanksHeard]:
         """As ``Hub.take_progress``."""
         told = []
-        for name, room in self.rooms.items():
-            words, room.words = room.words, {}
-            mark, transfer_id, new = room.watermark, "", dict[int, int]()
+        for name, live in self.live.items():
+            words, live.words = live.words, {}
+            mark, transfer_id, new = live.watermark, "", dict[int, int]()
             if mark is not None:
                 transfer_id = mark.transfer_id
-                new = {r: n for r, n in mark.num_reported.items() if room.num_told.get(r) != n}
-                room.num_told.update(new)
+                new = {r: n for r, n in mark.num_reported.items() if live.num_told.get(r) != n}
+                live.num_told.update(new)
             if words or new:
                 told.append(events.RanksHeard(name, words, transfer_id, new))
         return told
@@ -89,34 +89,34 @@ class Rooms:
         """What the driver has decided."""
         match effect:
             case effects.OpenGroup(group=group):
-                self.rooms[group.group_id] = _Room(group)
+                self.live[group.group_id] = _LiveGroup(group)
             case effects.DropGroup(group_id=group_id, why=why):
-                room = self.rooms.pop(group_id, None)
-                for link in room.links.values() if room else ():
+                live = self.live.pop(group_id, None)
+                for link in live.links.values() if live else ():
                     link.end(StaleEpochError(f"the group was dropped: {why}"))
             case effects.SendPrepare(group_id=group_id, transfer=transfer, time_left=left):
                 self._send(group_id, ("prepare", transfer.transfer_id, transfer, left), first=1)
             case effects.SendStart(group_id=group_id, transfer_id=transfer_id):
                 first = effect.first_bucket
-                if group_id in self.rooms:
-                    self.rooms[group_id].watermark = Watermark(
+                if group_id in self.live:
+                    self.live[group_id].watermark = Watermark(
                         transfer_id, effect.num_receivers, effect.num_buckets, first
                     )
-                    self.rooms[group_id].num_told = {}
+                    self.live[group_id].num_told = {}
                 self._send(group_id, ("start", transfer_id, first))
-                room = self.rooms.get(group_id)
-                if first and room is not None and 0 in room.links:
-                    room.links[0].down(("released", transfer_id, first))
+                live = self.live.get(group_id)
+                if first and live is not None and 0 in live.links:
+                    live.links[0].down(("released", transfer_id, first))
             case effects.SendReform(group_id=group_id, transfer_id=transfer_id):
-                room = self.rooms.get(group_id)
-                if room is not None and 0 in room.links:
-                    room.links[0].down(("reform", transfer_id, effect.renewed))
+                live = self.live.get(group_id)
+                if live is not None and 0 in live.links:
+                    live.links[0].down(("reform", transfer_id, effect.renewed))
             case effects.SendAbort(group_id=group_id, transfer_id=transfer_id, failure=failure):
                 error: WeftError = failure.error()
                 self._send(group_id, ("abort", transfer_id, error))
 
     def _send(self, group_id: str, message: tuple[Any, ...], *, first: int = 0) -> None:
-        room = self.rooms.get(group_id)
-        for rank, link in room.links.items() if room else ():
+        live = self.live.get(group_id)
+        for rank, link in live.links.items() if live else ():
             if rank >= first:
                 link.down(message)
