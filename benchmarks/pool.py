@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
-from tests.unit.coordinator.machine import Machine
+from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import events

@@ -17,7 +17,7 @@ from tests.sim.in_place import InPlace
 from tests.sim.receiver import Receiver
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
-from tests.unit.coordinator.machine import CAPABILITIES, SPEC
+from tests.unit.coordinator.decisions.machine import CAPABILITIES, SPEC
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process
 from tests.sim.data import layout_of
 from tests.sim.sender import Sender, Sending
-from tests.unit.coordinator.machine import SPEC
+from tests.unit.coordinator.decisions.machine import SPEC
 from weft.contract.errors import (
     LeaseFencedError,
     NotReadyError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.coordinator.machine import CAPABILITIES
+from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions.state.pool import Policy, State
 from weft.coordinator.decisions.state.replica import Replica

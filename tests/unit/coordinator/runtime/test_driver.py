@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.coordinator.machine import Machine
+from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events

@@ -1,0 +1,317 @@
+"""Replicas that hold what the catalog does not know: it was lost, or is an older copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
+from weft.contract.names import PolicyVersion
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.policies.numbering import LEAP
+from weft.coordinator.decisions.recovery.adoption import ADOPTED
+from weft.coordinator.decisions.recovery.republish import publish_again_version
+from weft.coordinator.decisions.replicas.replica_state import standing
+from weft.coordinator.decisions.state.values import (
+    Failure,
+    HeldVersion,
+    Phase,
+    Standing,
+    VersionState,
+)
+
+A, B, C = b"a" * 8, b"b" * 8, b"c" * 8
+SERVING = VersionVector(3, {"math": AdapterVersions((6, 7), 7)})
+HELD = {"base@3": A, "base@2": B, "math@6": B, "math@7": C}
+BASE_3, MATH_6, MATH_7 = map(PolicyVersion.parse, ("base@3", "math@6", "math@7"))
+
+
+def serving(machine: Machine, replica_id: str, **changes: Any) -> int:
+    """A replica registers that serves what another catalog had."""
+    fields: dict[str, Any] = {"vector": SERVING, "retained": (3, 2), "held": HELD}
+    return machine.register(replica_id, **fields | changes)
+
+
+def pool_of(*replica_ids: str, **changes: Any) -> Machine:
+    machine = Machine()
+    for replica_id in replica_ids:
+        serving(machine, replica_id, **changes)
+    machine.do(events.ReferenceKnown("f" * 64))
+    return machine
+
+
+def settle(machine: Machine, seconds: float = 6.0) -> list[PolicyVersion]:
+    """Time passes, and holders say what they are asked."""
+    asked = []
+    for _ in range(int(seconds * 4)):
+        machine.pass_time(0.25)
+        asked += machine.describe_held()
+    return asked
+
+
+def ready(machine: Machine) -> list[str]:
+    state = machine.state
+    return [
+        r.replica_id for r in state.replicas.values() if standing(state, r)[0] is Standing.READY
+    ]
+
+
+def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> None:
+    machine = Machine()
+    ticket = serving(machine, "r0", last_generation=4, last_epoch=9)
+    assert machine.answer(ticket) == effects.RegisterAnswer(2.0, True, 5)
+    assert (machine.state.generation, machine.state.epoch) == (5, 9 + LEAP)
+    machine.do(events.ReferenceKnown("f" * 64))
+    machine.pass_time(4.5)
+    assert not machine.ever(effects.DescribeHeld), "others may come"
+    assert not machine.ever(effects.CallRetire), "nothing is dropped before it is clear"
+    assert not ready(machine)
+    asked = settle(machine)
+    assert asked[:2] == [BASE_3, MATH_7], "the highest first"
+    assert ready(machine) == ["r0"]
+    assert machine.state.vector == SERVING
+    record = machine.record(MATH_7)
+    assert record is not None
+    assert (record.state, record.trainer_id) == (VersionState.COMMITTED, ADOPTED)
+    assert (record.layout_digest, record.adapter) == (LAYOUT.digest, SPEC)
+    assert record.content_digest is not None
+    assert record.content_digest.value == C
+    former = machine.record(PolicyVersion("base", 2))
+    assert former is not None
+    assert former.state is VersionState.RETIRED, "retained: the pool can go back to it"
+    machine.pass_time(10)
+    assert not machine.ever(effects.CallRetire)
+    assert not machine.state.unrecorded_since
+
+
+def test_what_was_adopted_is_cloned_rolled_back_and_replaced() -> None:
+    machine = pool_of("r0", "r1")
+    settle(machine)
+    machine.register("r2")
+    machine.pass_time(0.5)
+    assert [effect.version for effect in machine.look_ups()] == [BASE_3]
+    (clone,) = machine.answer_look_ups()
+    assert machine.transfer(clone).content_digest is not None
+    machine.do(events.Leave(0, "r2", "i1"))
+    machine.roll_back("base", 2)
+    assert machine.state.vector.base == 2
+    for switch in machine.found(effects.CallSwitch):
+        vector = SERVING.with_base(2)
+        name = switch.replica_id, switch.incarnation
+        machine.do(events.CommitAnswered(switch.transfer_id, *name, vector, 0, None, (2, 3)))
+    assert ready(machine) == ["r0", "r1"]
+    machine.acquire("math")
+    pushed = machine.run_to(Phase.COMMITTED)
+    assert machine.transfer(pushed).version == 7 + LEAP + 1
+    assert machine.state.policies["math"].versions == (6, 7, 1008)
+
+
+def test_an_older_copy_of_the_catalog_goes_on_above_what_replicas_hold() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math")
+    machine.run_to(Phase.COMMITTED)
+    token = machine.state.policies["math"].fencing_token
+    serving(machine, "r1", last_generation=3)
+    settle(machine)
+    math = machine.state.policies["math"]
+    assert (math.served_version, math.versions) == (7, (1, 6, 7))
+    assert math.last_version == 1 + LEAP, "7 is below"
+    assert math.fencing_token > token
+    assert ready(machine) == ["r1"]
+    machine.answer_look_ups()
+    assert machine.state.transfers, "what it brought is cloned"
+
+
+def test_what_another_holds_in_other_bytes_is_in_conflict() -> None:
+    machine = pool_of("r0")
+    serving(machine, "r1", held=HELD | {"math@7": A})
+    machine.acquire("math")
+    settle(machine)
+    assert machine.state.vector.adapters["math"].alias == 6, "of this all hold the same"
+    assert machine.state.conflicts[MATH_7] == {A: ("r1",), C: ("r0",)}
+    assert publish_again_version(machine.state, "math") == 7
+    assert not ready(machine)
+    machine.pass_time(1)
+    dropped = {order.replica_id: order.mistaken for order in machine.ever(effects.CallRetire)}
+    assert dropped == {"r0": (HeldVersion(MATH_7, C),), "r1": (HeldVersion(MATH_7, A),)}
+    for name in ("r0", "r1"):
+        left = VersionVector(3, {"math": AdapterVersions((6,), 0)})
+        machine.says[name] = left, (3, 2), frozenset(), {"math@6": B}
+        machine.do(events.RetireAnswered(name, "i1", left))
+    machine.pass_time(1)
+    machine.answer_look_ups()
+    for switch in machine.ever(effects.CallSwitch):
+        vector = VersionVector(3, {"math": AdapterVersions((6,), 6)})
+        machine.says.clear()
+        name = switch.replica_id, switch.incarnation
+        machine.do(events.CommitAnswered(switch.transfer_id, *name, vector, 0, None))
+    assert ready(machine) == ["r0", "r1"]
+    machine.register("r2", vector=SERVING, retained=(3,), held=HELD)
+    assert machine.state.replicas["r2"].mistaken, "it stays so, whoever comes"
+    machine.do(events.Leave(0, "r2", "i1"))
+    machine.run_to(Phase.COMMITTED)
+    assert publish_again_version(machine.state, "math") == 0
+
+
+def test_later_holders_of_other_bytes_drop_them() -> None:
+    machine = pool_of("r0")
+    settle(machine)
+    serving(machine, "r1", held=HELD | {"math@7": A, "base@3": B})
+    replica = machine.state.replicas["r1"]
+    assert replica.vector == VersionVector(-1, {"math": AdapterVersions((6,), 0)})
+    assert replica.retained == (2,)
+    where, why = standing(machine.state, replica)
+    assert where is Standing.PENDING_WEIGHTS
+    assert "it has other bytes under that number, and drops them" in why
+    machine.pass_time(1.5)
+    (order,) = machine.ever(effects.CallRetire)
+    assert [str(held.version) for held in order.mistaken] == ["math@7"]
+    assert order.versions == ()
+    machine.answer_look_ups()
+    assert [t.policy_version for t in machine.state.transfers.values()] == [BASE_3]
+
+
+def test_a_heartbeat_brings_what_is_new_and_is_asked_for_all_in_doubt() -> None:
+    machine = Machine().pool("r0")
+
+    def beat(vector: VersionVector, held: dict[str, bytes], *, complete: bool) -> bool:
+        heard = machine.heard(held)
+        machine.do(events.Heartbeat(9, "r0", "i1", vector, 0, held=heard, held_complete=complete))
+        (reply,) = machine.found(effects.Reply)
+        assert isinstance(reply.answer, effects.HeartbeatAnswer)
+        return reply.answer.held_wanted
+
+    math = VersionVector(0, {"math": AdapterVersions((7,), 7)})
+    assert beat(math, {"math@7": A}, complete=False), "an order of a former coordinator"
+    assert beat(math, {}, complete=False), "what it said stands"
+    assert not beat(VersionVector(), {}, complete=True)
+    assert machine.state.policies["math"].last_version == 7 + LEAP
+
+
+def test_a_trainer_is_not_given_what_it_had_before() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math", last_version=7, last_token=12)
+    assert machine.tokens["math"] == 12 + LEAP
+    pushed = machine.run_to(Phase.COMMITTED)
+    assert machine.transfer(pushed).version == 7 + LEAP + 1
+    machine.acquire("math", last_version=1008, last_token=1012)
+    assert machine.tokens["math"] == 12 + LEAP, "its lease goes on"
+
+
+def test_a_call_that_comes_late_does_not_take_back_a_token() -> None:
+    """The catalog is lost between two calls of one session; the first is repeated after it."""
+    machine = Machine().pool("r0")
+    machine.acquire("math", last_version=0, last_token=1)
+    late = machine.tokens["math"]
+    machine.acquire("math", last_version=1002, last_token=2001)
+    assert late < 2001 < machine.tokens["math"]
+
+
+def test_policies_that_nobody_spoke_of_leap_too() -> None:
+    machine = Machine()
+    machine.register("r0", last_generation=4)
+    machine.do(events.ReferenceKnown("f" * 64))
+    assert [s.number_floor for s in machine.ever(effects.SaveNumberFloor)] == [LEAP]
+    machine.acquire("code")
+    pushed = machine.run_to(Phase.COMMITTED, "code")
+    assert machine.transfer(pushed).version == LEAP + 1
+    held = {"code@9": A}
+    vector = VersionVector(0, {"code": AdapterVersions((9,), 9)})
+    machine.register("r1", vector=vector, held=held, last_generation=4)
+    settle(machine)
+    assert machine.state.policies["code"].served_version == LEAP + 1, "it was pushed later"
+    assert machine.state.policies["code"].versions == (9, LEAP + 1)
+
+
+def test_a_coordinator_that_a_replica_knows_does_not_leap() -> None:
+    machine = Machine().pool("r0")
+    machine.register("r0", last_generation=1)
+    assert machine.state.generation == 1
+    assert not machine.ever(effects.SaveGeneration)
+    machine.register("r1", last_generation=1, last_coordinator_id="another")
+    assert machine.state.generation == 2, "another had the same: its orders are refused"
+    assert machine.state.number_floor == LEAP
+
+
+def test_a_token_that_was_given_again_is_its_new_holders() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math", session="new")
+    token = machine.tokens["math"]
+    machine.do(events.RenewLease(50, "math", token, "old"))
+    assert machine.error(50).reason == "LEASE_FENCED"
+    machine.do(events.ReleasePolicy(51, "math", token, "old"))
+    assert machine.state.policies["math"].lease is not None
+    begun = machine.begin("math", session_id="old")
+    assert machine.error(begun).reason == "LEASE_FENCED"
+    machine.do(events.RenewLease(52, "math", token, "new"))
+    assert machine.answered(52)
+
+
+def test_what_no_holder_can_describe_is_not_adopted() -> None:
+    machine = pool_of("r0", "r1")
+    machine.pass_time(5.25)
+    (asked,) = {e.replica_id for e in machine.ever(effects.DescribeHeld)}
+    machine.describe_held(Failure("PEER_GONE", "no answer"))
+    machine.pass_time(1.5)
+    others = [e for e in machine.ever(effects.DescribeHeld) if e.replica_id != asked]
+    assert {e.version for e in others} == {BASE_3, MATH_7}, "another one is asked"
+    dropped = Failure("VERSION_UNKNOWN", "it was dropped")
+    for name in ("r0", "r1"):
+        machine.describe_held(dropped)
+        held = {"base@2": B, "math@6": B}
+        vector = VersionVector(3, {"math": AdapterVersions((6, 7), 7)})
+        machine.says[name] = vector, (2,), frozenset(), held
+        machine.pass_time(1.5)
+    settle(machine, 2)
+    assert machine.state.policies["base"].served_version == 2, "the highest that is there"
+    assert machine.state.policies["math"].versions == (6,)
+
+
+def test_what_a_spill_directory_holds_is_adopted_and_read() -> None:
+    machine = Machine()
+    machine.register("r0", spilled=("base@3", "math@7"), held={"base@3+": A, "math@7+": C})
+    machine.do(events.ReferenceKnown("f" * 64))
+    settle(machine)
+    assert machine.state.vector == VersionVector(3, {"math": AdapterVersions((7,), 7)})
+    machine.answer_look_ups()
+    (order,) = machine.ever(effects.CallRestore)
+    assert (order.version, order.content_digest.value) == (BASE_3, A)
+
+
+def test_versions_beyond_what_is_kept_are_not_recorded() -> None:
+    machine = Machine(retain=2)
+    versions = tuple(range(1, 8))
+    vector = VersionVector(0, {"math": AdapterVersions(versions, 7)})
+    held = {f"math@{n}": bytes([n]) * 8 for n in versions}
+    machine.register("r0", vector=vector, held=held)
+    settle(machine)
+    assert machine.state.policies["math"].versions == (6, 7)
+    machine.pass_time(1)
+    (order,) = machine.ever(effects.CallRetire)[:1]
+    assert [v.version for v in order.versions] == [1, 2, 3, 4, 5]
+
+
+def test_a_push_that_an_older_copy_of_the_catalog_aborted_is_adopted() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math")
+    begun = machine.run_to(Phase.STAGING)
+    machine.do(events.ReleasePolicy(0, "math", machine.tokens["math"]))
+    vector = VersionVector(0, {"math": AdapterVersions((1,), 1)})
+    machine.register("r1", vector=vector, held={"math@1": A})
+    settle(machine)
+    record = machine.record(PolicyVersion("math", 1))
+    assert record is not None
+    assert (record.state, record.request_id) == (VersionState.COMMITTED, f"q{begun}")
+    assert record.failure is None
+
+
+def test_what_the_catalog_has_committed_stands() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math")
+    machine.run_to(Phase.COMMITTED)
+    vector = VersionVector(0, {"math": AdapterVersions((1,), 1)})
+    machine.register("r1", vector=vector, held={"math@1": DIGEST.value})
+    assert not machine.state.replicas["r1"].mistaken
+    machine.register("r2", vector=vector, held={"math@1": A})
+    assert machine.state.replicas["r2"].vector == VersionVector()
+    assert ready(machine) == ["r0", "r1"]

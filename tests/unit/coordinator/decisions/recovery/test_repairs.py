@@ -1,0 +1,69 @@
+"""Replicas with mixed weights, or an alias that stands elsewhere, are put right."""
+
+from __future__ import annotations
+
+from tests.unit.coordinator.decisions.machine import DIRTY, Machine
+from tests.unit.coordinator.decisions.recovery.clones import (
+    BASE_1,
+    GONE_FOR_GOOD,
+    next_clone,
+    serving_pool,
+    standing_of,
+)
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+
+
+def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
+    m = Machine().pool("r0", "r1")
+    m.acquire("base")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.COMMITTING, "base")
+    m.answer_commits(ticket, r1=DIRTY)
+    clone = next_clone(m)
+    assert m.transfer(clone).policy_version == BASE_1
+    assert standing_of(m, "r1")[0] is Standing.QUARANTINED
+    m.finish(clone)
+    assert standing_of(m, "r1") == (Standing.READY, "")
+
+
+def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
+    """The load of a second copy of what it serves broke: it has the first."""
+    m = Machine().pool("r0")
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    replica = m.state.replicas["r0"]
+    m.now += 5
+    m.do(events.Heartbeat(9, "r0", "i1", replica.vector, 0, (1,), "a layer burned"))
+    assert standing_of(m, "r0") == (Standing.QUARANTINED, "a layer burned")
+    ticket = next_clone(m)
+    assert m.transfer(ticket).errand is Errand.RESTORE
+    (call,) = m.found(effects.CallSwitch)
+    assert (call.replica_id, call.version) == ("r0", BASE_1)
+    m.answer_commit(ticket, "r0")
+    assert standing_of(m, "r0") == (Standing.READY, "")
+
+
+def test_a_dirty_pool_without_a_copy_says_so() -> None:
+    m = Machine().pool("r0")
+    m.acquire("base")
+    ticket = m.run_to(Phase.COMMITTING, "base")
+    m.answer_commits(ticket, r0=DIRTY)
+    assert standing_of(m, "r0") == (
+        Standing.QUARANTINED,
+        f"the engine broke; it needs base@1, {GONE_FOR_GOOD}",
+    )
+
+
+def test_an_alias_that_stands_elsewhere_is_put_right() -> None:
+    m = serving_pool()
+    vector = VersionVector(
+        1, {"math": AdapterVersions((1, 2), 1), "code": AdapterVersions((1,), 1)}
+    )
+    m.register("r1", vector=vector)
+    ticket = next_clone(m)
+    assert m.transfer(ticket).errand is Errand.RESTORE
+    m.answer_commit(ticket, "r1")
+    assert standing_of(m, "r1")[0] is Standing.READY

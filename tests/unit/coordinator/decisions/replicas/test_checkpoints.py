@@ -1,0 +1,203 @@
+"""base@0 is one model: whoever brings another is not in service while it is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.coordinator.decisions.machine import CAPABILITIES, Machine
+from weft.contract.checkpoint import (
+    DUMMY,
+    READING,
+    Checkpoint,
+    CheckpointState,
+    FileDigest,
+    not_compared,
+)
+from weft.contract.tensors import DataType
+from weft.contract.versions import VersionVector
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.recovery.needs import is_ready
+from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.replicas.replica_state import in_contact, place
+from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.runtime.catalog.catalog import Catalog
+
+
+def checkpoint(*files: str) -> Checkpoint:
+    """Of files whose content is told by their names: ``a:1``."""
+    told = tuple(FileDigest(f.partition(":")[0], f.encode().ljust(32)) for f in files)
+    return Checkpoint(CheckpointState.DIGESTED, "".join(files).encode().ljust(32)[:32], told)
+
+
+OURS = checkpoint("m-1:x", "m-2:x")
+OTHER = checkpoint("m-1:x", "m-2:y")
+
+
+def _pool(**checkpoints: Checkpoint) -> Machine:
+    m = Machine()
+    for replica_id, told in checkpoints.items():
+        m.register(replica_id, checkpoint=told)
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+    return m
+
+
+def _report(m: Machine, replica_id: str, told: Checkpoint, incarnation: str = "i1") -> int:
+    ticket = next(m.ids)
+    m.do(events.ReportCheckpoint(ticket, replica_id, incarnation, told))
+    return ticket
+
+
+def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
+    """Where it stands; the cheap answer and that for people must agree."""
+    replica = m.state.replicas[replica_id]
+    found = standing(m.state, replica)
+    assert place(m.state, replica) is found[0]
+    assert is_ready(m.state, replica) is (found[0] is Standing.READY)
+    return found
+
+
+def test_other_weights_of_the_same_shapes_are_not_in_service() -> None:
+    m = _pool(r0=OURS, r1=OTHER)
+    assert _standing(m, "r0")[0] is Standing.READY
+    where, why = _standing(m, "r1")
+    assert where is Standing.PENDING_WEIGHTS
+    assert why == (
+        "its base@0 is not the pool's: m-2 differ from those of r0, which bound it; start it "
+        "from the same files, or push a base; if the pool's is the wrong one, stop all replicas "
+        "and bind it anew: weft base --rebind"
+    )
+
+
+def test_the_same_weights_are() -> None:
+    m = _pool(r0=OURS, r1=OURS)
+    assert _standing(m, "r1") == (Standing.READY, "")
+    assert len(m.ever(effects.SaveCheckpoint)) == 1
+
+
+def test_readiness_waits_for_the_digest_and_registration_does_not() -> None:
+    m = _pool(r0=READING)
+    where, why = _standing(m, "r0")
+    assert where is Standing.PENDING_WEIGHTS
+    assert "is being read" in why
+    m.answer(_report(m, "r0", OURS))
+    assert _standing(m, "r0") == (Standing.READY, "")
+    assert [e.kind for e in m.ever(effects.Announce)][-1] == "replica_ready"
+
+
+def test_what_cannot_be_compared_is_no_mismatch() -> None:
+    m = _pool(r0=OURS, r1=not_compared("no files"))
+    m.register("r2")  # says nothing
+    assert _standing(m, "r1") == _standing(m, "r2") == (Standing.READY, "")
+
+
+def test_dummy_weights_are_nobodys_base() -> None:
+    m = _pool(r0=DUMMY, r1=OURS)
+    where, why = _standing(m, "r0")
+    assert where is Standing.PENDING_WEIGHTS
+    assert "dummy" in why
+    assert m.state.checkpoint is not None
+    assert m.state.checkpoint.replica_id == "r1"  # dummies bind nothing
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base_dtype": DataType.FLOAT16}, "in float16, r0 bound it in bfloat16"),
+        ({"quantization": "fp8"}, "quantised by fp8, r0 bound it quantised by nothing"),
+    ],
+)
+def test_how_it_is_served_is_compared_too(changes: dict[str, Any], words: str) -> None:
+    m = _pool(r0=OURS)
+    m.register("r1", checkpoint=OURS, **changes)
+    where, why = _standing(m, "r1")
+    assert where is Standing.PENDING_WEIGHTS
+    assert words in why
+
+
+def test_it_matters_only_while_base_0_is_served() -> None:
+    m = _pool(r0=OURS, r1=OTHER, r2=DUMMY)
+    assert {r.replica_id for r in in_contact(m.state)} == {"r0", "r1", "r2"}  # pushes go there
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    for replica_id in ("r0", "r1", "r2"):
+        assert _standing(m, replica_id) == (Standing.READY, "")
+    m.register("r3", checkpoint=READING, vector=VersionVector())
+    assert "lacks base@1" in _standing(m, "r3")[1]  # it gets base@1 as ever
+    assert "being read" not in _standing(m, "r3")[1]
+
+
+def test_an_adapter_makes_nobody_ready_whose_base_is_another() -> None:
+    m = _pool(r0=OURS, r1=OTHER)
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    assert _standing(m, "r0")[0] is Standing.READY
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+
+
+@pytest.mark.parametrize("told", [OTHER, READING, DUMMY])
+def test_nobody_goes_back_to_a_base_0_that_is_not_one_model(told: Checkpoint) -> None:
+    m = Machine()
+    m.register("r0", checkpoint=OURS, retained=(0,))
+    m.register("r1", checkpoint=told, retained=(0,))
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+    m.acquire("base")
+    m.retain_base = 2
+    m.run_to(Phase.COMMITTED, "base")
+    error = m.error(m.roll_back("base", 0))
+    assert error.reason == "BASE_MISMATCH"
+    assert error.metadata == {"member": "r1"}
+
+
+def test_a_report_of_a_process_that_is_not_registered() -> None:
+    m = _pool(r0=READING)
+    assert m.error(_report(m, "r0", OURS, "i2")).reason == "REPLICA_UNKNOWN"
+    assert m.error(_report(m, "r9", OURS)).reason == "REPLICA_UNKNOWN"
+    assert m.state.checkpoint is None
+
+
+def test_files_are_named_briefly() -> None:
+    ours = checkpoint(*(f"m-{i}:x" for i in range(9)))
+    other = checkpoint(*(f"m-{i}:y" for i in range(9)))
+    m = _pool(r0=ours, r1=other)
+    assert "m-0, m-1, m-2 and 6 more differ from those of r0" in _standing(m, "r1")[1]
+
+
+def test_a_wrong_first_model_does_not_stand_for_ever() -> None:
+    m = _pool(r0=OTHER)
+    m.do(events.Leave(next(m.ids), "r0", "i1"))
+    m.register("r1", checkpoint=OURS)
+    m.register("r2", checkpoint=OURS)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    m.pass_time(5.0)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS  # r0 may be about to come back
+    m.pass_time(2.0)
+    assert _standing(m, "r1") == _standing(m, "r2") == (Standing.READY, "")
+    m.register("r0", "i3", checkpoint=OTHER)
+    assert "of r1, which bound it" in _standing(m, "r0")[1]
+
+
+def test_it_stands_where_somebody_has_it_or_something_was_pushed() -> None:
+    m = _pool(r0=OURS, r1=OTHER)
+    m.pass_time(20.0)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.Leave(next(m.ids), "r0", "i1"))
+    m.pass_time(20.0)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+
+
+def test_it_is_durable(catalog_path: Path) -> None:
+    m = _pool(r0=OURS)
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([*m.ever(effects.SavePool), *m.ever(effects.SaveCheckpoint)])
+    catalog.close()
+    catalog = Catalog.open(catalog_path)
+    known = catalog.snapshot()
+    assert known.checkpoint == m.state.checkpoint
+    catalog.apply([effects.SavePool("e" * 64, "Other")])  # another model: nothing is known of it
+    assert catalog.snapshot().checkpoint is None
+    catalog.close()

@@ -1,0 +1,244 @@
+"""Who is in the pool, who is ready, who is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
+from weft.contract.versions import AdapterVersions, VersionVector
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.replicas.replica_state import in_contact, shared_backends
+from weft.coordinator.decisions.state.values import Phase, Standing
+
+
+def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
+    return standing(m.state, m.state.replicas[replica_id])
+
+
+def test_first_replica_fixes_the_base_durably() -> None:
+    m = Machine()
+    answer = m.answer(m.register("r0"))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert answer.reference_wanted
+    assert m.found(effects.SavePool) == [effects.SavePool("f" * 64, "Tiny")]
+    error = m.error(m.register("r1", base_fingerprint="0" * 64))
+    assert error.reason == "BASE_MISMATCH"
+    assert set(error.metadata) == {"pool_fingerprint", "replica_fingerprint"}
+
+
+def test_reference_is_wanted_once() -> None:
+    m = Machine().pool("r0")
+    answer = m.answer(m.register("r1"))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert not answer.reference_wanted
+
+
+def test_backend_in_common() -> None:
+    m = Machine().pool("r0")
+    assert m.error(m.register("r1", backends=("nccl",))).reason == "BACKEND_MISMATCH"
+    assert m.error(m.register("r2", backends=())).reason == "BACKEND_MISMATCH"
+
+
+def test_a_pool_that_moves_its_weights_over_nccl_takes_no_replica_without() -> None:
+    m = Machine()
+    m.register("r0", backends=("nccl", "gloo"))
+    error = m.error(m.register("r1", backends=("gloo",)))
+    assert error.reason == "BACKEND_MISMATCH"
+    assert "move over nccl" in error.message
+    assert "--backend gloo" in error.message
+    assert isinstance(m.answer(m.register("r2", backends=("nccl", "gloo"))), effects.RegisterAnswer)
+
+
+def test_a_pool_over_gloo_takes_a_replica_that_has_more() -> None:
+    m = Machine().pool("r0")
+    assert isinstance(m.answer(m.register("r1", backends=("nccl", "gloo"))), effects.RegisterAnswer)
+    assert shared_backends(in_contact(m.state)) == ["gloo"]
+
+
+def test_live_name_is_not_taken_over_until_it_is_silent() -> None:
+    m = Machine().pool("r0")
+    assert m.error(m.register("r0", "i2")).reason == "REQUEST_CONFLICT"
+    m.now += 4.0
+    m.answer(m.register("r0", "i2"))
+    assert m.state.replicas["r0"].incarnation == "i2"
+
+
+def test_same_process_registers_again() -> None:
+    m = Machine().pool("r0")
+    m.answer(m.register("r0"))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 64])
+def test_name(name: str) -> None:
+    m = Machine()
+    assert m.error(m.register(name)).reason == "INVALID_NAME"
+
+
+def test_silence_loses_a_replica_and_it_must_register_again() -> None:
+    m = Machine().pool("r0")
+    m.pass_time(7, beats=False)
+    assert _standing(m, "r0")[0] is Standing.LOST
+    m.do(events.Heartbeat(9, "r0", "i1", VersionVector(), 0))
+    assert m.error(9).reason == "REPLICA_UNKNOWN"
+    m.register("r0", "i2")
+    assert _standing(m, "r0")[0] is Standing.READY
+
+
+def test_unknown_replica_or_other_process_cannot_beat() -> None:
+    m = Machine().pool("r0")
+    for i, (name, incarnation) in enumerate([("r9", "i1"), ("r0", "i9")]):
+        m.do(events.Heartbeat(90 + i, name, incarnation, VersionVector(), 0))
+        assert m.error(90 + i).reason == "REPLICA_UNKNOWN"
+
+
+def test_lost_replica_is_forgotten_in_the_end() -> None:
+    m = Machine(forget_after_seconds=20).pool("r0")
+    m.pass_time(21, beats=False)
+    assert not m.state.replicas
+
+
+def test_readiness_is_the_version_vector() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED, "base")
+    assert _standing(m, "r0") == (Standing.READY, "")
+    m.register("r1")
+    assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks base@1, math@1")
+    m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
+    assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1)
+    vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
+    m.do(events.Heartbeat(92, "r1", "i1", vector, 0))
+    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1)
+    assert [a.subject for a in m.found(effects.Announce) if a.kind == "replica_ready"] == ["r1"]
+
+
+def test_no_flapping_between_the_commit_point_and_the_switch() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.COMMITTING)
+    assert _standing(m, "r0")[0] is Standing.READY
+    m.answer_commits(ticket)
+    pending = [a for a in m.ever(effects.Announce) if a.kind == "replica_pending"]
+    assert not pending
+
+
+def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.now += 0.1
+    m.do(events.Heartbeat(93, "r0", "i1", VersionVector(), 0))
+    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1)
+    m.now += 2.0
+    m.do(events.Heartbeat(94, "r0", "i1", VersionVector(), 0))
+    assert m.answer(94) == effects.HeartbeatAnswer(ready=False, generation=1)
+
+
+def _with_dirty() -> Machine:
+    m = Machine().pool("r0", "r1")
+    m.acquire("base")
+    m.acquire("math")
+    ticket = m.run_to(Phase.COMMITTING, "base")
+    m.answer_commits(ticket, r1=DIRTY)
+    assert m.transfer(ticket).phase is Phase.COMMITTED
+    assert _standing(m, "r1") == (Standing.QUARANTINED, "the engine broke")
+    return m
+
+
+def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    vector = m.state.replicas["r0"].vector
+    m.do(events.Heartbeat(95, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
+    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1)
+
+
+def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
+    m = _with_dirty()
+    m.register("r1")  # the same process
+    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    m.now += 5
+    m.register("r1", "i2")
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+
+
+def test_only_a_base_is_pushed_to_a_dirty_replica_and_repairs_it() -> None:
+    m = _with_dirty()
+    assert m.transfer(m.run_to(Phase.COMMITTED)).targets == ("r0",)
+    ticket = m.run_to(Phase.COMMITTED, "base")
+    assert m.transfer(ticket).targets == ("r0", "r1")
+    assert not m.state.replicas["r1"].dirty_reason
+    assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks math@1")
+
+
+def test_what_a_dirty_replica_could_not_load_it_need_not_keep() -> None:
+    m = _with_dirty()
+    assert [c.replica_id for c in m.ever(effects.CallDiscard)] == ["r1"]
+
+
+def test_agent_and_coordinator_agree_on_what_is_dirty() -> None:
+    m = _with_dirty()
+    beat = events.Heartbeat(0, "r1", "i1", m.state.replicas["r1"].vector, 0)
+    m.do(beat)  # on its way since before the load failed
+    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    m.now += 3
+    m.do(beat)
+    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    m.register("r2", dirty_reason="broken since the last coordinator")
+    assert _standing(m, "r2")[0] is Standing.QUARANTINED
+
+
+def test_reason_of_a_failed_switch_is_told_until_the_next_one() -> None:
+    m = Machine().pool("r0", "r1")
+    m.acquire("math")
+    ticket = m.run_to(Phase.COMMITTING)
+    m.answer_commits(ticket, r1=LOAD_FAILED)
+    assert _standing(m, "r1") == (
+        Standing.PENDING_WEIGHTS,
+        "lacks math@1 (the engine said no)",
+    )
+    m.run_to(Phase.COMMITTED)
+    assert _standing(m, "r1") == (Standing.READY, "")
+
+
+def test_leaving_twice_succeeds_and_a_stranger_cannot_make_it_leave() -> None:
+    m = Machine().pool("r0")
+    m.do(events.Leave(95, "r0", "i9"))
+    assert "r0" in m.state.replicas
+    m.do(events.Leave(96, "r0", "i1"))
+    m.do(events.Leave(97, "r0", "i1"))
+    assert "r0" not in m.state.replicas
+    assert all(isinstance(m.answer(t), effects.Done) for t in (95, 96, 97))
+
+
+def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
+    m = Machine()
+    m.do(events.DescribeTarget(50, m.now + 10))
+    m.do(events.DescribeTarget(51, m.now + 1))
+    m.register("r0")
+    assert not m.answered(50)
+    m.pass_time(1.5)
+    assert m.error(51).reason == "POOL_EMPTY"
+    m.do(events.ReferenceKnown("f" * 64))
+    assert isinstance(m.answer(50), effects.Done)
+    assert not m.state.target_tickets
+
+
+def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.pass_time(1.0)
+    m.now += 60.0  # stopped, or starved
+    m.do(events.Tick())
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.READY
+    lease = m.state.policies["math"].lease
+    assert lease is not None
+    assert lease.expires_at > m.now
+    m.pass_time(30.0, beats=False, renews=False)  # awake, and they are silent
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.LOST
+    assert m.state.policies["math"].lease is None

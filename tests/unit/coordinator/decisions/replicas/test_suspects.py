@@ -1,0 +1,124 @@
+"""What becomes of a replica of which a working thread has stalled: probes, and what clears it."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.unit.coordinator.decisions.machine import Machine
+from tests.unit.coordinator.decisions.stalling import LATE, suspects_of
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.replica_state import in_contact, standing
+from weft.coordinator.decisions.replicas.routes import routes
+from weft.coordinator.decisions.state.values import Standing
+
+
+def _suspect(*replica_ids: str, **capabilities: object) -> Machine:
+    m = Machine()
+    for replica_id in replica_ids:
+        m.register(replica_id, http_url=f"http://{replica_id}", **capabilities)
+    m.do(events.ReferenceKnown("f" * 64))
+    m.acquire("math")
+    ticket = m.begin("math", min_replicas=1, timeout=600.0)
+    m.do(events.JoinAnswered(f"t{ticket}", "r0", LATE))
+    if len(replica_ids) > 1:
+        m.attend_all(ticket)
+        m.prepare_all(ticket)
+        m.stage_all(ticket)
+        m.answer_commits(ticket)
+    return m
+
+
+def _probes(m: Machine) -> list[effects.CallJoin]:
+    return [call for call in m.ever(effects.CallJoin) if call.group.is_probe]
+
+
+def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
+    m = _suspect("r0", "r1")
+    m.pass_time(30.0)
+    place, why = standing(m.state, m.state.replicas["r0"])
+    assert place is Standing.SUSPECT
+    assert why.startswith("r0 makes no progress: its workers did not take the order to join")
+    assert "lacks math@1" in why
+    assert [r.replica_id for r in in_contact(m.state)] == ["r1"]
+    assert [(e.kind, e.subject) for e in m.ever(effects.Announce) if "suspect" in e.kind] == [
+        ("replica_suspect", "r0")
+    ]
+
+
+def test_a_suspect_that_serves_what_the_pool_serves_stays_routed() -> None:
+    m = _suspect("r0")  # the push has failed: nothing is lacking
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.SUSPECT
+    assert [r.replica_id for r in routes(m.state)] == ["r0"]
+    replica = m.state.replicas["r0"]
+    m.do(events.Heartbeat(77, "r0", replica.incarnation, replica.vector, 0))
+    answer = m.answer(77)
+    assert isinstance(answer, effects.HeartbeatAnswer)
+    assert answer.ready
+    m = _suspect("r0", "r1")  # that push is served: it lacks the version
+    assert [r.replica_id for r in routes(m.state)] == ["r1"]
+    assert m.found(effects.RoutesChanged) or m.ever(effects.RoutesChanged)
+
+
+def test_probes_that_are_not_taken_come_less_and_less_often() -> None:
+    m = _suspect("r0", "r1")
+    at = []
+    for _ in range(4 * 260):
+        before = len(_probes(m))
+        m.pass_time(0.25)
+        if len(_probes(m)) > before:
+            at.append(m.now)
+            m.do(events.JoinAnswered(_probes(m)[-1].transfer_id, "r0", LATE))
+    waits = [round(b - a) for a, b in itertools.pairwise(at)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert len({call.group.group_id for call in _probes(m)}) == 1, "the same one, repeated"
+
+
+def test_every_receiver_must_answer_the_probe() -> None:
+    m = _suspect("r0", "r1", num_receivers=2)
+    m.pass_time(1.5)
+    (call,) = _probes(m)
+    assert (call.first_rank, call.group.size) == (1, 3)
+    m.do(events.JoinAnswered(call.transfer_id, "r0", None))
+    m.do(events.RankAttends(call.group.group_id, 1))
+    m.pass_time(300.0)
+    assert suspects_of(m) == ["r0"]
+    assert len(_probes(m)) == 1, "it was taken, and is not repeated"
+    m.do(events.RankAttends(call.group.group_id, 2))
+    assert not suspects_of(m)
+    assert call.group.group_id not in m.state.groups
+    assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r1"]
+
+
+def test_a_probe_whose_stream_breaks_is_made_anew() -> None:
+    m = _suspect("r0", "r1", num_receivers=2)
+    m.pass_time(1.5)
+    (call,) = _probes(m)
+    m.do(events.JoinAnswered(call.transfer_id, "r0", None))
+    m.do(events.RankAttends(call.group.group_id, 1))
+    m.do(events.RankGone(call.group.group_id, 1, "it broke"))
+    m.pass_time(3.0)
+    again = _probes(m)[-1].group
+    assert again.group_id != call.group.group_id
+    assert again.secret != call.group.secret
+    assert again.epoch > call.group.epoch
+
+
+def test_another_process_of_a_suspect_is_none() -> None:
+    m = _suspect("r0", "r1")
+    m.register("r0")
+    assert suspects_of(m) == ["r0"], "the same process has registered again"
+    m.pass_time(1.5)
+    m.pass_time(10.0, beats=False)
+    m.register("r0", "i2")
+    assert not suspects_of(m)
+    m.pass_time(0.25)
+    assert not any(group.is_probe for group in m.state.groups.values())
+
+
+def test_a_push_that_finds_suspects_alone_waits_and_says_so() -> None:
+    m = _suspect("r0")
+    ticket = m.begin("math", timeout=20.0)
+    m.pass_time(21.0)
+    error = m.error(ticket)
+    assert error.reason == "POOL_EMPTY"
+    assert "r0 is suspect" in error.message

@@ -1,0 +1,56 @@
+"""Pushes whose members say what they do, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.progress import Activity, Word
+from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
+
+LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})
+BUCKETS = dataclasses.replace(LAYOUT, num_buckets=4)
+DIGEST = ContentDigest(1, b"\1" * 8, BUCKETS.total_bytes)
+
+
+def push(phase: Phase, *replica_ids: str, **changes: object) -> tuple[Machine, int, int]:
+    m = Machine().pool(*(replica_ids or ("r0", "r1", "r2")))
+    policy = str(changes.pop("policy", "math"))
+    m.acquire(policy)
+    changes.setdefault("timeout", 600.0)
+    ticket = m.begin(policy, layout=BUCKETS, **changes)
+    waiter = m.await_end(ticket)
+    if phase is Phase.STAGING:
+        m.attend_all(ticket)
+        m.prepare_all(ticket)
+    return m, ticket, waiter
+
+
+def say(
+    m: Machine,
+    ticket: int,
+    activity: Activity = Activity.WAITING,
+    *,
+    bucket: int = 0,
+    ranks: tuple[int, ...] = (0, 1, 2, 3),
+    num_verified: Mapping[int, int] | None = None,
+) -> None:
+    transfer = m.transfer(ticket)
+    word = Word(transfer.transfer_id, activity, bucket)
+    words = dict.fromkeys(ranks, word)
+    heard = events.RanksHeard(transfer.group_id, words, transfer.transfer_id, num_verified or {})
+    m.do(heard)
+
+
+def pass_saying(m: Machine, ticket: int, seconds: float, **said: object) -> None:
+    """Time goes by in which ranks say what they do, once a second."""
+    for _ in range(int(seconds)):
+        if m.transfer(ticket).uncommitted:
+            say(m, ticket, **said)  # type: ignore[arg-type]
+        m.pass_time(1.0)
+
+
+def suspects_of(m: Machine) -> list[str]:
+    return [r.replica_id for r in m.state.replicas.values() if r.suspect]

@@ -1,0 +1,325 @@
+"""Members that live, owe the next step and say nothing: who is given up, and who is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.coordinator.decisions.machine import Machine
+from tests.unit.coordinator.decisions.stalling import (
+    BUCKETS,
+    DIGEST,
+    LATE,
+    pass_saying,
+    push,
+    say,
+    suspects_of,
+)
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.replica_state import standing
+from weft.coordinator.decisions.state.progress import Activity, Watch, Word
+from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.transfers.stalls import owed_steps, stalled
+
+# -- who is given up -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_replica_that_never_attends_fails_a_push_to_all_and_is_named(num_replicas: int) -> None:
+    m, ticket, waiter = push(Phase.FORMING, *[f"r{i}" for i in range(num_replicas)])
+    group = m.transfer(ticket).group_id
+    for rank in [0, *range(2, num_replicas + 1)]:
+        m.do(events.RankAttends(group, rank))
+    m.pass_time(9.0)
+    assert m.transfer(ticket).phase is Phase.FORMING
+    m.pass_time(2.0)
+    error = m.error(waiter)
+    assert (error.reason, error.status) == ("STALLED", "UNAVAILABLE")
+    assert error.metadata["member"] == "r0"
+    assert "r0 makes no progress: it was to join the group" in error.message
+    assert suspects_of(m) == ["r0"]
+
+
+def test_the_survivors_of_stalls_go_on_in_one_new_group() -> None:
+    m, ticket, _ = push(Phase.FORMING, min_replicas=1)
+    group = m.transfer(ticket).group_id
+    for rank in (0, 2):
+        m.do(events.RankAttends(group, rank))
+    m.pass_time(11.0)
+    transfer = m.transfer(ticket)
+    assert (transfer.phase, transfer.targets) == (Phase.FORMING, ("r1",))
+    assert transfer.lost == ("r2", "r0")
+    assert len(m.ever(effects.SendReform)) == 1
+    assert suspects_of(m) == ["r0", "r2"]
+
+
+def test_a_receiver_that_does_not_get_ready_is_given_up() -> None:
+    m, ticket, _ = push(Phase.FORMING, min_replicas=1)
+    m.attend_all(ticket)
+    transfer = m.transfer(ticket)
+    for rank in (1, 3):
+        m.do(events.RankPrepared(transfer.group_id, transfer.transfer_id, rank))
+    pass_saying(m, ticket, 11.0, activity=Activity.ALLOCATING, ranks=(1, 3))
+    assert m.transfer(ticket).targets == ("r0", "r2")
+    (lost,) = [e for e in m.ever(effects.Announce) if e.kind == "replica_suspect"]
+    assert "it was to get ready and has been silent for 10" in lost.message
+
+
+def test_a_receiver_that_was_sent_more_than_it_reports_is_given_up() -> None:
+    m, ticket, waiter = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 2, 2: 1, 3: 2})
+    say(m, ticket, Activity.WAITING, bucket=2, ranks=(0,))
+    pass_saying(m, ticket, 11.0, ranks=(0, 1, 3), bucket=2)
+    error = m.error(waiter)
+    assert (error.reason, error.metadata["member"]) == ("STALLED", "r1")
+    assert "it was to verify bucket 1" in error.message
+    assert "waiting for bucket 0" in error.message, "what it said last"
+
+
+def test_a_receiver_that_has_everything_must_stage_it() -> None:
+    m, ticket, waiter = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 4, 2: 4, 3: 4})
+    for rank in (0, 2, 3):
+        m.stage(ticket, rank, DIGEST)
+    m.pass_time(11.0)
+    assert m.error(waiter).metadata["member"] == "r0"
+
+
+def test_an_order_to_join_that_is_not_taken_in_time_is_a_stall() -> None:
+    m, ticket, waiter = push(Phase.FORMING)
+    m.do(events.JoinAnswered(f"t{ticket}", "r1", LATE))
+    assert m.error(waiter).metadata["member"] == "r1"
+    assert m.error(waiter).reason == "STALLED"
+    assert suspects_of(m) == ["r1"]
+
+
+# -- who is not ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "activity", "seconds"),
+    [
+        (Phase.STAGING, Activity.WAITING, 90),  # 1 GiB over 100 Mbit/s
+        (Phase.FORMING, Activity.ALLOCATING, 60),
+        (Phase.STAGING, Activity.LOADING, 30),
+        (Phase.FORMING, Activity.FORMING, 20),
+    ],
+)
+def test_one_that_says_that_it_works_may_be_slow(
+    phase: Phase, activity: Activity, seconds: int
+) -> None:
+    m, ticket, _ = push(phase)
+    if phase is Phase.FORMING:
+        m.attend_all(ticket)
+    say(m, ticket, Activity.SENDING, bucket=2, ranks=(0,))
+    pass_saying(m, ticket, seconds, activity=activity, bucket=2)
+    assert m.transfer(ticket).phase is phase
+    assert not suspects_of(m)
+
+
+def test_one_that_waits_for_bytes_owes_nothing() -> None:
+    m, ticket, _ = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 1, 2: 1, 3: 1})
+    pass_saying(m, ticket, 50, activity=Activity.PACKING, bucket=1, ranks=(0,))
+    assert m.transfer(ticket).phase is Phase.STAGING
+
+
+def test_a_rank_behind_a_stuck_relay_is_not_accused() -> None:
+    """r0 forwards to r2 (gloo's tree), and hangs: both have too few buckets."""
+    m, ticket, waiter = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 1, 2: 3, 3: 1})
+    say(m, ticket, Activity.WAITING, bucket=3, ranks=(0,))
+    pass_saying(m, ticket, 11.0, ranks=(0, 2, 3), bucket=3)
+    assert m.error(waiter).metadata["member"] == "r0"
+    assert suspects_of(m) == ["r0"]
+
+
+def test_the_time_that_the_coordinator_itself_was_stopped_does_not_count() -> None:
+    m, ticket, _ = push(Phase.FORMING)
+    m.pass_time(5.0)
+    m.now += 20.0
+    m.do(events.Tick())
+    m.pass_time(4.0)
+    assert m.transfer(ticket).phase is Phase.FORMING
+
+
+def test_what_was_said_of_another_transfer_or_group_does_not_count() -> None:
+    m, ticket, waiter = push(Phase.FORMING)
+    group = m.transfer(ticket).group_id
+    for _ in range(12):
+        m.do(events.RanksHeard(group, {1: Word("another", Activity.WAITING)}))
+        m.do(events.RanksHeard("another", {1: Word("", Activity.WAITING)}, "", {1: 3}))
+        m.pass_time(1.0)
+    assert m.error(waiter).reason == "STALLED"
+
+
+# -- loading in place ----------------------------------------------------------------------
+
+
+def _loading(*replica_ids: str) -> tuple[Machine, int, int]:
+    m = Machine()
+    for replica_id in replica_ids:
+        m.register(replica_id, loads_in_place=True)
+    m.do(events.ReferenceKnown("f" * 64))
+    m.acquire("base")
+    ticket = m.begin("base", layout=BUCKETS, timeout=100.0)
+    waiter = m.await_end(ticket)
+    m.attend_all(ticket)
+    m.prepare_all(ticket)
+    transfer = m.transfer(ticket)
+    for rank, replica_id in enumerate(replica_ids, 1):
+        m.do(events.RankLoadDue(transfer.group_id, transfer.transfer_id, rank))
+        m.do(events.LoadAnswered(transfer.transfer_id, replica_id, None))
+    return m, ticket, waiter
+
+
+def test_a_push_that_loads_in_place_goes_on_with_those_that_work() -> None:
+    m, ticket, _ = _loading("r0", "r1")
+    say(m, ticket, Activity.SENDING, bucket=3, ranks=(0,), num_verified={1: 1, 2: 1})
+    pass_saying(m, ticket, 12, activity=Activity.LOADING, ranks=(2,), bucket=1)
+    assert m.transfer(ticket).targets == ("r1",)
+    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.QUARANTINED
+
+
+def test_the_last_that_load_in_place_have_until_the_deadline() -> None:
+    m, ticket, waiter = _loading("r0", "r1")
+    say(m, ticket, Activity.SENDING, bucket=3, ranks=(0,), num_verified={1: 1, 2: 1})
+    m.pass_time(60.0)
+    assert m.transfer(ticket).phase is Phase.STAGING
+    assert not suspects_of(m)
+    m.pass_time(60.0)
+    assert m.error(waiter).reason == "DEADLINE"
+
+
+def test_holding_requests_still_is_not_the_workers_step() -> None:
+    m, ticket, waiter = _loading("r0")
+    transfer = m.transfer(ticket)
+    m.do(events.RankLoadDue(transfer.group_id, transfer.transfer_id, 1))  # told again
+    say(m, ticket, Activity.SENDING, bucket=3, ranks=(0,), num_verified={1: 1})
+    steps = owed_steps(m.transfer(ticket), m.state.groups[transfer.group_id])
+    assert 1 not in steps
+    m.do(events.LoadAnswered(transfer.transfer_id, "r0", None))
+    steps = owed_steps(m.transfer(ticket), m.state.groups[transfer.group_id])
+    assert steps[1] == "verify bucket 1"
+    assert not m.answered(waiter)
+
+
+# -- trainers ------------------------------------------------------------------------------
+
+
+def _silent_sender() -> tuple[Machine, int, int]:
+    m, ticket, waiter = push(Phase.FORMING)
+    group = m.transfer(ticket).group_id
+    for rank in (1, 2, 3):
+        m.do(events.RankAttends(group, rank))
+    return m, ticket, waiter
+
+
+def test_a_trainer_that_never_attends_is_given_up_once_somebody_waits() -> None:
+    m, ticket, waiter = _silent_sender()
+    m.pass_time(100.0)
+    assert m.transfer(ticket).phase is Phase.FORMING, "nobody waits for it"
+    m.acquire("code", "t2", "s2")
+    other = m.begin("code", timeout=600.0)
+    m.pass_time(0.5)
+    error = m.error(waiter)
+    assert (error.reason, error.metadata["member"]) == ("STALLED", "t1")
+    assert m.transfer(other).phase is Phase.FORMING
+    assert not suspects_of(m)
+
+
+def test_a_trainer_has_a_minute_though_others_wait() -> None:
+    m, ticket, waiter = _silent_sender()
+    m.acquire("code", "t2", "s2")
+    m.begin("code", timeout=600.0)
+    m.pass_time(55.0)
+    assert m.transfer(ticket).phase is Phase.FORMING
+    m.pass_time(6.0)
+    assert m.error(waiter).reason == "STALLED"
+
+
+def test_a_trainer_that_gathers_may_be_slow_though_others_wait() -> None:
+    m, ticket, _ = push(Phase.STAGING)
+    m.acquire("code", "t2", "s2")
+    m.begin("code", timeout=600.0)
+    say(m, ticket, num_verified={1: 1, 2: 1, 3: 1})
+    pass_saying(m, ticket, 120, activity=Activity.PACKING, bucket=1, ranks=(0,))
+    assert m.transfer(ticket).phase is Phase.STAGING
+
+
+def test_a_trainer_that_stops_in_the_middle_is_given_up() -> None:
+    m, ticket, waiter = push(Phase.STAGING)
+    m.acquire("code", "t2", "s2")
+    m.begin("code", timeout=600.0)
+    say(m, ticket, num_verified={1: 1, 2: 1, 3: 1})
+    pass_saying(m, ticket, 62, ranks=(1, 2, 3), bucket=1)
+    assert "it was to send bucket 1" in m.error(waiter).message
+
+
+def test_a_push_has_an_hour_from_its_turn_whatever_it_asked_for() -> None:
+    m = Machine(max_transfer_seconds=100.0).pool("r0")
+    m.acquire("math")
+    first = m.begin("math", timeout=5000.0)
+    m.attend_all(first)
+    waiter = m.await_end(first)
+    m.acquire("code", "t2", "s2")
+    second = m.begin("code", timeout=5000.0)
+    pass_saying(m, first, 99, activity=Activity.ALLOCATING)
+    assert m.transfer(first).phase is Phase.FORMING
+    pass_saying(m, first, 2, activity=Activity.ALLOCATING)
+    assert m.error(waiter).reason == "DEADLINE"
+    assert "--max-transfer-seconds" in m.error(waiter).message
+    assert m.transfer(second).phase is Phase.FORMING, "what it waited for does not count"
+    assert m.transfer(second).deadline == pytest.approx(m.now + 100.0, abs=2.0)
+
+
+# -- clones --------------------------------------------------------------------------------
+
+
+def _clone() -> tuple[Machine, int]:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.register("r1")
+    m.pass_time(0.25)
+    (ticket,) = m.answer_look_ups()
+    assert m.transfer(ticket).errand is Errand.CLONE
+    return m, ticket
+
+
+@pytest.mark.parametrize(("rank", "member"), [(0, "r0"), (1, "r1")])
+def test_a_clone_ends_when_its_source_or_its_target_stalls(rank: int, member: str) -> None:
+    m, ticket = _clone()
+    m.do(events.RankAttends(m.transfer(ticket).group_id, 1 - rank))
+    m.pass_time(11.0)
+    transfer = m.transfer(ticket)
+    assert transfer.failure is not None
+    assert (transfer.failure.reason, transfer.failure.metadata["member"]) == ("STALLED", member)
+    assert suspects_of(m) == [member]
+    m.pass_time(60.0)
+    assert not m.look_ups(), "no other clone from or to it"
+
+
+# -- the rule by itself --------------------------------------------------------------------
+
+
+def test_a_debt_begins_when_it_is_owed_and_any_word_puts_its_end_off() -> None:
+    watch = Watch().with_debts({1: "get ready"}, 5.0)
+    assert watch.silence(1, 12.0) == 7.0
+    assert watch.with_debts({1: "get ready"}, 9.0) is watch
+    assert watch.with_debts({1: "verify bucket 0"}, 9.0).silence(1, 12.0) == 3.0
+    assert watch.heard({1: Word("t", Activity.WAITING)}, {}, 11.0).silence(1, 12.0) == 1.0
+    assert watch.heard({}, {1: 3}, 11.0).silence(1, 12.0) == 1.0
+    assert watch.forgiven(4.0).silence(1, 12.0) == 3.0
+    assert watch.silence(2, 99.0) == 0.0
+
+
+def test_ranks_that_are_staged_owe_nothing() -> None:
+    m, ticket, _ = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 4, 2: 4, 3: 4})
+    for rank in (0, 1):
+        m.stage(ticket, rank, DIGEST)
+    transfer: Transfer = m.transfer(ticket)
+    group = m.state.groups[transfer.group_id]
+    assert owed_steps(transfer, group) == {2: "stage what it has", 3: "stage what it has"}
+    assert stalled(transfer, group, m.now, 10.0) == []
