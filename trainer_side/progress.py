@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, Protocol
 
-from trainer_side.sender import Progress
+from weft.transport.sender import Progress
 
 UserProgress = Callable[[str, int, int], None]
 

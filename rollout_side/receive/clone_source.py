@@ -20,9 +20,9 @@ from rollout_side.memory.versions import Sendable
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
-from weft.transport.bucket_sender import BucketSender, WireBytes
 from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, on_device, window
+from weft.transport.sender import Sending, SendingRank
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Sending:
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
         self._device = store.memory.device_of(order.ticket.backend)
-        self._sender: BucketSender | None = None
+        self._rank: SendingRank | None = None
         self._stopped = False
         self.thread = threading.Thread(
             target=self._run, name=f"weft-clone-{order.transfer_id}", daemon=True
@@ -79,8 +79,8 @@ class _Sending:
     def stop(self) -> None:
         """End the thread soon."""
         self._stopped = True
-        if (sender := self._sender) is not None:
-            sender.abort(TransferAbortedError("the replica is stopping"))
+        if (rank := self._rank) is not None:
+            rank.abort(TransferAbortedError("the replica is stopping"))
 
     def _run(self) -> None:
         with on_device(self._device):
@@ -91,32 +91,27 @@ class _Sending:
         version = PolicyVersion(order.policy, order.version)
         deadline = time.monotonic() + order.timeout_seconds
         try:
-            sender = self._sender = BucketSender(order.ticket, self._device)
+            rank = self._rank = SendingRank(order.ticket, self._device)
             try:
                 if not self._stopped:
-                    self._send(sender, version, deadline)
-                    sender.wait_ended(_END_SECONDS)
+                    self._send(rank, version, deadline)
+                    rank.wait(lambda: not rank.usable, _END_SECONDS)
             finally:
-                sender.close()
+                rank.leave()
         except WeftError as error:
             _log.info("clone %s of %s ended: %s", order.transfer_id, version, error)
         except Exception:  # noqa: BLE001 (the edge of a thread)
             # The coordinator sees a rank that never attends, or a broken stream.
             _log.exception("clone %s of %s failed", order.transfer_id, version)
 
-    def _send(self, sender: BucketSender, version: PolicyVersion, deadline: float) -> None:
+    def _send(self, rank: SendingRank, version: PolicyVersion, deadline: float) -> None:
         order, began = self._order, time.monotonic()
         try:
             with self._store.lend(version) as copy:
-                sender.send(
-                    copy.manifest,
-                    compose(copy, order.nonce, self._device),
-                    num_buffers=window(self._device),
-                    transfer_id=order.transfer_id,
-                    deadline=deadline,
-                )
-        except WeftError as error:
-            sender.give_up(order.transfer_id, error)  # also when it is no longer held
+                buckets = CopiedBuckets(copy, order.nonce, self._device)
+                rank.send(Sending(order.transfer_id, buckets, deadline))
+        except Exception as error:
+            rank.give_up(order.transfer_id, error)  # also when it is no longer held
             raise
         _log.info(
             "sent a clone of %s: %d bytes in %.3f s, epoch %d",
@@ -127,23 +122,33 @@ class _Sending:
         )
 
 
-def compose(copy: Sendable, nonce: int, device: torch.device = CPU) -> WireBytes:
-    """A held version's buckets as they travel, under a new nonce.
+class CopiedBuckets:
+    """A held version's buckets as they travel, under a new nonce; see ``Buckets``.
 
-    The copy is only read. The tensors are ``window(device)`` buffers there, used in turn, each
-    as large as the largest bucket.
+    The version is only read. Each buffer is as large as the largest bucket.
     """
-    manifest = copy.manifest
-    need = max(bucket.wire_bytes for bucket in manifest.buckets)
-    num_buffers = min(window(device), len(manifest.buckets))
-    buffers = [torch.zeros(need, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
 
-    def wire_bytes(index: int) -> tuple[torch.Tensor, int]:
-        bucket, buffer = manifest.buckets[index], buffers[index % num_buffers]
-        size = bucket.payload_bytes
-        digest = payload_digest(copy.payload(index, buffer), manifest.digest_algorithm)
-        trailer = pack_trailer(digest, nonce, index, size)
+    def __init__(self, copy: Sendable, nonce: int, device: torch.device = CPU) -> None:
+        self.manifest = copy.manifest
+        need = max(bucket.wire_bytes for bucket in self.manifest.buckets)
+        self.num_buffers = min(window(device), len(self.manifest.buckets))
+        self._buffers = [
+            torch.zeros(need, dtype=torch.uint8, device=device) for _ in range(self.num_buffers)
+        ]
+        self._copy, self._nonce = copy, nonce
+
+    def make(self, index: int) -> int:
+        """Copy a bucket, digest it anew and seal it."""
+        size, buffer = self.manifest.buckets[index].payload_bytes, self._buffer(index)
+        payload = self._copy.payload(index, buffer)
+        digest = payload_digest(payload, self.manifest.digest_algorithm)
+        trailer = pack_trailer(digest, self._nonce, index, size)
         buffer[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-        return buffer[: bucket.wire_bytes], digest
+        return digest
 
-    return wire_bytes
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket that was made and is still held."""
+        return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        return self._buffers[index % self.num_buffers]

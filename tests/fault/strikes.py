@@ -149,12 +149,13 @@ def _trainer(strike: Strike) -> None:
     from trainer_side.pushing import Pushing
     from trainer_side.sender import Sender
     from weft.transport.attendance import Attendance
+    from weft.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
             _before(Delivery, "begin", strike)
         case "in rendezvous":
-            _before(Sender, "_send_buckets", strike)
+            _before(SendingRank, "_send_buckets", strike)
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, index, *rest: index >= BUCKET)
         case "before commit":

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import rollout_side.receive.clone_source
-from rollout_side.receive.clone_source import compose
+from rollout_side.receive.clone_source import CopiedBuckets
 from rollout_side.receive.staging import StagingBuffers
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
@@ -101,18 +100,15 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
     publisher.push_base(Model(5))
     reached, go_on = threading.Event(), threading.Event()
 
-    def slow(copy, nonce, device):  # type: ignore[no-untyped-def]
-        wire_bytes = compose(copy, nonce, device)
+    make = CopiedBuckets.make
 
-        def make(index):  # type: ignore[no-untyped-def]
-            if index == 3 and not reached.is_set():
-                reached.set()
-                go_on.wait(10)
-            return wire_bytes(index)
+    def slow(self: CopiedBuckets, index: int) -> int:
+        if index == 3 and not reached.is_set():
+            reached.set()
+            go_on.wait(10)
+        return make(self, index)
 
-        return make
-
-    monkeypatch.setattr(rollout_side.receive.clone_source, "compose", slow)
+    monkeypatch.setattr(CopiedBuckets, "make", slow)
     late = double()
     pool.add_replica("replica-9", late)
     assert reached.wait(10)
@@ -133,24 +129,21 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
     landed: list[int] = []
     land = StagingBuffers.accept
 
-    def slow(copy, nonce, device):  # type: ignore[no-untyped-def]
-        wire_bytes = compose(copy, nonce, device)
+    make = CopiedBuckets.make
 
-        def make(index):  # type: ignore[no-untyped-def]
-            if index == 3 and not reached.is_set():
-                until(lambda: len(landed) == 3)
-                reached.set()
-                go_on.wait(10)
-            return wire_bytes(index)
-
-        return make
+    def slow(self: CopiedBuckets, index: int) -> int:
+        if index == 3 and not reached.is_set():
+            until(lambda: len(landed) == 3)
+            reached.set()
+            go_on.wait(10)
+        return make(self, index)
 
     def count(self, index, nonce):  # type: ignore[no-untyped-def]
         land(self, index, nonce)
         if threading.current_thread().name == "weft-receive-replica:replica-0":
             landed.append(index)
 
-    monkeypatch.setattr(rollout_side.receive.clone_source, "compose", slow)
+    monkeypatch.setattr(CopiedBuckets, "make", slow)
     monkeypatch.setattr(StagingBuffers, "accept", count)
     late = double()
     pool.add_replica("replica-9", late)

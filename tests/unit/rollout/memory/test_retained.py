@@ -7,7 +7,7 @@ import torch
 
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
-from rollout_side.receive.clone_source import compose
+from rollout_side.receive.clone_source import CopiedBuckets
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
 from weft.contract.manifest import TRAILER_BYTES, check_trailer
@@ -130,10 +130,10 @@ def test_a_clone_is_composed_anew_and_the_copy_is_only_read() -> None:
     copy = store.held(PolicyVersion("base", 1))
     copy.segment.data.copy_(torch.randint(0, 255, (SIZE,), dtype=torch.uint8))
     before = copy.segment.data.clone()
-    wire_bytes = compose(copy, nonce=77)
+    buckets = CopiedBuckets(copy, nonce=77)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
-        wire, digest = wire_bytes(index)
+        digest, wire = buckets.make(index), buckets.wire(index)
         payload = wire[: bucket.payload_bytes]
         assert torch.equal(payload, before[at : at + bucket.payload_bytes])
         assert digest == payload_digest(payload, MANIFEST.digest_algorithm)

@@ -1,0 +1,177 @@
+"""The send loop of rank 0, over a group that only writes down what it is to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.contract.bucket_plan import plan_buckets
+from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.group import GroupTicket
+from weft.contract.tensors import DataType, TensorMeta
+from weft.transport import sender
+from weft.transport.digest import content_digest
+from weft.transport.sender import Reformed, Sending, SendingRank
+from weft.v1 import publish_pb2, rendezvous_pb2
+
+MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64,)) for i in range(5)], 256)
+NUM_BUCKETS = 5
+TICKET = GroupTicket(
+    coordinator="127.0.0.1:1", host="127.0.0.1", group_id="g", token="t", epoch=1, rank=0, size=2,
+    backend="gloo",
+)  # fmt: skip
+
+
+class Group:
+    """Stands for ``Membership``: remembers what is sent, and says what it is told to say."""
+
+    def __init__(self, ticket: GroupTicket, device: torch.device, **told: Any) -> None:
+        self.on_message = told["on_message"]
+        self.sent: list[int] = []
+        self.reports: list[rendezvous_pb2.AttendRequest] = []
+        self.group = SimpleNamespace(broadcast=self.broadcast, abort=lambda error: None)
+        self.attendance = SimpleNamespace(send=self.reports.append)
+        self.progress = SimpleNamespace(say=lambda *args: None)
+        self.lost = False
+
+    def broadcast(self, wire: torch.Tensor, seconds: float, speak: Any) -> Any:
+        self.sent.append(int(wire[0]))
+        return self
+
+    def wait(self, deadline: float, speak: Any) -> None:
+        if self.lost:
+            raise PeerUnavailableError("a connection broke")
+
+    def say(self, **message: Any) -> None:
+        self.on_message(rendezvous_pb2.AttendResponse(**message))
+
+    def start(self, first_bucket: int = 0) -> None:
+        start = rendezvous_pb2.Start(transfer_id="t1", first_bucket=first_bucket)
+        self.say(start=start)
+
+    def release(self, num_buckets: int) -> None:
+        self.say(released=rendezvous_pb2.Released(transfer_id="t1", num_buckets=num_buckets))
+
+
+class Buckets:
+    """Bucket k holds k, and its digest is k + 10."""
+
+    manifest = MANIFEST
+    num_buffers = 2
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+
+    def make(self, index: int) -> int:
+        self.made.append(index)
+        self.wire(index)[0] = index
+        return index + 10
+
+    def wire(self, index: int) -> torch.Tensor:
+        return self.buffers[index % 2]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> SendingRank:
+    monkeypatch.setattr(sender, "Membership", Group)
+    return SendingRank(TICKET, torch.device("cpu"))
+
+
+def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, Sending, Future[bytes]]:
+    sending = Sending("t1", buckets, time.monotonic() + 20)
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(rank.send, sending)
+    pool.shutdown(wait=False)
+    group: Any = rank._membership
+    return group, sending, future
+
+
+def _until(holds: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+def test_a_buffer_is_used_again_once_its_bucket_is_released(rank: SendingRank) -> None:
+    buckets = Buckets()
+    group, sending, future = _send(rank, buckets)
+    _until(lambda: buckets.made == [0])  # while the group still forms
+    assert group.sent == []
+    group.start()
+    for released in range(NUM_BUCKETS - 1):
+        _until(lambda n=released: group.sent == [*range(min(n + 2, NUM_BUCKETS))])  # type: ignore[misc]
+        group.release(released + 1)
+    assert not future.done()
+    group.release(NUM_BUCKETS)
+    digest = content_digest([10, 11, 12, 13, 14])
+    assert future.result(10) == digest
+    (told,) = group.reports
+    assert (told.staged.transfer_id, told.staged.content_digest.value) == ("t1", digest)
+    assert sending.digests == [10, 11, 12, 13, 14]
+
+
+def test_what_receivers_have_is_made_for_its_digest_and_not_sent(rank: SendingRank) -> None:
+    buckets = Buckets()
+    group, _, future = _send(rank, buckets)
+    group.start(first_bucket=3)
+    group.release(NUM_BUCKETS)
+    assert future.result(10) == content_digest([10, 11, 12, 13, 14])
+    assert (buckets.made, group.sent) == ([0, 1, 2, 3, 4], [3, 4])
+
+
+def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: SendingRank) -> None:
+    buckets = Buckets()
+    group, sending, future = _send(rank, buckets)
+    group.start()
+    group.release(1)
+    _until(lambda: group.sent == [0, 1, 2])
+    plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
+    group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
+    with pytest.raises(Reformed):
+        future.result(10)
+    assert rank.successor is not None
+    assert (rank.successor.group_id, rank.successor.coordinator) == ("g2", TICKET.coordinator)
+    assert not rank.usable
+    sending.num_released = rank.num_released("t1")
+    assert rank.num_released("another") == 0
+    after = SendingRank(rank.successor, torch.device("cpu"))
+    other: Any = after._membership
+    other.start(first_bucket=1)
+    other.release(NUM_BUCKETS)
+    assert after.send(sending) == content_digest([10, 11, 12, 13, 14])
+    assert (buckets.made, other.sent) == ([0, 1, 2, 3, 4], [1, 2, 3, 4])
+
+
+def test_a_receiver_that_lost_what_is_no_longer_held_ends_it(rank: SendingRank) -> None:
+    sending = Sending("t1", Buckets(), time.monotonic() + 20, digests=[10, 11, 12], num_released=2)
+    group: Any = rank._membership
+    group.start(first_bucket=1)
+    with pytest.raises(PeerUnavailableError, match="lost bucket 1"):
+        rank.send(sending)
+    assert group.reports == []  # who calls decides whether another group helps
+    rank.give_up("t1", ValueError("boom"))
+    (told,) = group.reports
+    assert (told.failed.transfer_id, told.failed.message) == ("t1", "ValueError('boom')")
+    assert not rank.usable
+
+
+def test_a_broken_connection_waits_for_the_coordinators_word(rank: SendingRank) -> None:
+    group, _, future = _send(rank, Buckets())
+    group.lost = True
+    group.start()
+    group.release(1)
+    _until(lambda: len(group.reports) == 1)
+    assert group.reports[0].failed.reason == "PEER_GONE"
+    assert not future.done()
+    abort = rendezvous_pb2.Abort(transfer_id="t1", reason="PEER_GONE", message="r1 died")
+    group.say(abort=abort)
+    with pytest.raises(WeftError, match="r1 died"):
+        future.result(10)

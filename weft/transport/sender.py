@@ -1,0 +1,325 @@
+"""Rank 0 of a side group: sends buckets, keeps each until all receivers have verified it.
+
+A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
+model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
+How far a transfer is outlives a membership (``Sending``): a push whose members are lost is
+sent on by another rank 0, in another group; a clone never is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from weft.contract.errors import (
+    PeerUnavailableError,
+    TransferTimeoutError,
+    WeftError,
+    error_from_reason,
+)
+from weft.contract.group import GroupTicket
+from weft.contract.manifest import Manifest
+from weft.rpc.codec import ticket_from_proto
+from weft.transport.digest import content_digest
+from weft.transport.group import Operation
+from weft.transport.member import Membership
+from weft.transport.speaking import speaking_time
+from weft.v1 import rendezvous_pb2 as pb
+from weft.v1 import types_pb2
+
+_log = logging.getLogger(__name__)
+
+#: Called after each release with (buckets verified by all, buckets in all).
+Progress = Callable[[int, int], None]
+
+
+class Buckets(Protocol):
+    """The buckets of one transfer, made one after the other in a few reused buffers."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Their layout."""
+
+    @property
+    def num_buffers(self) -> int:
+        """How many buckets are held at once."""
+
+    def make(self, index: int) -> int:
+        """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
+
+        Returns:
+            The payload's digest.
+        """
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The uint8 wire bytes of a bucket that is held: a view, on the buffers' device."""
+
+
+@dataclass
+class Sending:
+    """One transfer's progress; it outlives the groups that carry it."""
+
+    transfer_id: str
+    buckets: Buckets
+    deadline: float
+    """``time.monotonic()`` at which to give up."""
+    progress: Progress | None = None
+    digests: list[int] = field(default_factory=list)
+    """Of the buckets made so far."""
+    num_released: int = 0
+    """Buckets that every receiver has verified, in whatever group."""
+
+    @property
+    def num_buckets(self) -> int:
+        """In all."""
+        return len(self.buckets.manifest.buckets)
+
+
+class Reformed(Exception):
+    """Members were lost; the transfer goes on in ``SendingRank.successor``."""
+
+
+@dataclass
+class _Direction:
+    """What the coordinator has said about the transfer that is under way."""
+
+    transfer_id: str = ""
+    started: bool = False
+    first_bucket: int = 0
+    num_released: int = 0
+    error: WeftError | None = None
+
+
+class SendingRank:
+    """One membership as rank 0, kept across transfers while membership stays.
+
+    Used by one thread, but for ``abort``; the group's stream has a thread of its own.
+
+    Args:
+        ticket: The sender's place.
+        device: Where its buffers lie.
+
+    Raises:
+        PeerUnavailableError: The coordinator does not answer.
+    """
+
+    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
+        self.ticket = ticket
+        #: The place in the group that the transfer goes on in now, if it is another one.
+        self.successor: GroupTicket | None = None
+        self._condition = threading.Condition()  # guards all that the stream's thread says
+        self._direction = _Direction()
+        self._broken: WeftError | None = None
+        self._num_sent = 0
+        self._membership = Membership(
+            ticket, device, on_message=self._on_message, on_closed=self._on_closed
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group can carry a further transfer."""
+        return self._broken is None and self.successor is None
+
+    def send(self, sending: Sending) -> bytes:
+        """Send every bucket that the receivers lack, each kept until all have verified it.
+
+        Blocks until the last bucket was released, and says so. Where the receivers have a
+        beginning of the transfer already, it is made for its digests and not sent again. The
+        first bucket is made before the receivers are ready: its work overlaps their
+        allocation.
+
+        Returns:
+            The content digest.
+
+        Raises:
+            Reformed: The transfer goes on elsewhere.
+            TransferTimeoutError: The deadline passed.
+            WeftError: The transfer or the group has ended, with its reason; or ``buckets``
+                failed. Nobody was told: ``give_up`` does.
+        """
+        self._follow(sending.transfer_id)
+        self._send_buckets(sending)
+        digest = content_digest(sending.digests)
+        manifest = sending.buckets.manifest
+        content = types_pb2.ContentDigest(
+            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
+            value=digest,
+            size_bytes=manifest.total_bytes,
+        )
+        staged = pb.Staged(transfer_id=sending.transfer_id, content_digest=content)
+        self._membership.attendance.send(pb.AttendRequest(staged=staged))
+        return digest
+
+    def give_up(self, transfer_id: str, error: Exception) -> None:
+        """Tell the others that this rank cannot continue; the group is over."""
+        typed = error if isinstance(error, WeftError) else WeftError(repr(error))
+        self._report_failure(transfer_id, typed)
+        self._broken = self._broken or typed
+
+    def num_released(self, transfer_id: str) -> int:
+        """Buckets of a transfer that every receiver in this group has verified."""
+        direction = self._direction
+        return direction.num_released if direction.transfer_id == transfer_id else 0
+
+    def wait(self, done: Callable[[], bool], timeout_seconds: float) -> None:
+        """Block until ``done``, which is looked at whenever the coordinator has said
+        something and at each ``wake``, or for so long."""
+        with self._condition:
+            self._condition.wait_for(done, timeout_seconds)
+
+    def wake(self) -> None:
+        """Let ``wait`` look again; from any thread."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def abort(self, error: WeftError) -> None:
+        """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
+        with self._condition:
+            self._broken = self._broken or error
+            self._condition.notify_all()
+        self._membership.group.abort(error)
+
+    def leave(self) -> bool:
+        """Leave the group; blocks at most 10 s.
+
+        Returns:
+            Whether the buffers of operations that were under way are safe to use again.
+        """
+        self._broken = self._broken or WeftError("the sender has left the group")
+        return self._membership.leave()
+
+    def _send_buckets(self, sending: Sending) -> None:
+        buckets, num_buffers = sending.buckets, sending.buckets.num_buffers
+        if not sending.digests:
+            self._make(sending)  # while the group still forms
+        direction = self._direction
+        self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
+        first = direction.first_bucket
+        if first < sending.num_released:
+            raise PeerUnavailableError(
+                f"a receiver lost bucket {first}, which it had verified and which is no longer "
+                "held here; push again"
+            )
+        self._num_sent = first
+        operations: dict[int, Operation] = {}
+        for index in range(min(first, len(sending.digests)), sending.num_buckets):
+            if index >= len(sending.digests):
+                reused = index - num_buffers
+                if reused >= first:
+                    self._await_released(sending, reused + 1)
+                    self._await_sent(operations.pop(reused), sending.deadline)
+                self._make(sending)
+            if index < first:
+                self._raise_end()
+                continue
+            seconds = max(1.0, sending.deadline - time.monotonic())
+            forming = partial(self._say, pb.ACTIVITY_FORMING)
+            group = self._membership.group
+            operations[index] = group.broadcast(buckets.wire(index), seconds, forming)
+            self._num_sent = index + 1
+        for operation in operations.values():
+            self._await_sent(operation, sending.deadline)
+        self._await_released(sending, sending.num_buckets)
+
+    def _make(self, sending: Sending) -> None:
+        self._say(pb.ACTIVITY_PACKING)
+        sending.digests.append(sending.buckets.make(len(sending.digests)))
+
+    def _await_released(self, sending: Sending, num_wanted: int) -> None:
+        direction = self._direction
+        what = f"every receiver to verify bucket {num_wanted - 1}"
+        self._await(lambda: direction.num_released >= num_wanted, sending.deadline, what)
+        if sending.progress is not None:
+            sending.progress(direction.num_released, sending.num_buckets)
+
+    def _await_sent(self, operation: Operation, deadline: float) -> None:
+        """Block until the backend has let go of a buffer; raises as ``send``.
+
+        A broken connection says that somebody died, not who, nor whether the transfer goes
+        on: the coordinator is told, and its word is awaited.
+        """
+        try:
+            operation.wait(deadline, partial(self._say, pb.ACTIVITY_SENDING))
+        except PeerUnavailableError as error:
+            if not self._is_over():
+                self._report_failure(self._direction.transfer_id, error)
+            self._await(lambda: False, deadline, "word of what became of the transfer")
+        except WeftError:
+            self._raise_end()
+            raise
+
+    def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
+        with self._condition:
+            woken = partial(self._condition.wait_for, lambda: ready() or self._is_over())
+            while not woken(speaking_time(deadline)):
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+                self._say(pb.ACTIVITY_WAITING)
+            self._raise_end()
+
+    def _say(self, activity: pb.Activity.ValueType) -> None:
+        """Say what the thread that makes and sends buckets does, if it is time to."""
+        self._membership.progress.say(activity, self._direction.transfer_id, self._num_sent)
+
+    def _report_failure(self, transfer_id: str, error: WeftError) -> None:
+        failed = pb.RankFailed(transfer_id=transfer_id, reason=error.reason, message=error.message)
+        self._membership.attendance.send(pb.AttendRequest(failed=failed))
+
+    def _is_over(self) -> bool:
+        return not self.usable or self._direction.error is not None
+
+    def _raise_end(self) -> None:
+        if self.successor is not None:
+            raise Reformed
+        if self._direction.error is not None:
+            raise self._direction.error
+        if self._broken is not None:
+            raise self._broken
+
+    # -- on the stream's thread ----------------------------------------------
+
+    def _on_message(self, response: pb.AttendResponse) -> None:
+        kind = response.WhichOneof("message")
+        with self._condition:
+            if kind == "start":
+                direction = self._follow(response.start.transfer_id)
+                direction.first_bucket = response.start.first_bucket
+                direction.started = True
+            elif kind == "released":
+                released = response.released
+                self._follow(released.transfer_id).num_released = released.num_buckets
+            elif kind == "abort":
+                abort = response.abort
+                error = error_from_reason(abort.reason, abort.message)
+                self._follow(abort.transfer_id).error = error
+                # Other ranks leave with operations under way: the group is over.
+                self._broken = error
+                self._membership.group.abort(error)
+            elif kind == "reform":
+                reform = response.reform
+                _log.warning("going on in epoch %d: %s", reform.group.epoch, reform.message)
+                self.successor = ticket_from_proto(
+                    reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
+                )
+                self._membership.group.abort(WeftError("going on in another group"))
+            self._condition.notify_all()
+
+    def _follow(self, transfer_id: str) -> _Direction:
+        """The direction of a transfer; Start may come before ``send`` is called."""
+        with self._condition:
+            if self._direction.transfer_id != transfer_id:
+                self._direction = _Direction(transfer_id)
+                self._num_sent = 0
+            return self._direction
+
+    def _on_closed(self, error: WeftError) -> None:
+        with self._condition:
+            self._broken = self._broken or error  # an abort said why already
+            self._condition.notify_all()
