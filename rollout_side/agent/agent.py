@@ -12,8 +12,9 @@ import logging
 from typing import Any
 
 from rollout_side.agent.drain import Drain
+from rollout_side.agent.heartbeat import Holdings, Identity, OrderKey, Told
 from rollout_side.agent.probe_orders import ProbeOrders
-from rollout_side.agent.registration import Holdings, Identity, OrderKey, Registration, Told
+from rollout_side.agent.registration import Registration
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder

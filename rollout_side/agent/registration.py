@@ -10,15 +10,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import grpc
 
-from rollout_side.agent.drain import Draining
+from rollout_side.agent.heartbeat import (
+    Holdings,
+    Identity,
+    OrderKey,
+    Told,
+    drain_to_proto,
+    held_to_proto,
+    told_from_proto,
+)
 from rollout_side.config import AgentConfig
-from rollout_side.engine import MemoryUse
-from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import READING, Checkpoint, not_compared
+from weft.contract.checkpoint import READING, Checkpoint
 from weft.contract.errors import (
     CapacityError,
     NotFoundError,
@@ -28,21 +33,17 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
-from weft.contract.versions import VersionVector
 from weft.rpc.channel import open_channel
 from weft.rpc.checkpoint_codec import checkpoint_to_proto
 from weft.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
-    duration_to_proto,
     vector_to_proto,
     version_to_proto,
 )
 from weft.rpc.manifest_codec import reference_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import registry_pb2 as pb
-from weft.v1 import types_pb2
 from weft.v1.registry_pb2_grpc import RegistryServiceStub
 
 _log = logging.getLogger(__name__)
@@ -55,71 +56,6 @@ _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
 #: Between two looks at whether the checkpoint was read.
 _LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What a replica says of itself once, at registration."""
-
-    address: str
-    """Where its ReplicaService answers, HOST:PORT."""
-    capabilities: Capabilities
-    reference: Reference
-    model_name: str
-
-
-_NOT_KNOWN = not_compared("it does not say what it was started with")
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """What a replica serves and holds now."""
-
-    vector: VersionVector
-    memory: MemoryUse
-    dirty_reason: str
-    """Why its engine may hold mixed weights; empty when it does not."""
-    drain: Draining | None = None
-    """Set while it drains."""
-    pins: tuple[int, ...] = ()
-    """Pinned versions of the base that the engine knows to be so."""
-    checkpoint: Checkpoint = _NOT_KNOWN
-    """What the engine was started with."""
-    refusing: str = ""
-    """Why new requests are refused, mixed weights aside; empty while they are taken."""
-    order_number: int = 0
-    """Of the order by which they are."""
-    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
-    """Versions with their digests, and whether they are spilled."""
-    last_epoch: int = 0
-    """Of side groups, the highest that it was told."""
-
-
-@dataclass(frozen=True, order=True)
-class OrderKey:
-    """Which of two orders to refuse requests is the newer one."""
-
-    generation: int
-    """Of the coordinator."""
-    number: int
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the coordinator answered to a heartbeat."""
-
-    drain: Draining | None
-    """Set when the replica is to drain."""
-    is_draining: bool
-    """Whether the coordinator knew, as it answered, that the replica drains."""
-    in_transfer: bool
-    """Whether a transfer needs the replica."""
-    refuse_reason: str
-    """Why new requests are to be refused; empty when they are not."""
-    order: OrderKey
-    """That says so."""
-    pins: tuple[int, ...]
-    """Versions of the base whose copies are to be kept."""
 
 
 class Registration:
@@ -290,8 +226,8 @@ class Registration:
             retained_base_versions=now.memory.retained_bases,
             dirty_reason=now.dirty_reason,
             spilled_versions=map(version_to_proto, now.memory.spilled),
-            drain=_drain_to_proto(now.drain),
-            held_versions=map(_held_to_proto, sorted(now.held)),
+            drain=drain_to_proto(now.drain),
+            held_versions=map(held_to_proto, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
             last_epoch=now.last_epoch,
             last_coordinator_id=self._coordinator_id,
@@ -335,10 +271,10 @@ class Registration:
             dirty_reason=now.dirty_reason,
             staged_transfer_ids=now.memory.staged_transfer_ids,
             spilled_versions=map(version_to_proto, now.memory.spilled),
-            drain=_drain_to_proto(now.drain),
+            drain=drain_to_proto(now.drain),
             pinned_base_versions=now.pins,
             pinned_base_bytes=now.memory.pinned_base_bytes,
-            held_versions=map(_held_to_proto, sorted(self._to_tell(now.held))),
+            held_versions=map(held_to_proto, sorted(self._to_tell(now.held))),
             held_versions_complete=self._held_wanted,
             refusing=now.refusing,
             order_number=now.order_number,
@@ -358,21 +294,9 @@ class Registration:
             self.ready.set()
         else:
             self.ready.clear()
-        drain = None
-        if response.HasField("drain"):
-            drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
         is_draining = now.drain is not None
         if not self._stopping:
-            self._on_told(
-                Told(
-                    drain,
-                    is_draining,
-                    response.in_transfer,
-                    response.refuse_reason,
-                    OrderKey(self.coordinator_generation, response.order_number),
-                    tuple(response.pinned_base_versions),
-                )
-            )
+            self._on_told(told_from_proto(response, is_draining, self.coordinator_generation))
         return is_draining
 
     def _to_tell(
@@ -394,16 +318,3 @@ class Registration:
             self._stub.Leave(request, timeout=2.0)
         except grpc.RpcError as error:
             _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))
-
-
-def _held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
-    version, digest, spilled = held
-    return types_pb2.HeldVersion(
-        version=version_to_proto(version), content_digest=digest, spilled=spilled
-    )
-
-
-def _drain_to_proto(drain: Draining | None) -> pb.Drain | None:
-    if drain is None:
-        return None
-    return pb.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.registration import OrderKey
+from rollout_side.agent.heartbeat import OrderKey
 from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder
 from rollout_side.version_facts import VersionFacts, ordered_facts

@@ -6,19 +6,18 @@ nothing of the pool; the agent tells the pool what is found here.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from rollout_side.engine import Engine, MemoryUse, SpillOrder, SwitchTimes
+from rollout_side.agent.failed_transfers import FailedTransfers
+from rollout_side.agent.spill_orders import SpillOrders
+from rollout_side.agent.turns import Turns
+from rollout_side.engine import Engine, MemoryUse, SwitchTimes
 from rollout_side.version_facts import VersionFacts
 from weft.contract.errors import (
     DigestMismatchError,
-    LoadFailedError,
     NotFoundError,
     NotReadyError,
     WeftError,
@@ -26,10 +25,7 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-_MAX_FAILED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +59,9 @@ class Serving:
         #: Of versions that are served or retained, as far as their orders have told.
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._engine = engine
-        self._switching = asyncio.Lock()
-        # The coordinator may have undone the commit of what failed: a call that is repeated (gRPC
-        # does when a connection breaks) must not switch to it after all.
-        self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
-        # Ordered retired, and not yet told to the spill directory.
-        self._retired: set[PolicyVersion] = set()
-        self._spill_order = SpillOrder()
+        self._turns = Turns()
+        self._failed = FailedTransfers()
+        self._spills = SpillOrders(engine)
 
     @property
     def dirty_reason(self) -> str:
@@ -88,7 +80,7 @@ class Serving:
     @property
     def is_switching(self) -> bool:
         """Whether an order to switch is being carried out, or a base loaded in place."""
-        return self._switching.locked() or bool(self._engine.loading)
+        return self._turns.taken or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
 
@@ -111,7 +103,7 @@ class Serving:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        return await self._in_turn(
+        return await self._turns.take(
             self._commit(transfer_id, version, config_json, content_digest, alias, facts)
         )
 
@@ -128,9 +120,8 @@ class Serving:
         if not is_loading and self._serves(version, content_digest):
             await self._forget_staged(transfer_id)
             return SwitchTimes()
-        if transfer_id in self._failed:
-            raise NotReadyError(f"{version} failed to load here before; push it again")
-        with self._noting_refusal(transfer_id):
+        self._failed.check(transfer_id, version, "; push it again")
+        with self._failed.noting_refusal(transfer_id):
             if version.policy == BASE_POLICY:
                 load = self._engine.apply_base(transfer_id, version, content_digest)
                 times = await self._load_base(version, load, transfer_id, facts)
@@ -167,14 +158,13 @@ class Serving:
             NotReadyError: It was not prepared here, or has ended.
             LoadFailedError: As ``Engine``.
         """
-        await self._in_turn(self._load_in_place(transfer_id, version, timeout_seconds))
+        await self._turns.take(self._load_in_place(transfer_id, version, timeout_seconds))
 
     async def _load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
     ) -> None:
-        if transfer_id in self._failed:
-            raise NotReadyError(f"{version} failed to load here before; push it again")
-        with self._noting_failure(transfer_id):
+        self._failed.check(transfer_id, version, "; push it again")
+        with self._failed.noting_failure(transfer_id):
             await self._engine.load_in_place(transfer_id, version, timeout_seconds)
         # A coordinator that starts anew must be told of it, to end it.
         await self._look_at_memory()
@@ -184,29 +174,13 @@ class Serving:
         """Drop what was staged for a transfer, and end its loading in place. In turn with
         the orders to switch: once it returns, ``vector`` says whether one was of this
         transfer, and no later one finds anything."""
-        await self._in_turn(self._discard(transfer_id))
+        await self._turns.take(self._discard(transfer_id))
 
     async def _discard(self, transfer_id: str) -> None:
         was_loading = self._engine.loading == transfer_id
         await self._engine.discard(transfer_id)
         if was_loading:
             await self._look_at_memory()
-
-    async def _in_turn(self, order: Coroutine[Any, Any, _T]) -> _T:
-        """Carry out one order at a time, to its end: cut off in the middle it would leave
-        mixed weights. One whose caller went away while it waited is not begun."""
-        try:
-            await self._switching.acquire()
-        except asyncio.CancelledError:
-            order.close()
-            raise
-        work = asyncio.ensure_future(order)
-        work.add_done_callback(lambda _: self._switching.release())
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.add_done_callback(_log_unheard)
-            raise
 
     async def switch(
         self, version: PolicyVersion, spilled: SpilledCopy | None = None
@@ -219,7 +193,7 @@ class Serving:
             DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        return await self._in_turn(self._switch(version, spilled))
+        return await self._turns.take(self._switch(version, spilled))
 
     async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.
@@ -258,8 +232,7 @@ class Serving:
 
     async def _switch_spilled(self, version: PolicyVersion, copy: SpilledCopy) -> SwitchTimes:
         transfer_id, digest = copy.transfer_id, copy.content_digest
-        if transfer_id in self._failed:
-            raise NotReadyError(f"{version} failed to load here before")
+        self._failed.check(transfer_id, version)
         await self._engine.restore(transfer_id, version, digest, copy.layout_digest)
         if version.policy == BASE_POLICY:
             load = self._engine.apply_base(transfer_id, version, digest)
@@ -281,7 +254,7 @@ class Serving:
             raise NotReadyError(f"{version} is being dropped here; wait until it is gone")
         held = self.vector.adapters.get(version.policy, AdapterVersions())
         alias = alias if alias in held.versions else 0
-        with self._noting_failure(transfer_id):
+        with self._failed.noting_failure(transfer_id):
             times = await self._engine.load_adapter(
                 transfer_id, version, config_json, content_digest, alias
             )
@@ -296,7 +269,7 @@ class Serving:
         transfer_id: str = "",
         facts: VersionFacts | None = None,
     ) -> SwitchTimes:
-        with self._noting_failure(transfer_id):
+        with self._failed.noting_failure(transfer_id):
             times = await load
         self.vector = self.vector.with_base(version.version)
         if transfer_id:  # else it is a copy that was known before
@@ -313,25 +286,6 @@ class Serving:
             version.policy == BASE_POLICY and version.version in self.memory.retained_bases
         )
         return is_retained or self.vector.holds(version)
-
-    @contextmanager
-    def _noting_failure(self, transfer_id: str = "") -> Iterator[None]:
-        try:
-            yield
-        except LoadFailedError:
-            if transfer_id:
-                self._failed.append(transfer_id)
-            raise
-
-    @contextmanager
-    def _noting_refusal(self, transfer_id: str) -> Iterator[None]:
-        """What was refused once is refused again: the coordinator counts on it."""
-        try:
-            yield
-        except WeftError as error:
-            if error.reason != "TRANSFER_UNDER_WAY" and transfer_id not in self._failed:
-                self._failed.append(transfer_id)
-            raise
 
     async def _look_at_memory(self) -> None:
         """After a switch, so that the answer tells what is retained. What is served
@@ -396,8 +350,7 @@ class Serving:
                 continue
             self.vector = self.vector.without_adapter(version)
             self.retiring.add(version)
-            if self._engine.spills:
-                self._retired.add(version)
+            self._spills.retire(version)
         await self.drop_unused()
 
     async def drop_mistaken(self, mistaken: list[tuple[PolicyVersion, bytes]]) -> None:
@@ -423,27 +376,8 @@ class Serving:
                 _log.info("retired %s", version)
 
     async def spill(self, *, serves_all: bool) -> None:
-        """Have written to disk what is served now, beside all else; ``serves_all`` as in
-        ``SpillOrder``. Nothing without a spill directory."""
-        if not self._engine.spills:
-            return
-        adapters = [
-            PolicyVersion(name, version)
-            for name, entry in self.vector.adapters.items()
-            for version in entry.versions
-        ]
-        adapters.sort(key=lambda v: (-v.version, v.policy))
-        bases = [PolicyVersion(BASE_POLICY, number) for number in self.memory.retained_bases]
-        order = SpillOrder(
-            keep=(*adapters, *bases),
-            retired=tuple(sorted(self._retired)),
-            served_base=self.vector.base,
-            serves_all=serves_all,
-        )
-        if order != self._spill_order:
-            await self._engine.spill(order)
-            self._spill_order = order
-            self._retired.difference_update(order.retired)
+        """Have written to disk what is served now; see ``SpillOrders.tell``."""
+        await self._spills.tell(self.vector, self.memory.retained_bases, serves_all=serves_all)
 
     async def look(self, pins: tuple[int, ...]) -> None:
         """Have the engine keep what is pinned, then see what it holds; ``pins`` and
@@ -453,9 +387,3 @@ class Serving:
             _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
         self.memory = await self._engine.memory()
         self.pins = pins
-
-
-def _log_unheard(work: asyncio.Future[Any]) -> None:
-    """What became of an order that nobody waits for any more; the heartbeat tells it."""
-    if not work.cancelled() and (error := work.exception()) is not None:
-        _log.warning("an order whose caller had gone away failed: %s", error)

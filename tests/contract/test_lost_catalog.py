@@ -12,7 +12,8 @@ import grpc
 import pytest
 from rich.console import Console
 
-from rollout_side.agent.registration import Holdings, Identity, Registration
+from rollout_side.agent.heartbeat import Holdings, Identity
+from rollout_side.agent.registration import Registration
 from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
 from tests.contract.calls import eventually

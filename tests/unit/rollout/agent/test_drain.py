@@ -12,7 +12,7 @@ import torch
 from rollout_side.agent import drain as drain_module
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.drain import Draining
-from rollout_side.agent.registration import OrderKey, Told
+from rollout_side.agent.heartbeat import OrderKey, Told
 from rollout_side.config import AgentConfig
 from rollout_side.main import _Stop
 from tests.doubles.engine import EngineDouble

@@ -1,0 +1,113 @@
+"""What a replica and the coordinator tell each other, at registration and with each heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_side.agent.drain import Draining
+from rollout_side.engine import MemoryUse
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint, not_compared
+from weft.contract.names import PolicyVersion
+from weft.contract.reference import Reference
+from weft.contract.versions import VersionVector
+from weft.rpc.codec import duration_from_proto, duration_to_proto, version_to_proto
+from weft.v1 import registry_pb2 as pb
+from weft.v1 import types_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a replica says of itself once, at registration."""
+
+    address: str
+    """Where its ReplicaService answers, HOST:PORT."""
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a replica serves and holds now."""
+
+    vector: VersionVector
+    memory: MemoryUse
+    dirty_reason: str
+    """Why its engine may hold mixed weights; empty when it does not."""
+    drain: Draining | None = None
+    """Set while it drains."""
+    pins: tuple[int, ...] = ()
+    """Pinned versions of the base that the engine knows to be so."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """What the engine was started with."""
+    refusing: str = ""
+    """Why new requests are refused, mixed weights aside; empty while they are taken."""
+    order_number: int = 0
+    """Of the order by which they are."""
+    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+    """Versions with their digests, and whether they are spilled."""
+    last_epoch: int = 0
+    """Of side groups, the highest that it was told."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Which of two orders to refuse requests is the newer one."""
+
+    generation: int
+    """Of the coordinator."""
+    number: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the coordinator answered to a heartbeat."""
+
+    drain: Draining | None
+    """Set when the replica is to drain."""
+    is_draining: bool
+    """Whether the coordinator knew, as it answered, that the replica drains."""
+    in_transfer: bool
+    """Whether a transfer needs the replica."""
+    refuse_reason: str
+    """Why new requests are to be refused; empty when they are not."""
+    order: OrderKey
+    """That says so."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
+
+
+def told_from_proto(
+    response: pb.HeartbeatResponse, is_draining: bool, coordinator_generation: int
+) -> Told:
+    """An answer to a heartbeat, which said whether the replica drains."""
+    drain = None
+    if response.HasField("drain"):
+        drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
+    return Told(
+        drain,
+        is_draining,
+        response.in_transfer,
+        response.refuse_reason,
+        OrderKey(coordinator_generation, response.order_number),
+        tuple(response.pinned_base_versions),
+    )
+
+
+def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
+    """A version that is held, as the coordinator takes it."""
+    version, digest, spilled = held
+    return types_pb2.HeldVersion(
+        version=version_to_proto(version), content_digest=digest, spilled=spilled
+    )
+
+
+def drain_to_proto(drain: Draining | None) -> pb.Drain | None:
+    """A drain as the coordinator takes it; None while there is none."""
+    if drain is None:
+        return None
+    return pb.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)
