@@ -37,7 +37,7 @@ class MemoryUse:
     retained_bases: tuple[int, ...] = ()
     """Versions of the base that a copy is held of, last used first."""
     pinned_base_bytes: int = 0
-    """Of the copies that are pinned."""
+    """Memory of the copies that are pinned."""
     spilled: tuple[PolicyVersion, ...] = ()
     """Versions that lie whole in the spill directory; bounded."""
     spilled_digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
@@ -58,7 +58,7 @@ class SpillOrder:
     """What a replica's spill directory is to hold."""
 
     keep: tuple[PolicyVersion, ...] = ()
-    """To be written, the first first; those that are no longer held are skipped."""
+    """Versions to be written, the first first; those that are no longer held are skipped."""
     retired: tuple[PolicyVersion, ...] = ()
     """Adapter versions to be removed."""
     served_base: int = 0
@@ -172,7 +172,7 @@ class Engine(Protocol):
         """Let an adapter's bare name stand for nothing; succeeds if it does not."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
-        """Of an adapter that is held, or a retained base.
+        """The manifest of an adapter that is held, or a retained base.
 
         Raises:
             NotFoundError: None is held.

@@ -144,7 +144,7 @@ class Agent:
 
     @property
     def order_number(self) -> int:
-        """Of the newest order about that which was heard of its coordinator."""
+        """The number of the newest order to refuse requests, or not, from its coordinator."""
         return self._order.number
 
     def _holdings(self) -> Holdings:

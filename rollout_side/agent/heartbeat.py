@@ -47,11 +47,11 @@ class Holdings:
     refusing: str = ""
     """Why new requests are refused, mixed weights aside; empty while they are taken."""
     order_number: int = 0
-    """Of the order by which they are."""
+    """The number of the order by which they are."""
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
     """Versions with their digests, and whether they are spilled."""
     last_epoch: int = 0
-    """Of side groups, the highest that it was told."""
+    """The highest epoch of a side group that it was told."""
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +59,7 @@ class OrderKey:
     """Which of two orders to refuse requests is the newer one."""
 
     generation: int
-    """Of the coordinator."""
+    """The generation of the coordinator that gave it."""
     number: int
 
 
@@ -76,7 +76,7 @@ class Told:
     refuse_reason: str
     """Why new requests are to be refused; empty when they are not."""
     order: OrderKey
-    """That says so."""
+    """The order that says so."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
 

@@ -269,7 +269,7 @@ class HandoffSlot:
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
-        """Of the transfer that is loaded in place, or was and waits for its commit."""
+        """The transfer that is loaded in place, or was and waits for its commit."""
         handoff = self._handoff
         return (handoff.transfer_id,) if handoff is not None else ()
 

@@ -23,7 +23,7 @@ class PartialTransfers:
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
-        """Of all that is kept."""
+        """The transfers of which something is kept."""
         return tuple(self._partial)
 
     def put(self, partial: PartialTransfer) -> list[str]:

@@ -102,7 +102,7 @@ class Usage:
     """Staged or retained; retained copies give way to a push."""
     free_bytes: int = 0
     pinned_bytes: int = 0
-    """Of the retained copies, what no push may take."""
+    """Memory of the retained copies that no push may take."""
     transfer_ids: tuple[str, ...] = ()
     """Transfers of which bytes are staged, whole or in part, or loaded in place."""
 

@@ -29,7 +29,7 @@ class RetainedBases:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the copies, last used first."""
+        """The versions of the copies, last used first."""
         return tuple(copy.version.version for copy in self._copies)
 
     @property
@@ -44,7 +44,7 @@ class RetainedBases:
 
     @property
     def pinned(self) -> list[PolicyVersion]:
-        """Of the copies, those that no push may take."""
+        """The versions of the copies that no push may take."""
         return [copy.version for copy in self._copies if self._is_pinned(copy)]
 
     def of_transfer(self, transfer_id: str) -> StagedVersion | None:

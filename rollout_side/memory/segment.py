@@ -39,7 +39,7 @@ class Segment(Protocol):
 
     @property
     def ref(self) -> SegmentRef:
-        """For ``attach`` in another process while this object lives; picklable."""
+        """What another process attaches it by, while this object lives; picklable."""
 
 
 class SegmentRef(Protocol):

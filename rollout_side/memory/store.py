@@ -65,7 +65,7 @@ class WorkerStore:
     retain_base: int = 0
     memory: Memory = field(default_factory=Memory)
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
-    """Of this process that receive, load or send."""
+    """The threads of this process that receive, load or send."""
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
     """The base that is loaded in place; put it in by ``put_handoff``."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -315,7 +315,7 @@ class WorkerStore:
     # -- the engine's side --------------------------------------------------
 
     def handle(self, transfer_id: str) -> StagedHandle:
-        """For ``adopt`` in another worker; also of a retained base.
+        """What another worker adopts a staged version by; also a retained base.
 
         Raises:
             NotReadyError: Nothing is staged for it.

@@ -30,7 +30,7 @@ class Sendable(Protocol):
 
     @property
     def content_digest(self) -> bytes:
-        """Of its bytes."""
+        """The digest of its bytes."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """Copy one bucket's payload; only reads what is served.
@@ -78,7 +78,7 @@ class StagedVersion:
     segment: Segment
     content_digest: bytes
     bucket_digests: tuple[int, ...] = ()
-    """On the rank that received; empty where it was adopted."""
+    """Digests of its buckets, on the rank that received; empty where it was adopted."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
     """At most one, of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -94,7 +94,7 @@ class StagedVersion:
         return bucket_starts(self.manifest)
 
     def handle(self) -> StagedHandle:
-        """For another worker of this machine, while this object lives."""
+        """What another worker of this machine attaches it by, while this object lives."""
         return StagedHandle(
             self.transfer_id, self.version, self.manifest, self.segment.ref, self.content_digest
         )
@@ -158,7 +158,7 @@ class PartialTransfer:
     manifest: Manifest
     segment: Segment
     digests: list[int]
-    """Of the verified buckets."""
+    """Payload digests of the verified buckets."""
     settled: bool = False
     """Whether no abandoned operation can write to the segment any more."""
 

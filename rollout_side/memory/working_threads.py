@@ -13,7 +13,7 @@ Ask = Callable[[threading.Event], bool]
 
 
 class WorkingThreads:
-    """Of one worker process; thread-safe. Threads that have ended are forgotten."""
+    """The threads of one worker process; thread-safe. Those that have ended are forgotten."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

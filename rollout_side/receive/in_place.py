@@ -185,7 +185,7 @@ class InPlaceLoad:
 
     @property
     def thread(self) -> threading.Thread:
-        """That loads."""
+        """The thread that loads."""
         return self._thread
 
     @property
@@ -223,7 +223,7 @@ class InPlaceLoad:
         return self._changed or self._thread.is_alive()
 
     def confirm(self, expected_digest: bytes) -> float:
-        """For the commit: returns how long loading took, if it is what is to be committed.
+        """Make sure that what is to be committed was loaded; returns how long that took.
 
         Raises:
             LoadFailedError: With metadata ``dirty``: other bytes, or not all, are loaded.

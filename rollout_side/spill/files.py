@@ -51,7 +51,7 @@ class Facts:
 
     version: PolicyVersion
     fingerprint: str
-    """Of the base model."""
+    """``Reference.fingerprint`` of the base model."""
     content_digest: bytes
 
 

@@ -40,7 +40,7 @@ class Identity:
 
     @classmethod
     def of(cls, path: Path) -> Identity:
-        """Of the file that links lead to.
+        """The identity of a file now, of the one that links lead to.
 
         Raises:
             OSError: There is none.

@@ -26,7 +26,7 @@ class Piece:
 
     target: torch.Tensor
     offset: int
-    """Of the source in its bucket, in elements of its dtype."""
+    """Where the source begins in its bucket, in elements of its dtype."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 

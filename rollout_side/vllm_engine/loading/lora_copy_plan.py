@@ -43,8 +43,8 @@ class _Piece:
     stacked: torch.Tensor
     """All slots of one A or B; the first dimension is the slot's number."""
     within: int
-    """Of the target in its slot, in elements; likewise ``offset`` of the source in the
-    adapter's bytes."""
+    """Where the target begins in its slot, in elements; likewise ``offset`` of the source in
+    the adapter's bytes."""
     offset: int
     shape: tuple[int, ...]
     target_stride: tuple[int, ...]

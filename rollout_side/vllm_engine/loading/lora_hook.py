@@ -132,7 +132,7 @@ def _find(lora_request: Any) -> AdapterEntry:
 
 
 def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
-    """Of a copy of its own: vLLM multiplies ``lora_b`` by the scaling in place.
+    """The tensors of a copy of its own: vLLM multiplies ``lora_b`` by the scaling in place.
 
     Experts of other expert-parallel ranks are left out, as vLLM does for files.
     """

@@ -31,7 +31,7 @@ class Arriving(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """Of what arrives."""
+        """The layout of what arrives."""
 
     @property
     def manifest(self) -> Manifest:

@@ -191,7 +191,8 @@ class WorkerCalls:
         )
 
     async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
-        """For the commit of a base that was loaded in place; returns how long that took.
+        """Make sure of a base that was loaded in place, for its commit; returns how long that
+        took.
 
         Raises:
             NotReadyError: It was not loaded whole; nothing changed.

@@ -29,7 +29,7 @@ class Answer(TypedDict):
     """One of ``weft.contract.errors.REASONS``; empty when ok."""
     error_message: str
     metadata: dict[str, str]
-    """Of the error."""
+    """The error's metadata."""
     value: dict[str, Any]
     """What the method returned."""
 

@@ -204,7 +204,7 @@ class WeftWorker:
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """For its commit: whether a base was loaded in place whole, and is what was sent.
+        """Make sure, for its commit, that a base was loaded in place whole, as it was sent.
         Then nothing of it is held here any more."""
         state = state_of(self)
         load = state.load

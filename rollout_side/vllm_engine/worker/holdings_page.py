@@ -146,7 +146,7 @@ class HoldingsWriter:
 
 
 def _checksum(number: int, text: bytes) -> int:
-    """Of a text under a number: an old header does not fit a new text."""
+    """The checksum of a text under a number: an old header does not fit a new text."""
     return zlib.crc32(text, number & 0xFFFFFFFF)
 
 

@@ -42,7 +42,7 @@ class WorkerState:
     reference: Reference
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
-    """On the receiving rank, which holds every copy."""
+    """Sends clones, on the receiving rank, which holds every copy."""
     spiller: Spiller | None = None
     """There, too, if the replica has a spill directory."""
     report: HoldingsReport | None = None
@@ -51,7 +51,7 @@ class WorkerState:
     copy_plan: CopyPlan | None = None
     """How the base that was loaded last can be loaded by copies alone."""
     load: InPlaceLoad | None = None
-    """Of the base that is loaded in place, or was and waits for its commit."""
+    """The base that is loaded in place, or was and waits for its commit."""
 
     def tell_holdings(self) -> None:
         """Have the replica's process know what is held now; never raises."""
