@@ -125,7 +125,9 @@ class Trainer:
     def give_up(self, transfer_id: str) -> None:
         """End it, so that the next can begin."""
         self._stub.AbortTransfer(
-            pb.AbortTransferRequest(transfer_id=transfer_id, fencing_token=self._token),
+            pb.AbortTransferRequest(
+                transfer_id=transfer_id, policy="math", fencing_token=self._token
+            ),
             timeout=60.0,
         )
 
