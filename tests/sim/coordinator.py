@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future, Process
 from tests.sim.data import LAYOUTS
 from tests.sim.live_groups import LiveGroups
+from tests.sim.services import Services
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
@@ -20,11 +21,9 @@ from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import (
     Failure,
-    HeldVersion,
     VersionRecord,
-    VersionState,
 )
-from weft.coordinator.decisions.step import already_committed, step
+from weft.coordinator.decisions.step import step
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -52,6 +51,7 @@ class SimCoordinator(Process):
         self.world = world
         self.state = state
         self.groups = LiveGroups(self.post)
+        self._services = Services(self)
         self.calls: dict[int, Future] = {}
         self.calls_since: dict[int, float] = {}
         self.manifests: set[bytes] = set()
@@ -245,7 +245,7 @@ class SimCoordinator(Process):
                 incarnation=effect.incarnation,
                 source_id=effect.source_id,
                 version=effect.version,
-                ids=self._fresh_ids(),
+                ids=self.fresh_ids(),
                 record=record,
                 layout=layout,
                 failure=failure,
@@ -279,7 +279,8 @@ class SimCoordinator(Process):
             )
         )
 
-    def _fresh_ids(self) -> FreshIds:
+    def fresh_ids(self) -> FreshIds:
+        """Names of a new transfer and group; never the same twice."""
         number = next(self.world.numbers)
         return FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}")
 
@@ -294,7 +295,7 @@ class SimCoordinator(Process):
 
     def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
         """See ``network.Server``."""
-        handler: Callable[..., events.Event | None] = getattr(self, f"_serve_{method}")
+        handler: Callable[..., events.Event | None] = getattr(self._services, method)
         future, ticket = Future(), next(self._tickets)
         try:
             event = handler(ticket=ticket, timeout=timeout, **args)
@@ -315,125 +316,7 @@ class SimCoordinator(Process):
 
         return future, gone
 
-    def _serve_register(self, timeout: float, held: list[HeldVersion], **args: Any) -> events.Event:
-        heard = self._heard(held)
-        return events.Register(**args, held=heard, http_url="", model_name="tiny")
-
-    def _heard(self, held: list[HeldVersion]) -> tuple[events.Heard, ...]:
-        find = self.world.catalog.find_version
-        return tuple(events.Heard(one, find(one.version)) for one in held)
-
-    def _serve_put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
-        self.post(events.ReferenceKnown(fingerprint))
-
-    def _serve_heartbeat(
-        self, timeout: float, staged: tuple[str, ...], held: list[HeldVersion], **args: Any
-    ) -> events.Event:
-        records = {name: self.world.catalog.find_transfer(name) for name in staged}
-        return events.Heartbeat(**args, staged=records, held=self._heard(held))
-
-    def _serve_leave(self, timeout: float, **args: Any) -> events.Event:
-        return events.Leave(**args)
-
-    def _serve_describe(self, ticket: int, timeout: float) -> events.Event:
-        return events.DescribeTarget(ticket, self._answer_by(timeout))
-
-    def _serve_acquire(self, timeout: float, **args: Any) -> events.Event:
-        return events.AcquirePolicy(**args)
-
-    def _serve_renew(self, timeout: float, **args: Any) -> events.Event:
-        return events.RenewLease(**args)
-
-    def _serve_release(self, timeout: float, **args: Any) -> events.Event:
-        return events.ReleasePolicy(**args)
-
-    def _serve_put_manifest(self, ticket: int, timeout: float, digest: bytes) -> None:
-        self.manifests.add(digest)
-
-    def _serve_begin(
-        self, timeout: float, layout: Any, time_left: float, **args: Any
-    ) -> events.Event:
-        now = self.clock.now
-        deadline = now + time_left
-        answer_by = min(deadline, self._answer_by(timeout))
-        ticket = args["ticket"]
-        self.clock.after(answer_by - now + 0.001, self._tick_for, ticket)
-        return events.BeginTransfer(
-            **args,
-            layout_digest=layout.digest,
-            layout=layout if layout.digest in self.manifests else None,
-            deadline=deadline,
-            answer_by=answer_by,
-            backend="gloo",
-            ids=self._fresh_ids(),
-            recorded=self._recorded(args["policy"], args["request_id"]),
-        )
-
-    def _tick_for(self, ticket: int) -> None:
-        if self.alive and ticket in self.calls:
-            self.post(events.Tick())
-
-    def _recorded(self, policy_name: str, request_id: str) -> Any:
-        policy = self.state.policies.get(policy_name)
-        if policy is None or policy.lease is None:
-            return None
-        return self.world.catalog.find_request(policy.lease.trainer_id, request_id)
-
-    def _answer_by(self, timeout: float) -> float:
-        return self.clock.now + timeout - min(0.25, timeout * 0.2)
-
-    def _serve_await_transfer(self, ticket: int, timeout: float, transfer_id: str) -> Any:
-        record = self._forgotten(transfer_id)
-        if record is None:
-            return events.AwaitTransfer(ticket, transfer_id)
-        if record.failure:
-            raise record.failure.error()
-        return None
-
-    def _forgotten(self, transfer_id: str) -> Any:
-        if transfer_id in self.state.transfers or transfer_id in self.state.history:
-            return None
-        record = self.world.catalog.find_transfer(transfer_id)
-        return record if record and record.state is not VersionState.STAGING else None
-
-    def _serve_abort(self, timeout: float, **args: Any) -> events.Event | None:
-        record = self._forgotten(args["transfer_id"])
-        if record is None:
-            return events.AbortTransfer(**args, message="gave up")
-        if record.state not in (VersionState.ABORTED, VersionState.FAILED):
-            raise already_committed(str(record.version))
-        return None
-
-    def _serve_rollback(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
-        answer_by = self._answer_by(timeout)
-        self.clock.after(answer_by - self.clock.now + 0.001, self._tick_for, ticket)
-        recorded = self._flushed(version)
-        ids = self._fresh_ids()
-        return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
-
-    def _serve_pin(
-        self, ticket: int, timeout: float, version: PolicyVersion, pinned: bool
-    ) -> events.Event:
-        recorded = self._flushed(version)
-        return events.Pin(ticket, version.policy, version.version, pinned, recorded)
-
-    def _serve_retire(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
-        recorded = self._flushed(version)
-        return events.RetireVersion(ticket, version.policy, version.version, recorded)
-
-    def _serve_retain(self, timeout: float, **args: Any) -> events.Event:
-        return events.SetRetention(**args)
-
-    def _serve_withdraw(self, timeout: float, **args: Any) -> events.Event:
-        return events.Withdraw(**args)
-
-    def _serve_uncordon(self, timeout: float, **args: Any) -> events.Event:
-        return events.Uncordon(**args)
-
-    def _serve_drain(self, timeout: float, **args: Any) -> events.Event:
-        return events.DrainReplica(**args)
-
-    def _flushed(self, version: PolicyVersion) -> VersionRecord | None:
+    def flushed(self, version: PolicyVersion) -> VersionRecord | None:
         """A record, once what may be written late is written."""
         if self._lazy:
             saves, self._lazy = self._lazy, []

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.clock import Future, Process, any_of
+from tests.sim.clock import Future, Process
+from tests.sim.clone_source import CloneSource
 from tests.sim.data import layout_of
 from tests.sim.drain import SimDrain
 from tests.sim.in_place import InPlace
+from tests.sim.probes import Probes
 from tests.sim.receiver import Receiver
-from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy, Store
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, SPEC
 from weft.contract.errors import (
@@ -24,7 +25,6 @@ from weft.contract.errors import (
     NotFoundError,
     NotReadyError,
     StaleEpochError,
-    TransferTimeoutError,
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 _REAP_SECONDS = 1.0
-#: After its last bucket a clone's source waits so long for its group to end.
-_END_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,8 @@ class SimReplica(Process):
         #: The threads that receive and send, which may hang while the process beats.
         self.worker = Process(world.clock, f"{name}'s worker")
         self.takes_no_orders = False
-        self._probe: Group | None = None
+        self._probes = Probes(self)
+        self._clones = CloneSource(self)
         self.receivers: dict[tuple[str, int], Receiver] = {}
         self.failed: deque[str] = deque(maxlen=64)
         self.dirty_reason = ""
@@ -85,7 +84,6 @@ class SimReplica(Process):
         self._told: frozenset[HeldVersion] = frozenset()
         self._held_wanted = False
         self._switching: deque[Future] = deque()
-        self._clones: set[str] = set()
         self.spawn(self._stay_registered())
         self.spawn(self._look_after_memory())
 
@@ -218,7 +216,8 @@ class SimReplica(Process):
                 self._hear_epoch(order.group)
                 self.spawn(self._take_order_to_join(order, future))
             case effects.CallSend():
-                self._send(order, future)
+                self._hear_epoch(order.group)
+                self._clones.send(order, future)
             case effects.CallLoad():
                 self._load_in_place(order, future)
             case effects.CallDiscard():
@@ -261,27 +260,10 @@ class SimReplica(Process):
         while self.takes_no_orders and (left := self.worker.frozen_until - self.clock.now) > 0:
             yield left
         if order.group.is_probe:
-            self._answer_probe(order.group)
+            self._probes.answer(order.group)
         else:
             self._join(order.group, order.first_rank)
         answer.set(True)
-
-    def _answer_probe(self, group: Group) -> None:
-        if self._probe is None or group.epoch > self._probe.epoch:
-            self._probe = group
-            for rank in range(1, group.size):
-                self.worker.spawn(self._attend_probe(group, rank))
-
-    def _attend_probe(self, group: Group, rank: int) -> Generator[Any, Any, None]:
-        """As often as it takes; the worker's threads answer only when they do not hang."""
-        yield self.world.network.delay()
-        while self._probe is group:
-            closed = Future()
-            self.world.attend(self, group, rank, lambda message: None, closed.set)
-            error = yield closed
-            if isinstance(error, StaleEpochError):
-                return
-            yield 1.0
 
     def _join(self, group: Group, first_rank: int) -> None:
         for index in range(self.kind.num_receivers):
@@ -435,34 +417,3 @@ class SimReplica(Process):
         if version.policy == BASE_POLICY:
             return self._serves(version)
         return self.vector.adapters.get(version.policy, AdapterVersions()).alias == version.version
-
-    # -- the source of a clone ------------------------------------------------------
-
-    def _send(self, order: effects.CallSend, answer: Future) -> None:
-        self._hear_epoch(order.group)
-        copy = self.store.held(order.version)
-        if copy is None:
-            answer.set(error=NotFoundError(f"no copy of {order.version} is held here"))
-            return
-        answer.set(True)
-        if order.group.group_id not in self._clones:
-            self._clones.add(order.group.group_id)
-            self.worker.spawn(self._clone(order, copy))
-
-    def _clone(self, order: effects.CallSend, copy: Copy) -> Generator[Any, Any, None]:
-        world, deadline = self.world, self.clock.now + order.timeout_seconds
-        yield world.network.delay()
-        digest = copy.digest
-        if world.random.random() < world.corruption / 3:  # digested anew as it is sent
-            digest = dataclasses.replace(digest, value=b"rotten!!")
-        sending = Sending(order.transfer_id, layout_of(copy.version.policy), digest, deadline)
-        epoch = Epoch(world, self, order.group)
-        try:
-            yield from epoch.send_buckets(sending)
-            end = self.clock.now + _END_SECONDS
-            late = TransferTimeoutError("the group does not end")
-            while epoch.broken is None:
-                yield any_of(self.clock, end - self.clock.now, epoch.changed(), late=late)
-        except WeftError as error:
-            epoch.give_up(order.transfer_id, error)
-        epoch.close(WeftError("the clone has ended"))

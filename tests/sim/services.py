@@ -1,0 +1,146 @@
+"""What trainers, replicas and operators call, as the events that the services make of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.values import HeldVersion, VersionState
+from weft.coordinator.decisions.step import already_committed
+
+if TYPE_CHECKING:
+    from tests.sim.coordinator import SimCoordinator
+
+
+class Services:
+    """A method for each call: its event, or None where it is answered at once.
+
+    Raises:
+        WeftError: It is refused at once.
+    """
+
+    def __init__(self, coordinator: SimCoordinator) -> None:
+        self._coordinator = coordinator
+
+    def register(self, timeout: float, held: list[HeldVersion], **args: Any) -> events.Event:
+        heard = self._heard(held)
+        return events.Register(**args, held=heard, http_url="", model_name="tiny")
+
+    def _heard(self, held: list[HeldVersion]) -> tuple[events.Heard, ...]:
+        find = self._coordinator.world.catalog.find_version
+        return tuple(events.Heard(one, find(one.version)) for one in held)
+
+    def put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
+        self._coordinator.post(events.ReferenceKnown(fingerprint))
+
+    def heartbeat(
+        self, timeout: float, staged: tuple[str, ...], held: list[HeldVersion], **args: Any
+    ) -> events.Event:
+        records = {name: self._coordinator.world.catalog.find_transfer(name) for name in staged}
+        return events.Heartbeat(**args, staged=records, held=self._heard(held))
+
+    def leave(self, timeout: float, **args: Any) -> events.Event:
+        return events.Leave(**args)
+
+    def describe(self, ticket: int, timeout: float) -> events.Event:
+        return events.DescribeTarget(ticket, self._answer_by(timeout))
+
+    def acquire(self, timeout: float, **args: Any) -> events.Event:
+        return events.AcquirePolicy(**args)
+
+    def renew(self, timeout: float, **args: Any) -> events.Event:
+        return events.RenewLease(**args)
+
+    def release(self, timeout: float, **args: Any) -> events.Event:
+        return events.ReleasePolicy(**args)
+
+    def put_manifest(self, ticket: int, timeout: float, digest: bytes) -> None:
+        self._coordinator.manifests.add(digest)
+
+    def begin(self, timeout: float, layout: Any, time_left: float, **args: Any) -> events.Event:
+        deadline = self._coordinator.clock.now + time_left
+        answer_by = min(deadline, self._answer_by(timeout))
+        ticket = args["ticket"]
+        self._tick_after(answer_by, ticket)
+        return events.BeginTransfer(
+            **args,
+            layout_digest=layout.digest,
+            layout=layout if layout.digest in self._coordinator.manifests else None,
+            deadline=deadline,
+            answer_by=answer_by,
+            backend="gloo",
+            ids=self._coordinator.fresh_ids(),
+            recorded=self._recorded(args["policy"], args["request_id"]),
+        )
+
+    def _tick_after(self, answer_by: float, ticket: int) -> None:
+        """Let it be answered then, though nothing else happens."""
+        coordinator = self._coordinator
+
+        def tick() -> None:
+            if coordinator.alive and ticket in coordinator.calls:
+                coordinator.post(events.Tick())
+
+        coordinator.clock.after(answer_by - coordinator.clock.now + 0.001, tick)
+
+    def _recorded(self, policy_name: str, request_id: str) -> Any:
+        policy = self._coordinator.state.policies.get(policy_name)
+        if policy is None or policy.lease is None:
+            return None
+        return self._coordinator.world.catalog.find_request(policy.lease.trainer_id, request_id)
+
+    def _answer_by(self, timeout: float) -> float:
+        return self._coordinator.clock.now + timeout - min(0.25, timeout * 0.2)
+
+    def await_transfer(self, ticket: int, timeout: float, transfer_id: str) -> Any:
+        record = self._forgotten(transfer_id)
+        if record is None:
+            return events.AwaitTransfer(ticket, transfer_id)
+        if record.failure:
+            raise record.failure.error()
+        return None
+
+    def _forgotten(self, transfer_id: str) -> Any:
+        state = self._coordinator.state
+        if transfer_id in state.transfers or transfer_id in state.history:
+            return None
+        record = self._coordinator.world.catalog.find_transfer(transfer_id)
+        return record if record and record.state is not VersionState.STAGING else None
+
+    def abort(self, timeout: float, **args: Any) -> events.Event | None:
+        record = self._forgotten(args["transfer_id"])
+        if record is None:
+            return events.AbortTransfer(**args, message="gave up")
+        if record.state not in (VersionState.ABORTED, VersionState.FAILED):
+            raise already_committed(str(record.version))
+        return None
+
+    def rollback(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self._tick_after(answer_by, ticket)
+        recorded = self._coordinator.flushed(version)
+        ids = self._coordinator.fresh_ids()
+        return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
+
+    def pin(
+        self, ticket: int, timeout: float, version: PolicyVersion, pinned: bool
+    ) -> events.Event:
+        recorded = self._coordinator.flushed(version)
+        return events.Pin(ticket, version.policy, version.version, pinned, recorded)
+
+    def retire(self, ticket: int, timeout: float, version: PolicyVersion) -> events.Event:
+        recorded = self._coordinator.flushed(version)
+        return events.RetireVersion(ticket, version.policy, version.version, recorded)
+
+    def retain(self, timeout: float, **args: Any) -> events.Event:
+        return events.SetRetention(**args)
+
+    def withdraw(self, timeout: float, **args: Any) -> events.Event:
+        return events.Withdraw(**args)
+
+    def uncordon(self, timeout: float, **args: Any) -> events.Event:
+        return events.Uncordon(**args)
+
+    def drain(self, timeout: float, **args: Any) -> events.Event:
+        return events.DrainReplica(**args)
