@@ -150,7 +150,7 @@ async def test_what_every_replica_refuses_has_failed(
     assert (await trainer.push()).version.version == 3
 
 
-async def test_what_may_be_served_is_withdrawn_when_every_target_has_reported(pool: Pool) -> None:
+async def test_what_may_be_served_is_undone_when_every_target_has_reported(pool: Pool) -> None:
     await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.4)
     replicas = [await pool.replica(f"r{i}") for i in range(2)]
     trainer = await pool.trainer()

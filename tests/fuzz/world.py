@@ -159,7 +159,7 @@ class World:
 
     async def _tidy(self) -> None:
         """Leave nothing behind that keeps a usual push from what it needs."""
-        for replica_id in list(self.state.withdrawn):
+        for replica_id in list(self.state.out_of_service):
             request = admin_pb2.UncordonRequest(replica_id=replica_id)
             await self._admin.Uncordon(request, timeout=_CALL_SECONDS)
         for replica in list(self.state.replicas.values()):

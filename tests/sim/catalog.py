@@ -14,15 +14,15 @@ from weft.coordinator.decisions.effects import (
     SaveEpoch,
     SaveGeneration,
     SaveNumberFloor,
+    SaveOutOfService,
     SavePin,
     SavePolicy,
     SavePool,
     SaveRetired,
     SaveVersion,
-    SaveWithdrawn,
 )
 from weft.coordinator.decisions.state.pool import Policy, Settings, State
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,
@@ -43,7 +43,7 @@ class CatalogModel:
         self.policies: dict[str, Policy] = {}
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
-        self.withdrawn: dict[str, Withdrawn] = {}
+        self.out_of_service: dict[str, OutOfService] = {}
         self.number_floor = 0
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
@@ -94,7 +94,7 @@ class CatalogModel:
             number_floor=self.number_floor,
             coordinator_id=coordinator_id,
             policies=policies,
-            withdrawn=dict(self.withdrawn),
+            out_of_service=dict(self.out_of_service),
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -127,10 +127,10 @@ class CatalogModel:
                     self.pins.add(version)
                 case SavePin(version=version):
                     self.pins.discard(version)
-                case SaveWithdrawn(replica_id=name, order=withdrawn):
-                    self.withdrawn.pop(name, None)
-                    if withdrawn is not None:
-                        self.withdrawn[name] = withdrawn
+                case SaveOutOfService(replica_id=name, order=order):
+                    self.out_of_service.pop(name, None)
+                    if order is not None:
+                        self.out_of_service[name] = order
 
     def _check_own(self, record: VersionRecord) -> None:
         """As the real one: no save overwrites another version's row."""

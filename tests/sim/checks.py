@@ -261,7 +261,7 @@ class Checks:
                 self._committed(version, record.transfer_id, record.content_digest)
 
     def _failed(self, version: PolicyVersion) -> None:
-        """It is withdrawn: nobody serves it, and nobody will (see ``loaded``). One that was
+        """It was undone: nobody serves it, and nobody will (see ``loaded``). One that was
         not heard yet may have the number of a catalog that was lost, with other bytes."""
         digest = self._digests.get(version)
         for replica in self._world.replicas.values():

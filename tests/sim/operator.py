@@ -16,7 +16,7 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import RollbackAnswer
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Phase, Standing
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class SimOperator(Process):
         #: Versions of an adapter to keep, by policy, where it was told that they are.
         self.retention: dict[str, int] = {}
         self._retention_asked: set[str] = set()
-        #: Replicas withdrawn for certain, and never asked to be put back.
-        self.withdrawn: set[str] = set()
+        #: Replicas taken out of service for certain, and never asked to be put back.
+        self.out_of_service: set[str] = set()
         self._put_back: set[str] = set()
         self.busy = False
         self._lost = 0
@@ -48,7 +48,7 @@ class SimOperator(Process):
         self._lost += 1
         self.pinned.clear()
         self.retention.clear()
-        self.withdrawn.clear()
+        self.out_of_service.clear()
 
     def _work(self) -> Generator[Any, Any, None]:
         random = self.world.random
@@ -65,7 +65,7 @@ class SimOperator(Process):
                         *[self._unpin] * 2,
                         self._retire,
                         self._retain,
-                        self._withdraw,
+                        self._take_out_of_service,
                         self._uncordon,
                         self._drain,
                     ]
@@ -158,16 +158,16 @@ class SimOperator(Process):
             taken if taken and random.random() < 0.5 else list(self.world.replicas)
         )
 
-    def _withdraw(self) -> Generator[Any, Any, None]:
+    def _take_out_of_service(self) -> Generator[Any, Any, None]:
         standing = self.world.random.choice([Standing.CORDONED, Standing.QUARANTINED])
-        name, order = self._some_replica(), Withdrawn(standing, "it looks odd")
+        name, order = self._some_replica(), OutOfService(standing, "it looks odd")
         lost = self._lost
-        yield self._call("withdraw", 2.0, replica_id=name, order=order)
+        yield self._call("take_out_of_service", 2.0, replica_id=name, order=order)
         if name not in self._put_back and lost == self._lost:
-            self.withdrawn.add(name)
+            self.out_of_service.add(name)
 
     def _uncordon(self) -> Generator[Any, Any, None]:
-        names = sorted(self.world.catalog.withdrawn)
+        names = sorted(self.world.catalog.out_of_service)
         if names:
             name = self.world.random.choice(names)
             self._putting_back(name)
@@ -175,7 +175,7 @@ class SimOperator(Process):
 
     def _putting_back(self, name: str) -> None:
         self._put_back.add(name)
-        self.withdrawn.discard(name)
+        self.out_of_service.discard(name)
 
     def _drain(self) -> Generator[Any, Any, None]:
         name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])

@@ -1,4 +1,4 @@
-"""What must be true of replicas that are withdrawn, of what is retired by order, and of
+"""What must be true of replicas out of service, of what is retired by order, and of
 whom is asked to publish again."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class OperatorChecks:
             for name in transfer.targets:
                 replica = state.replicas.get(name)
                 if replica is not None and out_of_transfers(state, replica):
-                    fail(f"{transfer.transfer_id} goes to {name}, which is withdrawn")
+                    fail(f"{transfer.transfer_id} goes to {name}, which is out of service")
             if transfer.source and state.is_quarantined(transfer.source):
                 fail(f"{transfer.transfer_id} comes from {transfer.source}, which is quarantined")
 
@@ -104,7 +104,7 @@ class OperatorChecks:
                 fail(f"{other} and {transfer.transfer_id} change {transfer.policy} at once")
 
     def _check_clones(self, state: State) -> None:
-        """None goes on to a replica that is withdrawn, or from one that is quarantined."""
+        """None goes on to a replica that is out of service, or from one that is quarantined."""
         for transfer in state.transfers.values():
             if transfer.errand is not Errand.CLONE or not transfer.uncommitted:
                 continue
@@ -112,9 +112,9 @@ class OperatorChecks:
                 replica = state.replicas[name]
                 if state.is_quarantined(name) or (
                     name != transfer.source
-                    and (replica.drain is not None or name in state.withdrawn)
+                    and (replica.drain is not None or name in state.out_of_service)
                 ):
-                    fail(f"{transfer.transfer_id} goes on, and {name} is withdrawn")
+                    fail(f"{transfer.transfer_id} goes on, and {name} is out of service")
 
     def _check_asked(self, state: State) -> None:
         """Of what is served and nobody may send, for as long as somebody lacks it."""
@@ -131,11 +131,11 @@ class OperatorChecks:
 
     def told(self, beat: events.Heartbeat, state: State, answer: effects.HeartbeatAnswer) -> None:
         """A replica hears where it stands."""
-        order = state.withdrawn.get(beat.replica_id)
-        if order is None and beat.replica_id in self._world.operator.withdrawn:
-            fail(f"{beat.replica_id} was withdrawn and is put back by nobody")
+        order = state.out_of_service.get(beat.replica_id)
+        if order is None and beat.replica_id in self._world.operator.out_of_service:
+            fail(f"{beat.replica_id} was taken out of service and is put back by nobody")
         if answer.ready and (order or state.replicas[beat.replica_id].drain):
-            fail(f"{beat.replica_id} was told that it is ready and is withdrawn")
+            fail(f"{beat.replica_id} was told that it is ready and is out of service")
         if bool(answer.refuse_reason) is not state.is_quarantined(beat.replica_id):
             fail(f"{beat.replica_id} was told to refuse requests: {answer.refuse_reason!r}")
 

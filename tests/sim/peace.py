@@ -23,8 +23,8 @@ def left_over(world: World) -> Iterator[str]:
     yield from (f"the push of {t.name} goes on" for t in world.trainers.values() if t.pushing)
     if world.operator.busy:
         yield "the operator waits"
-    if world.catalog.withdrawn:
-        yield f"{sorted(world.catalog.withdrawn)} are withdrawn"
+    if world.catalog.out_of_service:
+        yield f"{sorted(world.catalog.out_of_service)} are out of service"
     left = {
         "transfers": [
             (t.transfer_id, t.errand.name, t.phase.name) for t in state.transfers.values()

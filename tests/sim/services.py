@@ -136,8 +136,8 @@ class Services:
     def retain(self, timeout: float, **args: Any) -> events.Event:
         return events.SetRetention(**args)
 
-    def withdraw(self, timeout: float, **args: Any) -> events.Event:
-        return events.Withdraw(**args)
+    def take_out_of_service(self, timeout: float, **args: Any) -> events.Event:
+        return events.TakeOutOfService(**args)
 
     def uncordon(self, timeout: float, **args: Any) -> events.Event:
         return events.Uncordon(**args)

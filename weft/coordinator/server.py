@@ -160,7 +160,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         number_floor=known.number_floor,
         coordinator_id=secrets.token_hex(8),
         policies={policy.name: policy for policy in known.policies},
-        withdrawn=known.withdrawn,
+        out_of_service=known.out_of_service,
     )
 
 

@@ -8,7 +8,7 @@ from weft.contract.errors import WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.pool import FitKey, Lease, Policy
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -108,11 +108,11 @@ class SavePin:
 
 
 @dataclass(frozen=True)
-class SaveWithdrawn:
+class SaveOutOfService:
     """A replica is kept out of service; not any more where ``order`` is None."""
 
     replica_id: str
-    order: Withdrawn | None
+    order: OutOfService | None
     durable: bool = True
 
 
@@ -127,7 +127,7 @@ Save = (
     | SaveRetired
     | SaveCommitted
     | SavePin
-    | SaveWithdrawn
+    | SaveOutOfService
 )
 
 # -- answers to waiting calls --------------------------------------------------

@@ -14,7 +14,7 @@ from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft.coordinator.decisions.state.progress import Word
-from weft.coordinator.decisions.state.replica import NOT_TOLD, Withdrawn
+from weft.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -443,12 +443,12 @@ class SetRetention:
 
 
 @dataclass(frozen=True)
-class Withdraw:
+class TakeOutOfService:
     """An operator takes a replica out of service."""
 
     ticket: int
     replica_id: str
-    order: Withdrawn
+    order: OutOfService
 
 
 @dataclass(frozen=True)
@@ -513,7 +513,7 @@ Event = (
     | Pin
     | RetireVersion
     | SetRetention
-    | Withdraw
+    | TakeOutOfService
     | Uncordon
     | DrainReplica
     | RebindBase

@@ -160,8 +160,8 @@ def _apply(change: Change, event: events.Event) -> None:
             pins.retire_version(change, event)
         case events.SetRetention():
             pins.set_retention(change, event)
-        case events.Withdraw():
-            out_of_service.withdraw(change, event)
+        case events.TakeOutOfService():
+            out_of_service.take_out(change, event)
         case events.Uncordon():
             out_of_service.uncordon(change, event)
         case events.RefuseAnswered():

@@ -314,7 +314,7 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
+def out_of_service_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
     """Replicas that operators keep out of service, sorted."""
     return [
         inspect_pb2.Withdrawal(
@@ -322,7 +322,7 @@ def withdrawals_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
             state=inspect_pb2.ReplicaState.ValueType(int(order.standing)),
             reason=order.reason,
         )
-        for replica_id, order in sorted(state.withdrawn.items())
+        for replica_id, order in sorted(state.out_of_service.items())
     ]
 
 

@@ -10,7 +10,7 @@ import grpc
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Standing
 from weft.coordinator.runtime.catalog.catalog import Catalog
 from weft.coordinator.runtime.driver import Driver
@@ -100,19 +100,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:
         """Source: protos/weft/v1/admin.proto."""
-        await self._withdraw(request.replica_id, Standing.CORDONED, request.reason)
+        await self._take_out_of_service(request.replica_id, Standing.CORDONED, request.reason)
         return admin_pb2.CordonResponse()
 
     async def Quarantine(
         self, request: admin_pb2.QuarantineRequest, context: Context
     ) -> admin_pb2.QuarantineResponse:
         """Source: protos/weft/v1/admin.proto."""
-        await self._withdraw(request.replica_id, Standing.QUARANTINED, request.reason)
+        await self._take_out_of_service(request.replica_id, Standing.QUARANTINED, request.reason)
         return admin_pb2.QuarantineResponse()
 
-    async def _withdraw(self, replica_id: str, standing: Standing, reason: str) -> None:
-        order = Withdrawn(standing, reason)
-        await self._driver.call(lambda ticket: events.Withdraw(ticket, replica_id, order))
+    async def _take_out_of_service(self, replica_id: str, standing: Standing, reason: str) -> None:
+        order = OutOfService(standing, reason)
+        await self._driver.call(lambda ticket: events.TakeOutOfService(ticket, replica_id, order))
 
     async def Uncordon(
         self, request: admin_pb2.UncordonRequest, context: Context

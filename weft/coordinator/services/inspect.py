@@ -28,12 +28,12 @@ from weft.coordinator.messages.pages import (
 from weft.coordinator.messages.route_list import route_messages
 from weft.coordinator.messages.wire import (
     bound_to_proto,
+    out_of_service_to_proto,
     policy_to_proto,
     replica_to_proto,
     transfer_from_record,
     transfer_to_proto,
     version_record_to_proto,
-    withdrawals_to_proto,
 )
 from weft.coordinator.runtime.catalog.catalog import Catalog
 from weft.coordinator.runtime.driver import Driver
@@ -85,7 +85,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             last_transfer=self._shown(last) if last else None,
             weft_version=__version__,
             coordinator_generation=state.generation,
-            withdrawals=withdrawals_to_proto(state),
+            withdrawals=out_of_service_to_proto(state),
             version_vectors=vectors.messages if vectors else (),
             replica_counts=[
                 inspect_pb2.ReplicaCount(

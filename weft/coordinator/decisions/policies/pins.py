@@ -21,7 +21,7 @@ from weft.coordinator.decisions.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.decisions.policies.retention import may_be_kept, may_be_withdrawn, retire
+from weft.coordinator.decisions.policies.retention import may_be_kept, may_be_undone, retire
 from weft.coordinator.decisions.policies.rollback import (
     known_policy,
     others,
@@ -124,14 +124,14 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
 
 def _may_return(state: State, version: PolicyVersion) -> bool:
     """Whether a policy may go back to a version, since what replaced it is not served yet."""
-    pending = [t for t in state.transfers.values() if may_be_withdrawn(t)]
+    pending = [t for t in state.transfers.values() if may_be_undone(t)]
     pending += [case.transfer for case in state.unserved.values()]
     return any(PolicyVersion(t.policy, t.replaced_version) == version for t in pending)
 
 
 def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
     pushed = transfer.errand is Errand.PUSH and transfer.policy_version == version
-    return pushed and may_be_withdrawn(transfer)
+    return pushed and may_be_undone(transfer)
 
 
 def set_retention(change: Change, event: events.SetRetention) -> None:

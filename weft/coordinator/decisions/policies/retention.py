@@ -23,10 +23,10 @@ def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
 
 
 def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
-    """Those versions, and what would be kept if the change under way were withdrawn."""
+    """Those versions, and what would be kept if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
-        if transfer.policy == policy.name and may_be_withdrawn(transfer):
+        if transfer.policy == policy.name and may_be_undone(transfer):
             brought = {transfer.version} if transfer.errand is Errand.PUSH else set()
             versions = tuple(v for v in policy.versions if v not in brought)
             before = replace(policy, versions=versions, served_version=transfer.replaced_version)
@@ -40,7 +40,7 @@ def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
     return kept
 
 
-def may_be_withdrawn(transfer: Transfer) -> bool:
+def may_be_undone(transfer: Transfer) -> bool:
     """Whether a policy goes back to what it served if no replica can follow."""
     return transfer.phase is Phase.COMMITTING and not transfer.replica_id
 
@@ -51,8 +51,8 @@ def retire(change: Change) -> None:
     O(replicas x adapters): at the end of a transfer, and once a second.
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
-    # A commit that no replica can follow is withdrawn: until then nothing leaves for it.
-    undecided = {t.policy for t in state.transfers.values() if may_be_withdrawn(t)}
+    # A commit that no replica can follow is undone: until then nothing leaves for it.
+    undecided = {t.policy for t in state.transfers.values() if may_be_undone(t)}
     undecided |= {version.policy for version in state.unserved}
     kept = {
         policy.name: frozenset(policy.versions)

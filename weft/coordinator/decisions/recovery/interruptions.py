@@ -78,7 +78,7 @@ def _interrupt(change: Change, transfer: Transfer, by: Transfer) -> None:
 
 
 def end_unwanted(change: Change) -> None:
-    """End clones under way to or from replicas that were withdrawn, and those of what the
+    """End clones under way to or from replicas taken out of service, and those of what the
     pool does not serve any more.
 
     Looks at those whose replicas a step has touched: O(transfers) otherwise.

@@ -64,7 +64,7 @@ def takes_weights(state: State, replica: Replica) -> bool:
 def takes_clones(state: State, replica: Replica) -> bool:
     """Whether clones are brought to a replica: not while it is cordoned, either. Pushes go
     to it all the same, and it may switch to copies of its own."""
-    return takes_weights(state, replica) and replica.replica_id not in state.withdrawn
+    return takes_weights(state, replica) and replica.replica_id not in state.out_of_service
 
 
 def is_joining(state: State, replica: Replica) -> bool:

@@ -1,4 +1,4 @@
-"""Withdrawals: replicas that an operator keeps out of service, in the pool or not.
+"""Out of service: replicas that an operator keeps out of service, in the pool or not.
 
 A replica is told at once to refuse requests, or to take them again, and says what it
 enforces in its answer and in every heartbeat. Orders are numbered, since a call and an
@@ -11,18 +11,18 @@ from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallRefuse, Done, SaveWithdrawn, StandingAnswer
+from weft.coordinator.decisions.effects import CallRefuse, Done, SaveOutOfService, StandingAnswer
 from weft.coordinator.decisions.replicas.drains import unknown_replica
 from weft.coordinator.decisions.replicas.replica_state import standing
 from weft.coordinator.decisions.state.pool import State
-from weft.coordinator.decisions.state.replica import Replica, Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService, Replica
 from weft.coordinator.decisions.state.values import Standing
 
 
-def withdraw(change: Change, event: events.Withdraw) -> None:
+def take_out(change: Change, event: events.TakeOutOfService) -> None:
     """Cordon or quarantine a replica; a cordon does not loosen a quarantine."""
     state, name, order = change.state, event.replica_id, event.order
-    if name not in state.replicas and name not in state.withdrawn:
+    if name not in state.replicas and name not in state.out_of_service:
         change.refuse([event.ticket], unknown_replica(name))
         return
     if order.standing is Standing.QUARANTINED and not order.reason:
@@ -37,7 +37,7 @@ def withdraw(change: Change, event: events.Withdraw) -> None:
 def uncordon(change: Change, event: events.Uncordon) -> None:
     """Put a replica back into service; says where it stands then."""
     name = event.replica_id
-    if name in change.state.withdrawn:
+    if name in change.state.out_of_service:
         _put(change, name, None)
     elif name not in change.state.replicas:
         change.refuse([event.ticket], unknown_replica(name))
@@ -60,7 +60,7 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
 
 def refuse_reason(state: State, replica_id: str) -> str:
     """Why an operator wants a replica to refuse requests; empty where none does."""
-    order = state.withdrawn.get(replica_id)
+    order = state.out_of_service.get(replica_id)
     if order is None or order.standing is not Standing.QUARANTINED:
         return ""
     return f"an operator quarantined this replica: {order.reason}"
@@ -81,14 +81,14 @@ def heard(state: State, replica: Replica, refusing: str, order_number: int) -> R
     return replace(replica, refusing=refusing, order_number=order_number)
 
 
-def _put(change: Change, replica_id: str, order: Withdrawn | None) -> None:
+def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
     before = refuse_reason(change.state, replica_id)
-    orders = {name: o for name, o in change.state.withdrawn.items() if name != replica_id}
+    orders = {name: o for name, o in change.state.out_of_service.items() if name != replica_id}
     if order is not None:
         orders[replica_id] = order
-    change.state = replace(change.state, withdrawn=orders)
+    change.state = replace(change.state, out_of_service=orders)
     change.touched.add(replica_id)
-    change.emit(SaveWithdrawn(replica_id, order))
+    change.emit(SaveOutOfService(replica_id, order))
     _tell(change, replica_id, before)
 
 

@@ -8,7 +8,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.recovery.needs import lacks, outlook, takes_weights, wants
 from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.state.pool import State
-from weft.coordinator.decisions.state.replica import Replica, Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService, Replica
 from weft.coordinator.decisions.state.values import Standing
 
 
@@ -20,7 +20,7 @@ def place(state: State, replica: Replica) -> Standing:
         return Standing.QUARANTINED
     if replica.drain is not None:
         return Standing.DRAINING
-    if replica.replica_id in state.withdrawn:
+    if replica.replica_id in state.out_of_service:
         return Standing.CORDONED
     if replica.suspect is not None:
         return Standing.SUSPECT
@@ -43,7 +43,7 @@ def standing(state: State, replica: Replica) -> tuple[Standing, str]:
     """Where a replica stands, and why it is not ready; looks at all replicas if so."""
     if replica.lost or replica.suspicion:
         return Standing.LOST, replica.suspicion or "no heartbeat"
-    order = state.withdrawn.get(replica.replica_id)
+    order = state.out_of_service.get(replica.replica_id)
     suspicion = replica.suspect.why if replica.suspect else ""
     if order and order.standing is Standing.QUARANTINED:
         late = "" if replica.refusing else "it has not said yet that it refuses requests"
@@ -72,7 +72,7 @@ def _closed(replica: Replica) -> str:
     return f"it has not said yet that it takes requests{said}"
 
 
-def _by_operator(order: Withdrawn) -> str:
+def _by_operator(order: OutOfService) -> str:
     return f"by an operator{': ' if order.reason else ''}{order.reason}"
 
 

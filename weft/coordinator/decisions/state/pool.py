@@ -14,7 +14,7 @@ from functools import cached_property
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator.decisions.state.replica import Replica, Withdrawn, held_versions
+from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import BoundCheckpoint, Failure, PolicyKind, Standing
 
@@ -195,7 +195,7 @@ class State:
     """By policy."""
     unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
     """Committed versions that nobody is known to serve. Bounded; not durable."""
-    withdrawn: Mapping[str, Withdrawn] = field(default_factory=dict)
+    out_of_service: Mapping[str, OutOfService] = field(default_factory=dict)
     """By replica, of the pool or not; durable."""
     number_floor: int = 0
     """Numbers and tokens of policies that are new to the catalog begin above; durable."""
@@ -242,7 +242,7 @@ class State:
 
     def is_quarantined(self, replica_id: str) -> bool:
         """Whether an operator keeps a replica out of service and out of transfers."""
-        order = self.withdrawn.get(replica_id)
+        order = self.out_of_service.get(replica_id)
         return order is not None and order.standing is Standing.QUARANTINED
 
     def wall(self, now: float) -> float:

@@ -40,7 +40,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Withdrawn:
+class OutOfService:
     """An operator's order that keeps a replica out of service; durable."""
 
     standing: Standing

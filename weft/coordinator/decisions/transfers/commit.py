@@ -164,16 +164,16 @@ def _end(change: Change, transfer: Transfer) -> None:
         transfer, phase=Phase.COMMITTED, end_at=change.now, begin_tickets=(), await_tickets=()
     )
     if not transfer.served_by:
-        is_withdrawn = all_definite(transfer) and unserved.may_go_back(transfer)
-        ended = replace(ended, failure=_nobody_serves(transfer, is_withdrawn))
-        if is_withdrawn:
+        is_undone = all_definite(transfer) and unserved.can_be_undone(transfer)
+        ended = replace(ended, failure=_nobody_serves(transfer, is_undone))
+        if is_undone:
             ended = replace(ended, phase=Phase.ABORTED)
-            unserved.go_back(change, ended)
-        elif unserved.may_go_back(transfer):
+            unserved.undo(change, ended)
+        elif unserved.can_be_undone(transfer):
             unserved.wait_for_reports(change, ended)
     change.end_transfer(ended)
     discard(change, ended.transfer_id, ended.refusals)
-    if ended.served_by or not unserved.may_go_back(ended):
+    if ended.served_by or not unserved.can_be_undone(ended):
         unserved.retire_replaced(change, ended)
     if ended.failure:
         change.refuse(transfer.await_tickets, ended.failure.error())
@@ -191,15 +191,15 @@ def _end(change: Change, transfer: Transfer) -> None:
     )
 
 
-def _nobody_serves(transfer: Transfer, is_withdrawn: bool) -> Failure:
+def _nobody_serves(transfer: Transfer, is_undone: bool) -> Failure:
     replica_id, first = min(transfer.refusals.items())
     what = f"{first.message} [{first.reason}]"
-    if is_withdrawn:
+    if is_undone:
         stays = f"{transfer.policy}@{transfer.replaced_version} stays"
         outcome = f"it is withdrawn, {stays}" if transfer.replaced_version else "it is withdrawn"
     else:
         outcome = "it is withdrawn once it is certain that none of them serves it"
-        if not unserved.may_go_back(transfer):
+        if not unserved.can_be_undone(transfer):
             outcome = "what it replaced is gone: push again"
     return Failure(
         "LOAD_FAILED",
@@ -208,6 +208,6 @@ def _nobody_serves(transfer: Transfer, is_withdrawn: bool) -> Failure:
             "member": replica_id,
             "cause": first.reason,
             "dirty": "true" if any(map(is_dirty, transfer.refusals.values())) else "false",
-            "withdrawn": "true" if is_withdrawn else "false",
+            "withdrawn": "true" if is_undone else "false",
         },
     )

@@ -92,7 +92,7 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
 
 def check_names(state: State, policy: str) -> None:
     """Refuse an adapter whose name a replica's server has for something else; asked of all
-    that may serve it one day: one that is withdrawn comes back. O(replicas).
+    that may serve it one day: one that is out of service comes back. O(replicas).
 
     Raises:
         InvalidNameError: Metadata names the replica and the name.

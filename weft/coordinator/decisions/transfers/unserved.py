@@ -1,4 +1,4 @@
-"""Commits that no replica is known to serve: withdrawn, or waited for.
+"""Commits that no replica is known to serve: undone, or waited for.
 
 Where every replica has refused definitely, nobody serves the version and nobody ever will:
 it becomes FAILED at once, and its policy goes back to what it served. Where one is dirty,
@@ -11,7 +11,7 @@ has reported without it when
   no order of that transfer is carried out any more, and what it serves is in the answer;
 - another process of it has registered, which refuses orders that are meant for the former.
 
-A base that was loaded in place is never withdrawn: what it replaced is gone, so its
+A base that was loaded in place is never undone: what it replaced is gone, so its
 owner is asked to publish again (republish.py).
 
 None of this is durable: after a restart of the coordinator the version stays COMMITTED.
@@ -35,7 +35,7 @@ from weft.coordinator.decisions.transfers.refusals import is_definite
 MAX_UNSERVED = 64
 
 
-def may_go_back(transfer: Transfer) -> bool:
+def can_be_undone(transfer: Transfer) -> bool:
     """Whether what a push replaced is still there once it has failed everywhere."""
     return not transfer.loading.intersection(transfer.targets)
 
@@ -131,7 +131,7 @@ def _fails(change: Change, version: PolicyVersion, case: Unserved) -> None:
     if change.state.policies[version.policy].served_version != version.version:
         _mark_failed(change, case.transfer)
     elif _can_be_served(change.state, case.transfer):
-        go_back(change, case.transfer)
+        undo(change, case.transfer)
     else:
         retire_replaced(change, case.transfer)
         return
@@ -159,7 +159,7 @@ def _forget(change: Change, version: PolicyVersion) -> None:
     change.state = replace(change.state, unserved=cases)
 
 
-def go_back(change: Change, ended: Transfer) -> None:
+def undo(change: Change, ended: Transfer) -> None:
     """The version fails, and its policy goes on with what it served before."""
     policy = change.state.policies[ended.policy]
     change.put_policy(replace(policy, served_version=ended.replaced_version))

@@ -24,12 +24,12 @@ from weft.coordinator.decisions.effects import (
     SaveEpoch,
     SaveGeneration,
     SaveNumberFloor,
+    SaveOutOfService,
     SavePin,
     SavePolicy,
     SavePool,
     SaveRetired,
     SaveVersion,
-    SaveWithdrawn,
 )
 from weft.coordinator.decisions.state.pool import Policy
 from weft.coordinator.decisions.state.records import (
@@ -38,7 +38,7 @@ from weft.coordinator.decisions.state.records import (
     version_from_row,
     version_to_row,
 )
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
     PolicyKind,
@@ -75,7 +75,7 @@ class Snapshot:
     architecture: str
     number_floor: int
     policies: tuple[Policy, ...]
-    withdrawn: Mapping[str, Withdrawn]
+    out_of_service: Mapping[str, OutOfService]
     checkpoint: BoundCheckpoint | None = None
 
 
@@ -179,8 +179,8 @@ class Catalog:
                 "FROM policies ORDER BY name"
             )
         )
-        withdrawn = {
-            replica_id: Withdrawn(Standing(standing), reason)
+        out_of_service = {
+            replica_id: OutOfService(Standing(standing), reason)
             for replica_id, standing, reason in self._read.execute(
                 "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
             )
@@ -192,7 +192,7 @@ class Catalog:
             architecture,
             number_floor,
             policies,
-            withdrawn,
+            out_of_service,
             checkpoint_from_text(checkpoint),
         )
 
@@ -239,9 +239,9 @@ class Catalog:
                 rows.put(PINS, (v.policy, v.version))
             case SavePin(version=v):
                 rows.delete(PINS, {"policy": v.policy, "version": v.version})
-            case SaveWithdrawn(replica_id=name, order=None):
+            case SaveOutOfService(replica_id=name, order=None):
                 rows.delete(WITHDRAWN, {"replica_id": name})
-            case SaveWithdrawn(replica_id=name, order=Withdrawn() as order):
+            case SaveOutOfService(replica_id=name, order=OutOfService() as order):
                 rows.put(WITHDRAWN, (name, order.standing, order.reason))
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:

@@ -73,7 +73,7 @@ def test_a_lost_replica_holds_nothing_back() -> None:
     assert m.state.policies["math"].versions == (2,)
 
 
-def test_nothing_is_retired_for_a_version_that_may_be_withdrawn() -> None:
+def test_nothing_is_retired_for_a_version_that_may_be_undone() -> None:
     m = _after(2, retain=2)
     ticket = m.run_to(Phase.COMMITTING)
     m.pass_time(2)
@@ -84,7 +84,7 @@ def test_nothing_is_retired_for_a_version_that_may_be_withdrawn() -> None:
     assert m.state.policies["math"].versions == (1, 2)
 
 
-def test_what_a_withdrawn_version_replaced_is_not_retired_though_nobody_holds_it() -> None:
+def test_what_an_undone_version_replaced_is_not_retired_though_nobody_holds_it() -> None:
     m = Machine(retain=1).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)

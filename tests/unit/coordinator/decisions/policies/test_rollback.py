@@ -260,7 +260,7 @@ def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
     assert asked == {"math@1", "math@2"}
 
 
-def test_a_version_that_may_be_withdrawn_is_not_pinned() -> None:
+def test_a_version_that_may_be_undone_is_not_pinned() -> None:
     m = _pushed("math", 1)
     ticket = m.run_to(Phase.COMMITTING)
     assert m.error(_pin(m, "math", 2)).reason == "TRANSFER_UNDER_WAY"

@@ -1,4 +1,4 @@
-"""Clones that pushes end, those that go before pushes, and those of withdrawn replicas."""
+"""Clones that pushes end, those that go before pushes, and those of replicas out of service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Errand, Phase, Standing
 from weft.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
 
@@ -299,7 +299,8 @@ def test_quarantine_ends_clones_from_and_to_a_replica_at_once(name: str) -> None
     m = _served()
     clone = _joining(m)
     _stage_some(m, clone)
-    m.do(events.Withdraw(0, name, Withdrawn(Standing.QUARANTINED, "it answers nonsense")))
+    order = OutOfService(Standing.QUARANTINED, "it answers nonsense")
+    m.do(events.TakeOutOfService(0, name, order))
     assert m.transfer(clone).phase is Phase.ABORTED
     assert not [t for t in m.state.transfers.values() if t.held]
     assert [e.replica_id for e in m.found(effects.CallDiscard)] == ["r1"]
@@ -312,7 +313,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     clone = _joining(m)
     _stage_some(m, clone)
     if order == "cordon":
-        m.do(events.Withdraw(0, name, Withdrawn(Standing.CORDONED, "")))
+        m.do(events.TakeOutOfService(0, name, OutOfService(Standing.CORDONED, "")))
     else:
         m.do(events.DrainReplica(0, name, 60.0, ""))
     ended = name == "r1"
@@ -327,7 +328,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
 def test_a_cordoned_replica_is_sent_pushes_and_what_it_lacks_once_it_is_put_back() -> None:
     m = _served()
     m.register("r1")
-    m.do(events.Withdraw(0, "r1", Withdrawn(Standing.CORDONED, "")))
+    m.do(events.TakeOutOfService(0, "r1", OutOfService(Standing.CORDONED, "")))
     _end(m, m.begin("math"))
     assert m.state.replicas["r1"].vector.adapters["math"].alias == 2
     m.do(events.Uncordon(0, "r1"))

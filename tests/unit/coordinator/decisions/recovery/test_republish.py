@@ -8,7 +8,7 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Phase, Standing
 
 AFTER_SECONDS = 5.0
@@ -77,7 +77,7 @@ def test_what_only_a_quarantined_replica_holds_is_asked_for() -> None:
     m = Machine(publish_again_after_seconds=AFTER_SECONDS).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    m.do(events.Withdraw(0, "r0", Withdrawn(Standing.QUARANTINED, "answers nonsense")))
+    m.do(events.TakeOutOfService(0, "r0", OutOfService(Standing.QUARANTINED, "answers nonsense")))
     m.pass_time(AFTER_SECONDS + 1)
     assert _told(m, "math") == 0, "nobody lacks it"
     m.register("r1")

@@ -13,7 +13,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.replicas.routes import routes
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Errand, Phase, Standing
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
@@ -22,9 +22,9 @@ def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
     return standing(m.state, m.state.replicas[replica_id])
 
 
-def _withdraw(m: Machine, replica_id: str, kind: Standing, reason: str = "") -> int:
+def _take_out(m: Machine, replica_id: str, kind: Standing, reason: str = "") -> int:
     ticket = next(m.ids)
-    m.do(events.Withdraw(ticket, replica_id, Withdrawn(kind, reason)))
+    m.do(events.TakeOutOfService(ticket, replica_id, OutOfService(kind, reason)))
     return ticket
 
 
@@ -73,7 +73,7 @@ def _kinds(m: Machine) -> list[tuple[str, str]]:
 def test_a_cordoned_replica_receives_and_is_not_ready() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
-    m.answer(_withdraw(m, "r1", Standing.CORDONED, "new disk"))
+    m.answer(_take_out(m, "r1", Standing.CORDONED, "new disk"))
     assert _standing(m, "r1") == (Standing.CORDONED, "by an operator: new disk")
     assert not _beat(m, "r1").ready
     assert _beat(m, "r1").refuse_reason == ""
@@ -89,7 +89,7 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
-    _withdraw(m, "r1", Standing.CORDONED)
+    _take_out(m, "r1", Standing.CORDONED)
     assert _standing(m, "r1") == (
         Standing.CORDONED,
         "by an operator; lacks base@1, which it is sent when it is put back into service",
@@ -98,9 +98,9 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
 
 def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> None:
     m = Machine().pool("r0", "r1")
-    _withdraw(m, "r0", Standing.CORDONED, "a")
-    _withdraw(m, "r0", Standing.CORDONED, "b")
-    _withdraw(m, "r1", Standing.CORDONED)
+    _take_out(m, "r0", Standing.CORDONED, "a")
+    _take_out(m, "r0", Standing.CORDONED, "b")
+    _take_out(m, "r1", Standing.CORDONED)
     _uncordon(m, "r1")
     m.do(events.Leave(0, "r0", "i1"))
     m.register("r0", "i2")
@@ -109,20 +109,20 @@ def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> 
     catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
     catalog.close()
     catalog = Catalog.open(catalog_path)
-    assert catalog.snapshot().withdrawn == {"r0": Withdrawn(Standing.CORDONED, "b")}
+    assert catalog.snapshot().out_of_service == {"r0": OutOfService(Standing.CORDONED, "b")}
     catalog.close()
 
 
 def test_orders_for_unknown_replicas() -> None:
     m = Machine().pool("r0")
     for ticket in (
-        _withdraw(m, "r9", Standing.CORDONED),
-        _withdraw(m, "r9", Standing.QUARANTINED, "why"),
+        _take_out(m, "r9", Standing.CORDONED),
+        _take_out(m, "r9", Standing.QUARANTINED, "why"),
         _uncordon(m, "r9"),
         _drain(m, "r9"),
     ):
         assert m.error(ticket).reason == "REPLICA_UNKNOWN"
-    _withdraw(m, "r0", Standing.CORDONED)
+    _take_out(m, "r0", Standing.CORDONED)
     m.do(events.Leave(0, "r0", "i1"))
     m.answer(_uncordon(m, "r0"))  # a name that is gone can be forgotten
     assert m.error(_uncordon(m, "r0")).reason == "REPLICA_UNKNOWN"
@@ -132,9 +132,9 @@ def test_nothing_goes_to_a_replica_that_an_operator_quarantined() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("base")
     m.acquire("math")
-    assert m.error(_withdraw(m, "r1", Standing.QUARANTINED)).reason == "INVALID_REQUEST"
-    m.answer(_withdraw(m, "r1", Standing.QUARANTINED, "answers nonsense"))
-    m.answer(_withdraw(m, "r1", Standing.CORDONED, "does not loosen it"))
+    assert m.error(_take_out(m, "r1", Standing.QUARANTINED)).reason == "INVALID_REQUEST"
+    m.answer(_take_out(m, "r1", Standing.QUARANTINED, "answers nonsense"))
+    m.answer(_take_out(m, "r1", Standing.CORDONED, "does not loosen it"))
     assert _standing(m, "r1") == (
         Standing.QUARANTINED,
         "by an operator: answers nonsense; it has not said yet that it refuses requests",
@@ -153,7 +153,7 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
     m = Machine().pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    _withdraw(m, "r0", Standing.QUARANTINED, "why")
+    _take_out(m, "r0", Standing.QUARANTINED, "why")
     m.register("r1")
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -283,7 +283,7 @@ def test_a_usual_start_needs_no_heartbeat_more() -> None:
 def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> None:
     m = _open_pool()
     why = "an operator quarantined this replica: nonsense"
-    m.answer(_withdraw(m, "r1", Standing.QUARANTINED, "nonsense"))
+    m.answer(_take_out(m, "r1", Standing.QUARANTINED, "nonsense"))
     assert _refuse_calls(m) == [("r1", why, 1)]
     assert _standing(m, "r1")[1].endswith("it has not said yet that it refuses requests")
     _says(m, "r1", why, 1)
@@ -301,7 +301,7 @@ def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> Non
 
 def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> None:
     m = _open_pool()
-    _withdraw(m, "r1", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r1", Standing.QUARANTINED, "nonsense")
     _uncordon(m, "r1")  # before the replica has heard of anything: two calls race
     assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
     _says(m, "r1", "", 0)
@@ -314,7 +314,7 @@ def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> No
 @pytest.mark.parametrize("number", [0, 1, 3, 2**53])
 def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     m = _open_pool()
-    _withdraw(m, "r1", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r1", Standing.QUARANTINED, "nonsense")
     _uncordon(m, "r1")
     _says(m, "r1", "", 2)
     vector = m.state.replicas["r1"].vector
@@ -339,7 +339,7 @@ def test_one_that_refuses_by_itself_is_not_ready() -> None:
 
 def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> None:
     m = _open_pool()
-    _withdraw(m, "r0", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r0", Standing.QUARANTINED, "nonsense")
     answer = m.answer(m.register("r0"))
     assert isinstance(answer, effects.RegisterAnswer)
     assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
@@ -367,7 +367,7 @@ def _registered(m: Machine, replica_id: str) -> events.Register:
 
 def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
     m = _open_pool()
-    _withdraw(m, "r1", Standing.CORDONED)
+    _take_out(m, "r1", Standing.CORDONED)
     assert _refuse_calls(m) == [("r1", "", 0)]
     answer = m.answer(_uncordon(m, "r1"))
     assert answer == effects.StandingAnswer(Standing.READY, "")
@@ -382,8 +382,8 @@ def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     assert (error.reason, "the engine broke" in error.message) == ("NOT_WITHDRAWN", True)
     _drain(m, "r1", reason="old card")
     assert m.error(_uncordon(m, "r1")).reason == "NOT_WITHDRAWN"
-    _withdraw(m, "r1", Standing.CORDONED)  # the name may come back: the order goes
+    _take_out(m, "r1", Standing.CORDONED)  # the name may come back: the order goes
     answer = m.answer(_uncordon(m, "r1"))
     assert isinstance(answer, effects.StandingAnswer)
     assert answer.standing is Standing.DRAINING
-    assert not m.state.withdrawn
+    assert not m.state.out_of_service

@@ -28,7 +28,7 @@ def test_replicas_that_did_not_switch_drop_what_they_staged() -> None:
     assert _discards(m.ever(effects.CallDiscard)) == {("r1", f"t{ticket}")}
 
 
-def test_so_do_all_of_a_commit_that_is_withdrawn() -> None:
+def test_so_do_all_of_a_commit_that_is_undone() -> None:
     m, ticket = _begun(Phase.COMMITTING)
     m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
     assert _discards(m.ever(effects.CallDiscard)) == {

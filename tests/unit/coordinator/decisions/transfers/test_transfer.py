@@ -256,7 +256,7 @@ def test_a_replica_lost_after_the_commit_point_is_not_waited_for() -> None:
     assert m.transfer(ticket).served_by == {"r0"}
 
 
-def test_when_nobody_can_load_it_the_commit_is_withdrawn() -> None:
+def test_when_nobody_can_load_it_the_commit_is_undone() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)

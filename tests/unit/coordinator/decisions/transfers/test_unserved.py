@@ -1,4 +1,4 @@
-"""Versions that no replica can switch to: withdrawn at once, later, or never."""
+"""Versions that no replica can switch to: undone at once, later, or never."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_one_that_was_restarted_reports_as_it_registers() -> None:
     assert m.state.policies["math"].served_version == 1
 
 
-def test_one_that_was_restarted_and_has_spilled_it_is_not_withdrawn() -> None:
+def test_one_that_was_restarted_and_has_spilled_it_is_not_undone() -> None:
     m, ticket, _ = _committing()
     m.answer_commit(ticket, "r0", LOAD_FAILED)
     m.do(events.Leave(0, "r1", "i1"))

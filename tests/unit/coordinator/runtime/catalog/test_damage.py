@@ -16,9 +16,9 @@ import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.effects import SaveEpoch, SavePolicy, SaveWithdrawn
+from weft.coordinator.decisions.effects import SaveEpoch, SaveOutOfService, SavePolicy
 from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import PolicyKind, Standing
 from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
 from weft.coordinator.runtime.catalog.wal import Dropped, find_dropped
@@ -115,7 +115,7 @@ def _known(path: Path) -> tuple[Any, ...]:
             snapshot.fingerprint,
             snapshot.architecture,
             snapshot.policies,
-            snapshot.withdrawn,
+            snapshot.out_of_service,
             [catalog.list_versions(name, 99, 99) for name in names],
             [catalog.find_request("t1", f"q-{name}-{n}") for name in names for n in range(5)],
             [catalog.find_transfer(f"t-{name}-{n}") for name in names for n in range(5)],
@@ -170,18 +170,18 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
     policies = catalog.snapshot().policies
     (pages,) = catalog._write.execute("PRAGMA page_count").fetchone()
     catalog._write.execute(f"PRAGMA max_page_count={pages}")
-    many = Withdrawn(Standing.CORDONED, "x" * 100_000)
+    many = OutOfService(Standing.CORDONED, "x" * 100_000)
     with pytest.raises(CatalogError, match="the disk is full") as refused:
         catalog.apply(
             [
                 SavePolicy(Policy("math", PolicyKind.ADAPTER, 99, 99, 99)),
                 SaveEpoch(99),
-                *(SaveWithdrawn(f"r{i}", many) for i in range(100)),
+                *(SaveOutOfService(f"r{i}", many) for i in range(100)),
             ]
         )
     assert refused.value.reason == "CATALOG_UNWRITABLE"
     assert (catalog.snapshot().policies, catalog.snapshot().epoch) == (policies, 9)
-    assert list(catalog.snapshot().withdrawn) == ["replica-1"]
+    assert list(catalog.snapshot().out_of_service) == ["replica-1"]
     catalog.apply([SaveEpoch(10)])  # the failure left no transaction open
     assert catalog.snapshot().epoch == 10
     catalog.close()
@@ -228,7 +228,8 @@ def _states(path: Path) -> list[int]:
     catalog._write.execute("PRAGMA wal_checkpoint(RESTART)")
     epochs = [21, 22, 23, 24]
     for epoch in epochs:
-        catalog.apply([SaveEpoch(epoch), SaveWithdrawn("r", Withdrawn(Standing.CORDONED, "x"))])
+        order = SaveOutOfService("r", OutOfService(Standing.CORDONED, "x"))
+        catalog.apply([SaveEpoch(epoch), order])
     left = {p.name: p.read_bytes() for p in path.parent.iterdir()}
     catalog.close()
     for name, data in left.items():

@@ -14,11 +14,11 @@ from weft.contract.checkpoint import FileDigest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType
 from weft.coordinator.decisions.effects import (
+    SaveOutOfService,
     SavePin,
-    SaveWithdrawn,
 )
 from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.replica import Withdrawn
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,
@@ -55,13 +55,13 @@ def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: in
         older.execute(f"PRAGMA user_version={older_schema}")
     older.close()
     catalog = Catalog.open(catalog_path)
-    order = Withdrawn(Standing.CORDONED, "why")
-    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveWithdrawn("r0", order)])
+    order = OutOfService(Standing.CORDONED, "why")
+    catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveOutOfService("r0", order)])
     catalog.close()
     again = Catalog.open(catalog_path)
     known = again.snapshot()
     again.close()
-    assert (known.generation, known.withdrawn) == (5, {"r0": order})
+    assert (known.generation, known.out_of_service) == (5, {"r0": order})
     assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
 
 
@@ -71,7 +71,7 @@ def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
         catalog = Catalog.open(catalog_path)
         known = catalog.snapshot()
         assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
-        assert known.withdrawn == {"replica-1": Withdrawn(Standing.CORDONED, "new disk")}
+        assert known.out_of_service == {"replica-1": OutOfService(Standing.CORDONED, "new disk")}
         base, math = known.policies
         assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
         assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
@@ -173,8 +173,8 @@ def test_a_catalog_of_schema_4_opens_with_everything_in_it(catalog_path: Path) -
         ),
     )
     withdrawn = {
-        "replica-1": Withdrawn(Standing.CORDONED, "new disk"),
-        "replica-2": Withdrawn(Standing.QUARANTINED, "odd answers"),
+        "replica-1": OutOfService(Standing.CORDONED, "new disk"),
+        "replica-2": OutOfService(Standing.QUARANTINED, "odd answers"),
     }
     for generation in (8, 9):  # as it was left, and as this Weft leaves it
         catalog = Catalog.open(catalog_path)
