@@ -57,7 +57,7 @@ class Future:
         self._callbacks: list[Callable[[Future], object]] = []
 
     def set(self, value: Any = None, error: WeftError | None = None) -> None:
-        """Settle it."""
+        """End the wait for it."""
         if not self.done:
             self.done, self.value, self.error = True, value, error
             for callback in self._callbacks:
@@ -65,7 +65,7 @@ class Future:
             self._callbacks.clear()
 
     def then(self, callback: Callable[[Future], object]) -> None:
-        """Call when settled, or now."""
+        """Call once it is done, or now."""
         if self.done:
             callback(self)
         else:
@@ -152,12 +152,12 @@ class _Task:
 
 
 def any_of(clock: Clock, seconds: float, *futures: Future, late: WeftError) -> Future:
-    """The first of ``futures`` to settle, or ``late`` after ``seconds``."""
+    """The first of ``futures`` that is done, or ``late`` after ``seconds``."""
     first = Future()
     timer = clock.after(max(0.0, seconds), lambda: first.set(error=late))
     first.then(lambda _: clock.cancel(timer))
     for future in futures:
-        future.then(lambda settled: first.set(settled.value, settled.error))
+        future.then(lambda done: first.set(done.value, done.error))
     return first
 
 

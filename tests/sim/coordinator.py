@@ -202,7 +202,7 @@ class SimCoordinator(Process):
             self, effect.address, method, seconds, order=effect, generation=self.state.generation
         )
 
-        def settled(done: Future) -> None:
+        def answered(done: Future) -> None:
             if not self.alive:
                 return
             self.num_calls_out -= 1
@@ -215,7 +215,7 @@ class SimCoordinator(Process):
             if event is not None:
                 self.post(event)
 
-        future.then(settled)
+        future.then(answered)
 
     def _has_switched(self, call: _Switch, answer: Any, failure: Failure | None) -> events.Event:
         vector, retained = answer or (None, ())

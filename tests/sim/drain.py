@@ -10,7 +10,7 @@ from weft.coordinator.decisions import effects, events
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
 
-_SETTLE_SECONDS = 1.0
+_ROUTES_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -45,7 +45,7 @@ class SimDrain:
 
     def _over(self) -> Generator[Any, Any, None]:
         replica = self._replica
-        yield _SETTLE_SECONDS
+        yield _ROUTES_SECONDS
         while replica.clock.now < self._deadline:
             if replica.is_known and not self._in_transfer:
                 break

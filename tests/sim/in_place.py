@@ -1,7 +1,7 @@
 """A replica's loading in place: a model of ``rollout_side.memory.handoff`` and what drives it.
 
 The first bucket that is loaded makes the weights mixed; only a base that is committed
-makes them whole again. Told to load, a replica holds requests still.
+makes them whole again. Told to load, a replica pauses generation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class InPlace:
         return False
 
     def order(self, order: effects.CallLoad) -> None:
-        """Requests are held still, and what has come is loaded."""
+        """Generation is paused, and what has come is loaded."""
         if order.transfer_id != self._transfer_id:
             raise NotReadyError(f"{order.transfer_id} was not prepared here", reason="NOT_STAGED")
         if not self._opened.done:

@@ -58,7 +58,7 @@ class Network:
         self.cuts.clear()
 
     def call(self, source: Process, to: str, method: str, timeout: float, **args: Any) -> Future:
-        """A unary call; settles within ``timeout`` while ``source`` lives."""
+        """A unary call; done within ``timeout`` while ``source`` lives."""
         answer, cancels = Future(), list[Callable[[], object]]()
 
         def end(value: Any = None, error: WeftError | None = None) -> None:

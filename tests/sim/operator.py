@@ -153,7 +153,7 @@ class SimOperator(Process):
     def _some_replica(self) -> str:
         """As often as not one that a transfer takes."""
         random, transfers = self.world.random, self.world.coordinator.state.transfers
-        taken = sorted({name for transfer in transfers.values() for name in transfer.held})
+        taken = sorted({name for transfer in transfers.values() for name in transfer.occupied})
         return random.choice(
             taken if taken and random.random() < 0.5 else list(self.world.replicas)
         )

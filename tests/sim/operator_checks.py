@@ -84,7 +84,7 @@ class OperatorChecks:
         """What a transfer takes when its turn comes."""
         for transfer in state.transfers.values():
             old = before.transfers.get(transfer.transfer_id)
-            if not transfer.held or (old is not None and old.held):
+            if not transfer.occupied or (old is not None and old.occupied):
                 continue
             for name in transfer.targets:
                 replica = state.replicas.get(name)
@@ -108,7 +108,7 @@ class OperatorChecks:
         for transfer in state.transfers.values():
             if transfer.errand is not Errand.CLONE or not transfer.uncommitted:
                 continue
-            for name in transfer.held:
+            for name in transfer.occupied:
                 replica = state.replicas[name]
                 if state.is_quarantined(name) or (
                     name != transfer.source

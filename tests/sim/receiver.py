@@ -157,7 +157,7 @@ class Receiver:
 
     def _await_loading(self, transfer: Transfer) -> Generator[Any, Any, None]:
         """Until what was received is loaded, its memory is not received into again."""
-        late = TransferTimeoutError("requests are not held still")
+        late = TransferTimeoutError("generation is not paused")
         left = self._deadline - self.world.clock.now
         opened = self.replica.in_place.opened(transfer.transfer_id)
         yield any_of(self.world.clock, left, opened, self._aborted, late=late)

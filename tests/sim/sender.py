@@ -51,7 +51,7 @@ class Epoch:
         self.stream = world.attend(process, group, 0, self._message, self._closed)
 
     def changed(self) -> Future:
-        """Settled when something is said next."""
+        """Done when something is said next."""
         if self._wake.done:
             self._wake = Future()
         return self._wake

@@ -35,7 +35,7 @@ class StallChecks:
         if transfer.loading:
             return  # they may have until the deadline
         longest = self._world.settings.stall_seconds + _SLACK_SECONDS
-        for name in transfer.held:
+        for name in transfer.occupied:
             hangs_for = self._world.replicas[name].worker.frozen_for()
             is_late = min(hangs_for, self._age(transfer)) > longest
             if is_late and self._is_waited_for(transfer, group, name):

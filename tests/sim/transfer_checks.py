@@ -141,7 +141,7 @@ class TransferChecks:
                 fail(f"{transfer.transfer_id} ended and is still under way")
             if transfer.num_interruptions > state.settings.clone_interruptions:
                 fail(f"{transfer.transfer_id} was ended {transfer.num_interruptions} times")
-            for replica_id in transfer.held:
+            for replica_id in transfer.occupied:
                 if replica_id in held:
                     fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")
                 held[replica_id] = transfer.transfer_id

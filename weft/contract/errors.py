@@ -80,7 +80,7 @@ class RequestConflictError(WeftError):
 
 
 class PolicyOwnedError(RequestConflictError):
-    """Another trainer holds the lease of the policy; metadata names it."""
+    """Another trainer owns the policy; metadata names it."""
 
     default_reason = "POLICY_OWNED"
 

@@ -152,7 +152,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
         settings=config.settings,
         generation=known.generation,
         wall_offset_seconds=time.time() - now,
-        settled_at=now + restarted * config.settings.lost_after_seconds,
+        restart_over_at=now + restarted * config.settings.lost_after_seconds,
         fingerprint=known.fingerprint,
         architecture=known.architecture,
         checkpoint=known.checkpoint,

@@ -52,13 +52,13 @@ def check(message: Message) -> None:
         InvalidRequestError: Names the field and its bound (or the type that the
             field's reason stands for: ``INVALID_ADAPTER``, ``INVALID_PAGE``).
     """
-    plan = _PLANS.get(type(message))
-    if plan is None:
-        plan = _PLANS[type(message)] = _plan(message.DESCRIPTOR)
-    for name, field, test in plan.values:
+    checks = _CHECKS.get(type(message))
+    if checks is None:
+        checks = _CHECKS[type(message)] = _checks_of(message.DESCRIPTOR)
+    for name, field, test in checks.values:
         if value := getattr(message, name):  # what is unset, or empty, is within all bounds
             test(message, field, value)
-    for name, field, test in plan.messages:
+    for name, field, test in checks.messages:
         if message.HasField(name):
             test(message, field, getattr(message, name))
 
@@ -258,7 +258,7 @@ _NUMBERS: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Checks:
     """The checks of one message, by the name of the field; a walk over descriptors for each
     message would cost more than its parser."""
 
@@ -267,16 +267,16 @@ class _Plan:
     """Of single messages, which may be absent."""
 
 
-_PLANS: dict[type[Message], _Plan] = {}
+_CHECKS: dict[type[Message], _Checks] = {}
 
 
-def _plan(descriptor: Any) -> _Plan:
-    plan = _Plan([], [])
+def _checks_of(descriptor: Any) -> _Checks:
+    checks = _Checks([], [])
     for field in descriptor.fields:
         if (test := _check_of(field)) is not _anything:
             is_message = field.message_type is not None and not _is_list(field)
-            (plan.messages if is_message else plan.values).append((field.name, field, test))
-    return plan
+            (checks.messages if is_message else checks.values).append((field.name, field, test))
+    return checks
 
 
 def _is_list(field: FieldDescriptor) -> bool:

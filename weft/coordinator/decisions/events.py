@@ -51,11 +51,11 @@ class AcquirePolicy:
     kind: PolicyKind
     process: TrainerProcess = UNKNOWN_PROCESS
     displaced_token: int = 0
-    """The lease of the same trainer that ends first, if it is held."""
+    """The lease of the same trainer that ends first, if it is live."""
     last_version: int = 0
     """Newest of the policy that the trainer was told of."""
     last_token: int = 0
-    """Largest that it held."""
+    """The largest that it owned a lease by."""
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     change = Change(state, now)
     _apply(change, event)
     if change.state.unserved:
-        unserved.settle(change)
+        unserved.decide(change)
     if state.history is not change.state.history:
-        _plan_after(change, state)
+        _schedule_after(change, state)
     interruptions.end_unwanted(change)
     admission.admit(change)
     if isinstance(event, events.FitChecked):
@@ -86,7 +86,7 @@ def _apply(change: Change, event: events.Event) -> None:
             if change.now >= change.state.retire_at:
                 retention.retire(change)
             adoption.watch(change)
-            clones.plan(change)
+            clones.schedule(change)
             republish.watch(change)
             checkpoints.watch(change)
         case events.CallerGone():
@@ -172,12 +172,12 @@ def _apply(change: Change, event: events.Event) -> None:
             base_binding.rebind(change, event)
 
 
-def _plan_after(change: Change, before: State) -> None:
-    """Plan clones once a transfer has ended, before others take its replicas; after
+def _schedule_after(change: Change, before: State) -> None:
+    """Schedule clones once a transfer has ended, before others take its replicas; after
     clones, of which there may be many, not every time."""
     ended = [t for name, t in change.state.history.items() if name not in before.history]
-    if change.now >= change.state.plan_at or any(not t.replica_id for t in ended):
-        clones.plan(change)
+    if change.now >= change.state.schedule_at or any(not t.replica_id for t in ended):
+        clones.schedule(change)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:

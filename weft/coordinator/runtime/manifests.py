@@ -65,7 +65,7 @@ class ManifestCache:
         made: list[types_pb2.ManifestChunk] = []
         for chunk in manifest_to_chunks(layout.manifest):
             made.append(chunk)
-            await asyncio.sleep(0)  # a large manifest must not hold the loop
+            await asyncio.sleep(0)  # a large manifest must not block the loop
         self._encoded.put(layout.digest, made)
         return made
 

@@ -38,7 +38,7 @@ from weft.v1 import replica_pb2, replica_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 10.0
-# To hold requests still, a replica waits for its engine's step.
+# To pause generation, a replica waits for its engine's step.
 _LOAD_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
@@ -87,7 +87,7 @@ class ReplicaCaller:
     def start(self, call: ReplicaCall) -> None:
         """Begin a call soon, in the order of these calls; returns at once.
 
-        A few begin in each turn of the loop: a thousand at once would hold up the
+        A few begin in each turn of the loop: a thousand at once would delay the
         answer that their push's trainer waits for, and everybody's heartbeats. After
         the first few there is a pause, in which that answer leaves.
         """

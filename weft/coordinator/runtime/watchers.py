@@ -135,7 +135,7 @@ class RouteFeed:
             await self._changed.wait()
         raise _stopping()
 
-    async def hold(self, seconds: float) -> None:
+    async def wait(self, seconds: float) -> None:
         """Wait for so long, or until the coordinator stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -61,7 +61,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self._driver = driver
         self._catalog = catalog
         self._feed = feed
-        self._settled_at = driver.state.settled_at
+        self._restart_over_at = driver.state.restart_over_at
         self._routes: dict[tuple[int, int], list[inspect_pb2.WatchRoutesResponse]] = {}
         self._routes_of = -1
 
@@ -214,12 +214,12 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     ) -> AsyncIterator[inspect_pb2.WatchRoutesResponse]:
         """Source: protos/weft/v1/inspect.proto."""
         feed, revision = self._driver.routes, -1
-        await feed.hold(self._settled_at - self._driver.now())
+        await feed.wait(self._restart_over_at - self._driver.now())
         while True:
             before, revision = revision, await feed.newer(revision)
             for message in self._route_messages(before, revision):
                 yield message
-            await feed.hold(_BETWEEN_LISTS_SECONDS)
+            await feed.wait(_BETWEEN_LISTS_SECONDS)
 
     def _route_messages(self, before: int, revision: int) -> list[inspect_pb2.WatchRoutesResponse]:
         """What those who know ``before`` are told now; made once for all of them."""

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 from weft.contract.errors import TransferTimeoutError
 
 MAX_AT_ONCE: Final = 4
-#: Longest that a stream whose turn it is may take, and may pause: it holds others up.
+#: Longest that a stream whose turn it is may take, and may pause: others wait for it.
 MAX_UPLOAD_SECONDS: Final = 120.0
 MAX_PAUSE_SECONDS: Final = 10.0
 

@@ -178,7 +178,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def no_replica_is_held_twice(self) -> None:
-        held = [r for t in self.m.state.transfers.values() for r in t.held]
+        held = [r for t in self.m.state.transfers.values() for r in t.occupied]
         assert len(held) == len(set(held))
 
     @invariant()

@@ -41,7 +41,7 @@ async def test_what_changed_long_ago_is_forgotten_and_told_as_a_whole_list() -> 
 
 async def test_the_end_is_told_to_those_who_wait() -> None:
     feed = RouteFeed()
-    waiting, held = asyncio.create_task(feed.newer(0)), asyncio.create_task(feed.hold(60))
+    waiting, held = asyncio.create_task(feed.newer(0)), asyncio.create_task(feed.wait(60))
     await asyncio.sleep(0)
     feed.close()
     await asyncio.wait_for(held, 5)

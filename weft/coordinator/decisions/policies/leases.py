@@ -85,7 +85,7 @@ def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
 
 
 def renew(change: Change, event: events.RenewLease) -> None:
-    """Extend a lease that is still held."""
+    """Extend a lease that is still live."""
     try:
         policy, lease = require_lease(
             change.state, event.policy, event.fencing_token, change.now, event.session_id
@@ -105,7 +105,7 @@ def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
 
 
 def release(change: Change, event: events.ReleasePolicy) -> None:
-    """Give a lease back; one that is not held any more is no error."""
+    """Give a lease back; one that is not live any more is no error."""
     policy = change.state.policies.get(event.policy)
     lease = live_lease(policy, change.now) if policy else None
     is_own = event.session_id in ("", lease.session_id) if lease else False

@@ -114,7 +114,7 @@ def trainer_asks(change: Change, policy: Policy, event: events.AcquirePolicy) ->
 
 
 def next_token(policy: Policy, last_token: int) -> int:
-    """A policy's next fencing token; above ``last_token``, which its trainer held."""
+    """A policy's next fencing token; above ``last_token``, which its trainer was given."""
     if policy.fencing_token < last_token <= MAX_NUMBER:
         return last_token + LEAP
     return policy.fencing_token + 1

@@ -75,7 +75,7 @@ def watch(change: Change) -> None:
     for name in sorted(found):
         waited = change.now - since[name]
         if waited >= change.state.settings.publish_again_after_seconds:
-            _settle(change, change.state.policies[name], found[name])
+            _decide(change, change.state.policies[name], found[name])
 
 
 def _unrecorded(state: State) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
@@ -95,7 +95,7 @@ def _unrecorded(state: State) -> dict[str, dict[int, dict[bytes, list[Replica]]]
     return found
 
 
-def _settle(change: Change, policy: Policy, found: _Found) -> None:
+def _decide(change: Change, policy: Policy, found: _Found) -> None:
     """Decide about one policy, and ask what is to be recorded: the highest first, for
     what is below would be served until it is known."""
     agreed = {}

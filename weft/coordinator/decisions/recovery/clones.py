@@ -7,7 +7,7 @@ directory) gets a *restore*: it is told to switch. Both are transfers that wait 
 their turn with the pushes, so a replica does one thing at a time; generation goes on at
 the source.
 
-Plan → look up (the catalog's record, the manifest) → turn → group → staged → the
+Schedule → look up (the catalog's record, the manifest) → turn → group → staged → the
 replica switches. A failure changes nothing but the time of the next attempt.
 """
 
@@ -45,11 +45,11 @@ from weft.coordinator.decisions.transfers import abort, reform
 from weft.coordinator.decisions.transfers.discard import discard
 from weft.coordinator.decisions.transfers.turns import Turns
 
-#: Between two plans when one clone ends after another.
-PLAN_SECONDS = 0.02
+#: Between two schedules when one clone ends after another.
+SCHEDULE_SECONDS = 0.02
 
 
-def plan(change: Change) -> None:
+def schedule(change: Change) -> None:
     """Look up what replicas lack and somebody holds who is free: one version a replica
     at a time, one replica a source.
 
@@ -57,9 +57,9 @@ def plan(change: Change) -> None:
     source is seen free between two pushes, and the clone waits behind the second.
     O(replicas x versions), and nothing where nobody lacks anything.
     """
-    change.state = replace(change.state, plan_at=change.now + PLAN_SECONDS)
+    change.state = replace(change.state, schedule_at=change.now + SCHEDULE_SECONDS)
     state = change.state
-    occupied = {replica_id for t in state.transfers.values() for replica_id in t.held}
+    occupied = {replica_id for t in state.transfers.values() for replica_id in t.occupied}
     served = {t.replica_id for t in state.transfers.values() if t.replica_id}
     sources = {t.source for t in state.transfers.values() if t.uncommitted}
     taken = occupied | served | sources | state.lookups
@@ -223,7 +223,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
     if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
         return set()
     needed = {replica.replica_id, source.replica_id}
-    if turns.held & needed:
+    if turns.taken & needed:
         return needed if turns.is_next(transfer, needed) else set()
     if transfer.errand is Errand.CLONE:
         _start_clone(change, transfer, source, replica)

@@ -38,7 +38,7 @@ def is_interruptible(state: State, transfer: Transfer, now: float) -> bool:
 def interrupt_on(change: Change, replica_ids: set[str], by: Transfer) -> None:
     """End the clones that take any of these replicas, for ``by``, which takes them now."""
     for transfer in list(change.state.transfers.values()):
-        if replica_ids.intersection(transfer.held) and is_interruptible(
+        if replica_ids.intersection(transfer.occupied) and is_interruptible(
             change.state, transfer, change.now
         ):
             _interrupt(change, transfer, by)
@@ -62,7 +62,7 @@ def _interrupt(change: Change, transfer: Transfer, by: Transfer) -> None:
             prepared={},
             staged={},
             loading=frozenset(),
-            holding=frozenset(),
+            pausing=frozenset(),
             watch=Watch(),
             accusations={},
             judge_at=0.0,
@@ -88,7 +88,7 @@ def end_unwanted(change: Change) -> None:
             transfer.errand is Errand.CLONE
             and transfer.uncommitted
             and transfer.phase is not Phase.WAITING
-            and (change.touched_all or not change.touched.isdisjoint(transfer.held))
+            and (change.touched_all or not change.touched.isdisjoint(transfer.occupied))
             and (why := _why_unwanted(change.state, transfer))
         ):
             abort.abort(change, transfer, Failure("TRANSFER_ABORTED", why))

@@ -25,7 +25,9 @@ from weft.coordinator.decisions.state.values import (
 )
 
 
-def settle(change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]) -> None:
+def restore_or_discard(
+    change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]
+) -> None:
     """Have each leftover of a replica switched to, as its turn comes, or discarded.
 
     Repeated with every heartbeat until it is gone; both orders are idempotent.

@@ -46,7 +46,7 @@ def check_base(state: State, replica_id: str, capabilities: Capabilities, now: f
         return
     others = [name for name in present(state) if name != replica_id]
     pushed = any(policy.last_version for policy in state.policies.values())
-    if not others and not pushed and now >= state.settled_at:
+    if not others and not pushed and now >= state.restart_over_at:
         return
     raise BaseMismatchError(
         f"replica {replica_id!r} serves another base model ({given[:12]}, "
@@ -103,10 +103,10 @@ def _hindrance(state: State, event: events.RebindBase, now: float) -> NotReadyEr
             "trainers",
             reason="TRANSFER_UNDER_WAY",
         )
-    if now < state.settled_at:
+    if now < state.restart_over_at:
         return NotReadyError(
             f"the coordinator was just restarted, and replicas may not have registered yet: ask "
-            f"again in {state.settled_at - now:.0f} s",
+            f"again in {state.restart_over_at - now:.0f} s",
             reason="REPLICAS_IN_CONTACT",
         )
     if there := present(state):

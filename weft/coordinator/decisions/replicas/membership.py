@@ -197,8 +197,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     # While it loads in place its weights are mixed, as they must be.
     loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
-    settled_at = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
-    is_believed = change.now > settled_at
+    believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
+    is_believed = change.now > believed_from
     if is_believed:
         is_new = event.vector != replica.vector
         replica = replace(
@@ -215,7 +215,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     else:
         replica = holdings.counted(change.state, replica)
     change.put_replica(replica)
-    restart.settle(change, replica, event.staged)
+    restart.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
     wanted = replica.unrecorded or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
@@ -231,7 +231,7 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         ready=is_routable(state, replica),
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
-        in_transfer=any(name in transfer.held for transfer in state.transfers.values()),
+        in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
         pinned_bases=state.pinned_bases,
         refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
@@ -254,7 +254,7 @@ ASLEEP_SECONDS = 1.0
 
 
 def forgive_own_sleep(change: Change) -> None:
-    """After a gap in our own ticks, grant replicas and lease holders as much time."""
+    """After a gap in our own ticks, grant replicas and the owners of leases as much time."""
     gap = change.now - change.state.tick_at
     change.state = replace(change.state, tick_at=change.now)
     if not ASLEEP_SECONDS < gap < float("inf"):

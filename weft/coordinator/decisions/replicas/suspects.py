@@ -29,7 +29,7 @@ def suspect(change: Change, transfer: Transfer, replica_id: str, why: str) -> No
     """Let a replica take no part in transfers until it has answered a probe.
 
     Args:
-        transfer: Which it held up.
+        transfer: The one that it stalled.
     """
     replica = change.state.replicas.get(replica_id)
     if replica is None or replica.suspect is not None:

@@ -36,7 +36,7 @@ class Settings:
     stall_seconds: float = 10.0
     """How long a member of a transfer may owe the next step without a word."""
     sender_stall_seconds: float = 60.0
-    """The same of a trainer, where another transfer waits for a replica that it holds."""
+    """The same of a trainer, where another transfer waits for a replica that it occupies."""
     max_transfer_seconds: float = 3600.0
     """Longest that a push may take once it is its turn."""
     clone_interruptions: int = 3
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class TrainerProcess:
-    """The process that holds a lease, as it says; see ``weft.v1.TrainerProcess``."""
+    """The process that owns a lease, as it says; see ``weft.v1.TrainerProcess``."""
 
     host: str = ""
     host_key: str = ""
@@ -71,7 +71,7 @@ UNKNOWN_PROCESS = TrainerProcess()
 
 @dataclass(frozen=True)
 class Lease:
-    """A trainer's hold on a policy until ``expires_at``."""
+    """A trainer's ownership of a policy until ``expires_at``."""
 
     trainer_id: str
     session_id: str
@@ -79,7 +79,7 @@ class Lease:
     expires_at: float
     process: TrainerProcess = UNKNOWN_PROCESS
     num_renewals: int = 0
-    """Grows with each sign of life of its holder."""
+    """Grows with each sign of life of its owner."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class State:
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
     """When to look next for versions to retire."""
-    settled_at: float = float("-inf")
+    restart_over_at: float = float("-inf")
     """When replicas that were there before a restart have registered, or are lost."""
     tick_at: float = float("-inf")
     """When the last tick was."""
@@ -187,8 +187,8 @@ class State:
     """When to repeat those orders."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
-    plan_at: float = float("-inf")
-    """When the end of a clone may next give rise to a plan."""
+    schedule_at: float = float("-inf")
+    """When the end of a clone may next give rise to a schedule."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
     demands: Mapping[str, Demand] = field(default_factory=dict)

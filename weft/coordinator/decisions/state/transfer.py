@@ -136,8 +136,8 @@ class Transfer:
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
-    holding: frozenset[str] = frozenset()
-    """Replicas of these that have not answered yet whether they hold requests still."""
+    pausing: frozenset[str] = frozenset()
+    """Replicas of these that have not answered yet that they have paused generation."""
     watch: Watch = field(default_factory=Watch)
     """What the ranks of this epoch say of their work."""
     admitted_at: float = 0.0
@@ -178,7 +178,7 @@ class Transfer:
     """How often a clone was ended for the sake of a push."""
 
     @property
-    def held(self) -> tuple[str, ...]:
+    def occupied(self) -> tuple[str, ...]:
         """Replicas that do nothing else meanwhile; none while it waits. The source of a
         clone is free once all is staged."""
         if self.targets and self.source and self.uncommitted:

@@ -1,7 +1,7 @@
 """Begin: from a trainer's request to a version, a membership and a group.
 
 A begun transfer waits, in the order of begin, until there are enough replicas,
-preflight has passed, and none of its replicas is held by another transfer: of those that
+preflight has passed, and none of its replicas is occupied by another transfer: of those that
 are ready. One that has still to catch up takes part if it is free, else it gets the version
 afterwards; a clone that is not committed does not keep a replica from a push, which ends it
 (see interruptions.py). A policy changes once at a time, even where the replicas concerned differ.

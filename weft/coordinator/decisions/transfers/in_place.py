@@ -1,6 +1,6 @@
 """Replicas that load a base as it comes: they hold one copy, and no room for another.
 
-They are told to when their buffers will soon be full, and hold requests still until their
+They are told to when their buffers will soon be full, and pause generation until their
 switch. The commit point stays where it is: after every rank has reported the same digest, and
 before any replica answers with the new weights. A push that ends sooner is served
 nowhere, as ever; but what has begun to load cannot go back, so its replica is taken out
@@ -34,7 +34,7 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
     """
     ordered = {replica.replica_id}
     change.put_transfer(
-        replace(transfer, loading=transfer.loading | ordered, holding=transfer.holding | ordered)
+        replace(transfer, loading=transfer.loading | ordered, pausing=transfer.pausing | ordered)
     )
     change.emit(
         CallLoad(

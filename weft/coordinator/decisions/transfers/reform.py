@@ -43,7 +43,7 @@ def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure
         return
     failure = next(iter(lost.values()))
     if transfer.errand is not Errand.PUSH:
-        abort.abort(change, transfer, failure)  # a clone is planned anew
+        abort.abort(change, transfer, failure)  # a clone is scheduled anew
         return
     group = change.state.groups[transfer.group_id]
     survivors = [m for m in group.members if m.replica_id not in lost]
@@ -110,7 +110,7 @@ def _reform(
         prepared={},
         staged={},
         watch=Watch(),
-        holding=frozenset(),
+        pausing=frozenset(),
         accusations={},
         judge_at=0.0,
     )

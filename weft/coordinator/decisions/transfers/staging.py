@@ -92,9 +92,9 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
 def load_answered(change: Change, event: events.LoadAnswered) -> None:
     """A replica that cannot load in place, or cannot be told to, is lost to the push."""
     transfer = change.state.transfers.get(event.transfer_id)
-    if transfer and event.replica_id in transfer.holding:
-        holding = transfer.holding - {event.replica_id}
-        transfer = change.put_transfer(replace(transfer, holding=holding))
+    if transfer and event.replica_id in transfer.pausing:
+        pausing = transfer.pausing - {event.replica_id}
+        transfer = change.put_transfer(replace(transfer, pausing=pausing))
     if event.failure and transfer and transfer.uncommitted:
         why = f"{event.replica_id} does not load in place: {event.failure.message}"
         failure = Failure(event.failure.reason, why, {"member": event.replica_id})

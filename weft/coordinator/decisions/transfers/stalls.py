@@ -61,8 +61,8 @@ def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
     num_sent = max(word.bucket if word else 0, *verified.values())
     steps = {}
     for rank, count in verified.items():
-        if rank in transfer.staged or group.member_name(rank) in transfer.holding:
-            continue  # while its engine is told to hold requests still, it can do nothing
+        if rank in transfer.staged or group.member_name(rank) in transfer.pausing:
+            continue  # while its engine is told to pause generation, it can do nothing
         if count >= num_buckets:
             steps[rank] = "stage what it has"
         elif count < num_sent:
@@ -127,7 +127,7 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
             suspects.suspect(change, transfer, transfer.source, failure.message)
             abort.abort(change, transfer, failure)
             return
-        if _sender_holds_up(change, transfer):
+        if _sender_delays_others(change, transfer):
             what = _what(transfer, _SENDER, change.now)
             abort.abort(change, transfer, _failure(transfer.trainer_id, what))
             return
@@ -155,15 +155,15 @@ def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> No
     reform.lose_replicas(change, transfer, lost)
 
 
-def _sender_holds_up(change: Change, transfer: Transfer) -> bool:
+def _sender_delays_others(change: Change, transfer: Transfer) -> bool:
     """Whether a trainer that stalls is given up: it has had its time, and another
-    transfer waits for a replica that it holds."""
+    transfer waits for a replica that it occupies."""
     silence = transfer.watch.silence(_SENDER, change.now)
     if silence < change.state.settings.sender_stall_seconds:
         return False
-    held = set(transfer.held)
+    occupied = set(transfer.occupied)
     return any(
-        not held.isdisjoint(_awaited(change.state, other))
+        not occupied.isdisjoint(_awaited(change.state, other))
         for other in change.state.transfers.values()
         if other.phase is Phase.WAITING
     )

@@ -24,20 +24,20 @@ SLOW_COMMIT_SECONDS = 10.0
 class Turns:
     """The replicas that are taken, as waiting transfers are given their turns.
 
-    ``held`` are those that a transfer under way takes, or that wait for one that goes
+    ``taken`` are those that a transfer under way takes, or that wait for one that goes
     before; ``firm`` the same without clones that a push would end.
     """
 
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
-        self.held: set[str] = set()
+        self.taken: set[str] = set()
         self.firm: set[str] = set()
         self._alone: set[str] = set()
         self._slow: set[str] = set()
         for transfer in state.transfers.values():
-            self.held.update(transfer.held)
+            self.taken.update(transfer.occupied)
             if not is_interruptible(state, transfer, now):
-                self.firm.update(transfer.held)
+                self.firm.update(transfer.occupied)
             if transfer.replica_id and transfer.phase is not Phase.WAITING:
                 self._alone.add(transfer.replica_id)
                 if not transfer.uncommitted and now >= transfer.commit_at + SLOW_COMMIT_SECONDS:
@@ -56,9 +56,9 @@ class Turns:
 
     def take(self, replica_ids: Iterable[str]) -> None:
         """Note replicas that those behind must wait for."""
-        taken = set(replica_ids)
-        self.held |= taken
-        self.firm |= taken
+        more = set(replica_ids)
+        self.taken |= more
+        self.firm |= more
 
     def is_next(self, transfer: Transfer, needed: set[str]) -> bool:
         """Whether an errand of one replica that cannot start now keeps those behind it from

@@ -76,7 +76,7 @@ def _has_reported(change: Change, transfer_id: str, replica_id: str, incarnation
             return
 
 
-def settle(change: Change) -> None:
+def decide(change: Change) -> None:
     """Decide what has become clear, the newest first; cheap where every commit is served."""
     for version, case in sorted(change.state.unserved.items(), key=_version, reverse=True):
         state = change.state

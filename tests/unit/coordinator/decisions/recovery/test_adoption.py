@@ -40,7 +40,7 @@ def pool_of(*replica_ids: str, **changes: Any) -> Machine:
     return machine
 
 
-def settle(machine: Machine, seconds: float = 6.0) -> list[PolicyVersion]:
+def wait_for_adoption(machine: Machine, seconds: float = 6.0) -> list[PolicyVersion]:
     """Time passes, and holders say what they are asked."""
     asked = []
     for _ in range(int(seconds * 4)):
@@ -66,7 +66,7 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
     assert not machine.ever(effects.DescribeHeld), "others may come"
     assert not machine.ever(effects.CallRetire), "nothing is dropped before it is clear"
     assert not ready(machine)
-    asked = settle(machine)
+    asked = wait_for_adoption(machine)
     assert asked[:2] == [BASE_3, MATH_7], "the highest first"
     assert ready(machine) == ["r0"]
     assert machine.state.vector == SERVING
@@ -86,7 +86,7 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
 
 def test_what_was_adopted_is_cloned_rolled_back_and_replaced() -> None:
     machine = pool_of("r0", "r1")
-    settle(machine)
+    wait_for_adoption(machine)
     machine.register("r2")
     machine.pass_time(0.5)
     assert [effect.version for effect in machine.look_ups()] == [BASE_3]
@@ -112,7 +112,7 @@ def test_an_older_copy_of_the_catalog_goes_on_above_what_replicas_hold() -> None
     machine.run_to(Phase.COMMITTED)
     token = machine.state.policies["math"].fencing_token
     serving(machine, "r1", last_generation=3)
-    settle(machine)
+    wait_for_adoption(machine)
     math = machine.state.policies["math"]
     assert (math.served_version, math.versions) == (7, (1, 6, 7))
     assert math.last_version == 1 + LEAP, "7 is below"
@@ -126,7 +126,7 @@ def test_what_another_holds_in_other_bytes_is_in_conflict() -> None:
     machine = pool_of("r0")
     serving(machine, "r1", held=HELD | {"math@7": A})
     machine.acquire("math")
-    settle(machine)
+    wait_for_adoption(machine)
     assert machine.state.vector.adapters["math"].alias == 6, "of this all hold the same"
     assert machine.state.conflicts[MATH_7] == {A: ("r1",), C: ("r0",)}
     assert publish_again_version(machine.state, "math") == 7
@@ -155,7 +155,7 @@ def test_what_another_holds_in_other_bytes_is_in_conflict() -> None:
 
 def test_later_holders_of_other_bytes_drop_them() -> None:
     machine = pool_of("r0")
-    settle(machine)
+    wait_for_adoption(machine)
     serving(machine, "r1", held=HELD | {"math@7": A, "base@3": B})
     replica = machine.state.replicas["r1"]
     assert replica.vector == VersionVector(-1, {"math": AdapterVersions((6,), 0)})
@@ -218,7 +218,7 @@ def test_policies_that_nobody_spoke_of_leap_too() -> None:
     held = {"code@9": A}
     vector = VersionVector(0, {"code": AdapterVersions((9,), 9)})
     machine.register("r1", vector=vector, held=held, last_generation=4)
-    settle(machine)
+    wait_for_adoption(machine)
     assert machine.state.policies["code"].served_version == LEAP + 1, "it was pushed later"
     assert machine.state.policies["code"].versions == (9, LEAP + 1)
 
@@ -262,7 +262,7 @@ def test_what_no_holder_can_describe_is_not_adopted() -> None:
         vector = VersionVector(3, {"math": AdapterVersions((6, 7), 7)})
         machine.says[name] = vector, (2,), frozenset(), held
         machine.pass_time(1.5)
-    settle(machine, 2)
+    wait_for_adoption(machine, 2)
     assert machine.state.policies["base"].served_version == 2, "the highest that is there"
     assert machine.state.policies["math"].versions == (6,)
 
@@ -271,7 +271,7 @@ def test_what_a_spill_directory_holds_is_adopted_and_read() -> None:
     machine = Machine()
     machine.register("r0", spilled=("base@3", "math@7"), held={"base@3+": A, "math@7+": C})
     machine.do(events.ReferenceKnown("f" * 64))
-    settle(machine)
+    wait_for_adoption(machine)
     assert machine.state.vector == VersionVector(3, {"math": AdapterVersions((7,), 7)})
     machine.answer_look_ups()
     (order,) = machine.ever(effects.CallRestore)
@@ -284,7 +284,7 @@ def test_versions_beyond_what_is_kept_are_not_recorded() -> None:
     vector = VersionVector(0, {"math": AdapterVersions(versions, 7)})
     held = {f"math@{n}": bytes([n]) * 8 for n in versions}
     machine.register("r0", vector=vector, held=held)
-    settle(machine)
+    wait_for_adoption(machine)
     assert machine.state.policies["math"].versions == (6, 7)
     machine.pass_time(1)
     (order,) = machine.ever(effects.CallRetire)[:1]
@@ -298,7 +298,7 @@ def test_a_push_that_an_older_copy_of_the_catalog_aborted_is_adopted() -> None:
     machine.do(events.ReleasePolicy(0, "math", machine.tokens["math"]))
     vector = VersionVector(0, {"math": AdapterVersions((1,), 1)})
     machine.register("r1", vector=vector, held={"math@1": A})
-    settle(machine)
+    wait_for_adoption(machine)
     record = machine.record(PolicyVersion("math", 1))
     assert record is not None
     assert (record.state, record.request_id) == (VersionState.COMMITTED, f"q{begun}")

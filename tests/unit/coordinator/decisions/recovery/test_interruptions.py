@@ -70,7 +70,7 @@ def test_a_push_ends_a_clone_that_is_not_committed_and_takes_its_target_along(fa
     assert group in [e.group_id for e in m.ever(effects.DropGroup)]
     assert not m.ever(effects.CallDiscard), "what was verified is kept"
     assert not [e for e in m.ever(effects.SendAbort) if e.transfer_id == f"t{clone}"]
-    assert (m.transfer(clone).phase, m.transfer(clone).held) == (Phase.WAITING, ())
+    assert (m.transfer(clone).phase, m.transfer(clone).occupied) == (Phase.WAITING, ())
 
 
 def test_a_clone_goes_on_after_the_push_from_what_was_verified() -> None:
@@ -141,7 +141,7 @@ def test_nobody_waits_for_a_slow_answer_to_the_commit_of_a_clone() -> None:
     group = m.transfer(clone).group_id
     m.stage_all(clone)
     assert m.transfer(clone).phase is Phase.COMMITTING
-    assert m.transfer(clone).held == ("r1",), "its source is free"
+    assert m.transfer(clone).occupied == ("r1",), "its source is free"
     assert group not in m.state.groups
     push = m.begin("math")
     assert m.transfer(push).targets == ("r0",)
@@ -302,7 +302,7 @@ def test_quarantine_ends_clones_from_and_to_a_replica_at_once(name: str) -> None
     order = OutOfService(Standing.QUARANTINED, "it answers nonsense")
     m.do(events.TakeOutOfService(0, name, order))
     assert m.transfer(clone).phase is Phase.ABORTED
-    assert not [t for t in m.state.transfers.values() if t.held]
+    assert not [t for t in m.state.transfers.values() if t.occupied]
     assert [e.replica_id for e in m.found(effects.CallDiscard)] == ["r1"]
 
 

@@ -101,7 +101,7 @@ def test_what_is_rolled_forward_waits_for_its_turn() -> None:
     (call,) = [c for c in m.found(effects.CallCommit) if c.version == record.version]
     assert (call.transfer_id, call.replica_id) == (f"t{ticket}", "r0")
     m.begin("code", request_id="later")
-    assert "r0" in {t for x in m.state.transfers.values() for t in x.held}
+    assert "r0" in {t for x in m.state.transfers.values() for t in x.occupied}
     m.do(events.CommitAnswered(f"t{ticket}", "r0", "i1", None, 0.0, LOAD_FAILED))
     _beat(m, "r0", {f"t{ticket}": record})  # refused: it is not offered again
     assert not m.found(effects.CallCommit)

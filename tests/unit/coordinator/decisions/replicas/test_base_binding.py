@@ -58,7 +58,7 @@ def test_what_was_ever_pushed_binds_until_an_operator_says_otherwise() -> None:
 
 def test_after_a_restart_replicas_are_given_time_to_register() -> None:
     m = Machine()
-    m.state = replace(m.state, fingerprint=WRONG, architecture="Wrong", settled_at=m.now + 6)
+    m.state = replace(m.state, fingerprint=WRONG, architecture="Wrong", restart_over_at=m.now + 6)
     assert m.error(m.register("r0")).reason == "BASE_MISMATCH"
     assert m.error(_rebind(m, WRONG)).reason == "REPLICAS_IN_CONTACT"
     m.now += 6
