@@ -13,7 +13,7 @@ from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import is_routable
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import Errand, Phase
+from weft.coordinator.decisions.state.values import Phase, Purpose
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SLACK_SECONDS = 3.0
 #: For a replica that is in contact: calls and answers that are lost and late, a few times.
 _ENFORCED_SECONDS = 15.0
-_CHANGES = (Errand.PUSH, Errand.ROLLBACK)
+_CHANGES = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
 def out_of_transfers(state: State, replica: Replica) -> bool:
@@ -97,7 +97,7 @@ class OperatorChecks:
         """A policy changes once at a time."""
         under_way: dict[str, str] = {}
         for transfer in state.transfers.values():
-            if transfer.errand not in _CHANGES or transfer.phase is Phase.WAITING:
+            if transfer.purpose not in _CHANGES or transfer.phase is Phase.WAITING:
                 continue
             other = under_way.setdefault(transfer.policy, transfer.transfer_id)
             if other != transfer.transfer_id:
@@ -106,7 +106,7 @@ class OperatorChecks:
     def _check_clones(self, state: State) -> None:
         """None goes on to a replica that is out of service, or from one that is quarantined."""
         for transfer in state.transfers.values():
-            if transfer.errand is not Errand.CLONE or not transfer.uncommitted:
+            if transfer.purpose is not Purpose.CLONE or not transfer.uncommitted:
                 continue
             for name in transfer.occupied:
                 replica = state.replicas[name]

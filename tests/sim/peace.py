@@ -27,7 +27,7 @@ def left_over(world: World) -> Iterator[str]:
         yield f"{sorted(world.catalog.out_of_service)} are out of service"
     left = {
         "transfers": [
-            (t.transfer_id, t.errand.name, t.phase.name) for t in state.transfers.values()
+            (t.transfer_id, t.purpose.name, t.phase.name) for t in state.transfers.values()
         ],
         "waiting calls": [
             ticket

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tests.sim.lease_checks import fail
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import Errand, Phase
+from weft.coordinator.decisions.state.values import Phase, Purpose
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push
@@ -64,13 +64,13 @@ class StallChecks:
 
     def _check_trainer(self, state: State, transfer: Transfer) -> None:
         trainer = self._world.trainers.get(transfer.trainer_id)
-        if trainer is None or transfer.errand is not Errand.PUSH:
+        if trainer is None or transfer.purpose is not Purpose.PUSH:
             return
         others_wait = [
             other.transfer_id
             for other in state.transfers.values()
             if other.phase is Phase.WAITING
-            and other.errand is Errand.PUSH
+            and other.purpose is Purpose.PUSH
             and self._world.clock.now - other.begin_at > _SLACK_SECONDS
         ]
         longest = self._world.settings.sender_stall_seconds + _SLACK_SECONDS

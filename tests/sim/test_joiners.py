@@ -11,7 +11,7 @@ from tests.sim.replica import Kind
 from tests.sim.trainer import SimTrainer
 from tests.sim.world import World
 from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.values import Errand, Standing
+from weft.coordinator.decisions.state.values import Purpose, Standing
 
 #: Pushes under way when a replica comes, and when the clone of its base has its turn.
 _MORE_PUSHES = 5
@@ -77,7 +77,7 @@ def test_between_the_pushes_of_one_trainer_a_clone_ends_after_three(seed: int) -
     (base,) = [
         t
         for t in world.coordinator.state.history.values()
-        if t.errand is Errand.CLONE and t.policy == "base"
+        if t.purpose is Purpose.CLONE and t.policy == "base"
     ]
     assert base.num_interruptions <= world.settings.clone_interruptions
 

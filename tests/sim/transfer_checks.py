@@ -10,7 +10,7 @@ from weft.contract.names import BASE_POLICY, is_replica_sender
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import ContentDigest, Errand, Phase
+from weft.coordinator.decisions.state.values import ContentDigest, Phase, Purpose
 
 if TYPE_CHECKING:
     from tests.sim.receiver import Receiver
@@ -97,7 +97,7 @@ class TransferChecks:
     def _check_rollbacks(self, before: State, state: State) -> None:
         """The pool goes back to a base only if it goes on serving."""
         for transfer in state.transfers.values():
-            if transfer.errand is not Errand.ROLLBACK or transfer.phase is not Phase.COMMITTING:
+            if transfer.purpose is not Purpose.ROLLBACK or transfer.phase is not Phase.COMMITTING:
                 continue
             old = before.transfers.get(transfer.transfer_id)
             if transfer.policy != BASE_POLICY or (old and old.phase is Phase.COMMITTING):
@@ -114,12 +114,12 @@ class TransferChecks:
         rollbacks = [
             transfer
             for transfer in (*new, *state.transfers.values())
-            if transfer.errand is Errand.ROLLBACK and transfer.phase >= Phase.COMMITTING
+            if transfer.purpose is Purpose.ROLLBACK and transfer.phase >= Phase.COMMITTING
         ]
         for ended in new:
             version = ended.policy_version
             others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
-            if ended.errand is not Errand.ROLLBACK or not ended.failure or others:
+            if ended.purpose is not Purpose.ROLLBACK or not ended.failure or others:
                 continue  # or another one began in the same step
             stands = state.policies[version.policy].served_version == version.version
             followers = [

@@ -30,7 +30,7 @@ from weft.coordinator.decisions.replicas import (
 from weft.coordinator.decisions.replicas.replica_state import reachable
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import (
     abort,
     admission,
@@ -215,7 +215,7 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
 def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
     """Whether it is a push of that policy under that token: each policy counts its own."""
     given = (event.policy, event.fencing_token)
-    return transfer.errand is Errand.PUSH and given == (transfer.policy, transfer.fencing_token)
+    return transfer.purpose is Purpose.PUSH and given == (transfer.policy, transfer.fencing_token)
 
 
 def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:

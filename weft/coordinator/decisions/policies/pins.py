@@ -30,7 +30,7 @@ from weft.coordinator.decisions.policies.rollback import (
 )
 from weft.coordinator.decisions.state.pool import Policy, State, num_retained
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, PolicyKind
+from weft.coordinator.decisions.state.values import PolicyKind, Purpose
 
 #: Most versions of one adapter that are kept by their number.
 MAX_RETAINED = 1000
@@ -130,7 +130,7 @@ def _may_return(state: State, version: PolicyVersion) -> bool:
 
 
 def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
-    pushed = transfer.errand is Errand.PUSH and transfer.policy_version == version
+    pushed = transfer.purpose is Purpose.PUSH and transfer.policy_version == version
     return pushed and may_be_undone(transfer)
 
 

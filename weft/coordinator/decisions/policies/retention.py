@@ -11,7 +11,7 @@ from weft.coordinator.decisions.replicas.holdings import counted, mistaken_adapt
 from weft.coordinator.decisions.state.pool import Policy, Settings, State, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Phase, PolicyKind
+from weft.coordinator.decisions.state.values import Phase, PolicyKind, Purpose
 
 EVERY_SECONDS = 1.0
 
@@ -27,7 +27,7 @@ def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
         if transfer.policy == policy.name and may_be_undone(transfer):
-            brought = {transfer.version} if transfer.errand is Errand.PUSH else set()
+            brought = {transfer.version} if transfer.purpose is Purpose.PUSH else set()
             versions = tuple(v for v in policy.versions if v not in brought)
             before = replace(policy, versions=versions, served_version=transfer.replaced_version)
             kept |= kept_versions(before, state.settings)

@@ -33,11 +33,11 @@ from weft.coordinator.decisions.state.pool import Policy, State
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
-    Errand,
     Failure,
     Layout,
     Phase,
     PolicyKind,
+    Purpose,
     VersionRecord,
     VersionState,
 )
@@ -80,7 +80,7 @@ def ask(change: Change, event: events.Rollback) -> None:
             answer_by=event.answer_by,
             version=version.version,
             begin_tickets=(event.ticket,),
-            errand=Errand.ROLLBACK,
+            purpose=Purpose.ROLLBACK,
         )
     )
 

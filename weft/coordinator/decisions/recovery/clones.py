@@ -36,10 +36,10 @@ from weft.coordinator.decisions.state.replica import Replica, held_versions, hol
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
-    Errand,
     Failure,
     Phase,
     PolicyKind,
+    Purpose,
 )
 from weft.coordinator.decisions.transfers import abort, reform
 from weft.coordinator.decisions.transfers.discard import discard
@@ -69,12 +69,12 @@ def schedule(change: Change) -> None:
         if replica.lost or ids in occupied or ids in served or ids in state.lookups:
             continue
         wanted = wants(state, replica)
-        if replica.setbacks.keys() - set(wanted):
-            left = {v: s for v, s in replica.setbacks.items() if v in wanted}
-            replica = replace(replica, setbacks=left)
+        if replica.backoffs.keys() - set(wanted):
+            left = {v: b for v, b in replica.backoffs.items() if v in wanted}
+            replica = replace(replica, backoffs=left)
             change.put_replica(replica)
         for version in wanted:
-            if version in replica.setbacks and change.now < replica.setbacks[version].retry_at:
+            if version in replica.backoffs and change.now < replica.backoffs[version].retry_at:
                 continue
             if free is None:
                 free = _free_holders(state, taken)
@@ -120,8 +120,8 @@ def _choose(
     """
     if holds(replica, version):
         return replica
-    setback = replica.setbacks.get(version)
-    failed = setback.source if setback else ""
+    backed_off = replica.backoffs.get(version)
+    failed = backed_off.source if backed_off else ""
     best = min(
         (r for r in holders if r.replica_id not in taken),
         key=lambda r: (
@@ -178,7 +178,7 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
             answer_by=float("inf"),
             version=event.version.version,
             content_digest=record.content_digest,
-            errand=Errand.RESTORE if own else Errand.CLONE,
+            purpose=Purpose.RESTORE if own else Purpose.CLONE,
             source="" if own else event.source_id,
             replica_id=event.replica_id,
         )
@@ -191,8 +191,7 @@ def _backend(source: Replica, replica: Replica) -> str | None:
 
 
 def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
-    """Start an errand for one replica if it is its turn; drop it if it is not wanted
-    any more.
+    """Start a clone or a restore if it is its turn; drop it if it is not wanted any more.
 
     Returns:
         The replicas that those behind it must wait for.
@@ -209,9 +208,9 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
         or source.suspect is not None
         or state.is_quarantined(source.replica_id)
         or version not in wants(state, replica)
-        or (transfer.errand is Errand.CLONE and not takes_clones(state, replica))
+        or (transfer.purpose is Purpose.CLONE and not takes_clones(state, replica))
         or not (
-            transfer.leftover
+            transfer.staged_by
             or holds(source, version)
             or (source is replica and version in replica.spilled)
         )
@@ -225,7 +224,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
     needed = {replica.replica_id, source.replica_id}
     if turns.taken & needed:
         return needed if turns.is_next(transfer, needed) else set()
-    if transfer.errand is Errand.CLONE:
+    if transfer.purpose is Purpose.CLONE:
         _start_clone(change, transfer, source, replica)
     else:
         _restore(change, transfer, replica)
@@ -311,9 +310,9 @@ def _order_to_restore(
     if holds(replica, version):
         return CallSwitch(transfer.transfer_id, ids, replica.incarnation, replica.address, version)
     assert transfer.content_digest is not None
-    if transfer.leftover:
+    if transfer.staged_by:
         return CallCommit(
-            transfer.leftover,
+            transfer.staged_by,
             ids,
             replica.incarnation,
             replica.address,
@@ -393,7 +392,7 @@ def end(change: Change, transfer: Transfer) -> None:
     )
     change.end_transfer(ended)
     version, replica_id = transfer.policy_version, transfer.replica_id
-    what = "clone" if transfer.errand is Errand.CLONE else "restore"
+    what = "clone" if transfer.purpose is Purpose.CLONE else "restore"
     if failure:
         backoff.note(change, replica_id, version, transfer.source, failure)
         text = f"{version} at {replica_id}: {failure.message} [{failure.reason}]"

@@ -15,14 +15,14 @@ from weft.coordinator.decisions.recovery.needs import takes_clones, wants
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, in_place
 
 
 def goes_first(state: State, transfer: Transfer, now: float) -> bool:
     """Whether a clone goes before pushes, and is not ended by one."""
     settings = state.settings
-    return transfer.errand is Errand.CLONE and (
+    return transfer.purpose is Purpose.CLONE and (
         transfer.num_interruptions >= settings.clone_interruptions
         or now - transfer.begin_at >= settings.clone_patience_seconds
     )
@@ -31,7 +31,7 @@ def goes_first(state: State, transfer: Transfer, now: float) -> bool:
 def is_interruptible(state: State, transfer: Transfer, now: float) -> bool:
     """Whether a push or a rollback ends this transfer rather than wait for it."""
     under_way = transfer.phase is not Phase.WAITING and transfer.uncommitted
-    is_clone = transfer.errand is Errand.CLONE
+    is_clone = transfer.purpose is Purpose.CLONE
     return is_clone and under_way and not goes_first(state, transfer, now)
 
 
@@ -45,7 +45,7 @@ def interrupt_on(change: Change, replica_ids: set[str], by: Transfer) -> None:
 
 
 def _interrupt(change: Change, transfer: Transfer, by: Transfer) -> None:
-    what = "rollback" if by.errand is Errand.ROLLBACK else "push"
+    what = "rollback" if by.purpose is Purpose.ROLLBACK else "push"
     why = f"a {what} of {by.policy} goes first"
     abort.close_group(change, transfer.group_id, f"{why}; the clone goes on after it")
     failure = Failure("TRANSFER_ABORTED", why)
@@ -85,7 +85,7 @@ def end_unwanted(change: Change) -> None:
     """
     for transfer in list(change.state.transfers.values()):
         if (
-            transfer.errand is Errand.CLONE
+            transfer.purpose is Purpose.CLONE
             and transfer.uncommitted
             and transfer.phase is not Phase.WAITING
             and (change.touched_all or not change.touched.isdisjoint(transfer.occupied))

@@ -9,7 +9,7 @@ from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
 
 
 def lacks(state: State, replica: Replica) -> list[str]:
@@ -23,10 +23,10 @@ def lacks(state: State, replica: Replica) -> list[str]:
     lacking = state.vector.missing_from(replica.vector)
     lacking += [str(v) for h in mistaken_adapters(replica) if str(v := h.version) not in lacking]
     for transfer in state.transfers.values():
-        if transfer.errand is Errand.CLONE and replica.replica_id in transfer.loading:
+        if transfer.purpose is Purpose.CLONE and replica.replica_id in transfer.loading:
             lacking = sorted({*lacking, str(transfer.policy_version)})
         elif replica.replica_id in transfer.switching:
-            if transfer.errand in _FORWARD:
+            if transfer.purpose in _FORWARD:
                 lacking = [name for name in lacking if name != str(transfer.policy_version)]
             else:
                 served = state.policies[transfer.policy].served_version
@@ -37,14 +37,14 @@ def lacks(state: State, replica: Replica) -> list[str]:
 
 
 #: What serves the pool's version as soon as it ends; others only repair one replica.
-_FORWARD = (Errand.PUSH, Errand.ROLLBACK)
+_FORWARD = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
 def is_changing(state: State, policy: str) -> bool:
     """Whether a push or a rollback of a policy is under way, whichever replicas are
     concerned: the next one would decide without knowing how it ends."""
     return any(
-        t.policy == policy and t.errand in _FORWARD and t.phase is not Phase.WAITING
+        t.policy == policy and t.purpose in _FORWARD and t.phase is not Phase.WAITING
         for t in state.transfers.values()
     )
 
@@ -113,13 +113,13 @@ def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
-            own = "what it has staged" if transfer.leftover else _own(replica, version)
+            own = "what it has staged" if transfer.staged_by else _own(replica, version)
             return f", which comes from {transfer.source or own}"
     if version in state.copies and not takes_clones(state, replica):
         return ", which it is sent when it is put back into service"
-    setback = replica.setbacks.get(version)
-    if setback:
-        return f", which could not be brought yet, it is tried again: {setback.why}"
+    backoff = replica.backoffs.get(version)
+    if backoff:
+        return f", which could not be brought yet, it is tried again: {backoff.why}"
     if version in (held.version for held in mistaken_adapters(replica)):
         return ", for it has other bytes under that number, and drops them"
     if version.policy in state.unrecorded_since:

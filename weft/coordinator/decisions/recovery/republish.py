@@ -10,7 +10,7 @@ from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.recovery.needs import wants, who_publishes
-from weft.coordinator.decisions.state.pool import Demand, State
+from weft.coordinator.decisions.state.pool import Republish, State
 from weft.coordinator.decisions.state.replica import holds
 
 
@@ -21,23 +21,23 @@ def watch(change: Change) -> None:
     """
     state = change.state
     lost = _lost(state)
-    if not lost and not state.demands:
+    if not lost and not state.republish:
         return
-    demands = {}
+    republish = {}
     for policy, version in lost.items():
-        demand = state.demands.get(policy)
-        if demand is None or demand.version != version:
-            demand = Demand(version, change.now)
-        waited = change.now - demand.since
-        if not demand.is_asked and waited >= state.settings.publish_again_after_seconds:
-            demand = replace(demand, is_asked=True)
+        wanted = state.republish.get(policy)
+        if wanted is None or wanted.version != version:
+            wanted = Republish(version, change.now)
+        waited = change.now - wanted.since
+        if not wanted.is_asked and waited >= state.settings.publish_again_after_seconds:
+            wanted = replace(wanted, is_asked=True)
             change.announce(
                 "publish_again_wanted",
                 str(PolicyVersion(policy, version)),
                 f"no replica in contact holds it: {who_publishes(state, policy)}",
             )
-        demands[policy] = demand
-    change.state = replace(state, demands=demands)
+        republish[policy] = wanted
+    change.state = replace(state, republish=republish)
 
 
 def _lost(state: State) -> dict[str, int]:
@@ -64,8 +64,8 @@ def _lost(state: State) -> dict[str, int]:
 
 def publish_again_version(state: State, policy: str) -> int:
     """The version that a policy's owner is asked to replace; 0 for none."""
-    demand = state.demands.get(policy)
-    lost = demand.version if demand and demand.is_asked else 0
+    wanted = state.republish.get(policy)
+    lost = wanted.version if wanted and wanted.is_asked else 0
     return max((lost, *conflicts(state, policy)))
 
 

@@ -17,9 +17,9 @@ from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft.coordinator.decisions.state.values import (
-    Errand,
     Layout,
     PolicyKind,
+    Purpose,
     VersionRecord,
     VersionState,
 )
@@ -28,7 +28,7 @@ from weft.coordinator.decisions.state.values import (
 def restore_or_discard(
     change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]
 ) -> None:
-    """Have each leftover of a replica switched to, as its turn comes, or discarded.
+    """Have what a replica has staged switched to, as its turn comes, or discarded.
 
     Repeated with every heartbeat until it is gone; both orders are idempotent.
     """
@@ -47,7 +47,7 @@ def restore_or_discard(
 
 
 def restore_id(transfer_id: str, replica_id: str) -> str:
-    """What the switch of one replica to a leftover is named: each waits for its turn."""
+    """What the switch of one replica to what it has staged is named: each waits for its turn."""
     return f"{transfer_id}.{replica_id}"
 
 
@@ -72,9 +72,9 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
         answer_by=float("inf"),
         version=version.version,
         content_digest=digest,
-        errand=Errand.RESTORE,
+        purpose=Purpose.RESTORE,
         replica_id=replica.replica_id,
-        leftover=record.transfer_id,
+        staged_by=record.transfer_id,
     )
 
 

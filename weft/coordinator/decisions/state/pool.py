@@ -118,13 +118,14 @@ class FitKey:
 
 
 @dataclass(frozen=True)
-class Demand:
-    """A served version that a replica lacks and no replica in contact can bring."""
+class Republish:
+    """A served version that a replica lacks and no replica in contact can bring: its owner
+    is asked to publish it again."""
 
     version: int
     since: float
     is_asked: bool = False
-    """Whether its owner is asked to publish again."""
+    """Whether the owner is asked already: a lack must last a while."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class State:
     """When the end of a clone may next give rise to a schedule."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
-    demands: Mapping[str, Demand] = field(default_factory=dict)
+    republish: Mapping[str, Republish] = field(default_factory=dict)
     """By policy."""
     unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
     """Committed versions that nobody is known to serve. Bounded; not durable."""

@@ -13,8 +13,8 @@ from weft.coordinator.decisions.state.values import HeldVersion, Standing
 
 
 @dataclass(frozen=True)
-class Setback:
-    """A version that could not be brought to a replica."""
+class Backoff:
+    """A version that could not be brought to a replica, and is retried."""
 
     count: int
     retry_at: float
@@ -92,7 +92,7 @@ class Replica:
     """Whether watchers of the routes see it."""
     retained: tuple[int, ...] = ()
     """Versions of the base that it holds a copy of, last used first."""
-    setbacks: Mapping[PolicyVersion, Setback] = field(default_factory=dict)
+    backoffs: Mapping[PolicyVersion, Backoff] = field(default_factory=dict)
     """What could not be brought to it yet."""
     spilled: frozenset[PolicyVersion] = frozenset()
     """Versions that lie in its spill directory."""

@@ -13,11 +13,11 @@ from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
-    Errand,
     Failure,
     Layout,
     Phase,
     PolicyKind,
+    Purpose,
 )
 
 
@@ -165,13 +165,13 @@ class Transfer:
     judge_at: float = 0.0
     begin_tickets: tuple[int, ...] = ()
     await_tickets: tuple[int, ...] = ()
-    errand: Errand = Errand.PUSH
+    purpose: Purpose = Purpose.PUSH
     source: str = ""
     """The replica that sends a clone."""
     replica_id: str = ""
     """The replica that a clone or a restore is for."""
-    leftover: str = ""
-    """The transfer of a former coordinator whose staged bytes a restore switches to."""
+    staged_by: str = ""
+    """The transfer of a former coordinator that staged what a restore switches to."""
     ordered_under: int = 0
     """What its policy served when the replica of a clone or a restore was told to switch."""
     num_interruptions: int = 0

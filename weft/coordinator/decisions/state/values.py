@@ -54,7 +54,7 @@ class Phase(enum.IntEnum):
     ABORTED = 5
 
 
-class Errand(enum.IntEnum):
+class Purpose(enum.IntEnum):
     """What a transfer is for."""
 
     PUSH = 0

@@ -8,7 +8,7 @@ from weft.coordinator.decisions.effects import DropGroup, SaveVersion, SendAbort
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase, VersionState
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, VersionState
 from weft.coordinator.decisions.transfers import in_place
 from weft.coordinator.decisions.transfers.discard import discard
 
@@ -35,7 +35,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
         await_tickets=(),
     )
     change.end_transfer(ended)
-    if transfer.errand is not Errand.PUSH:
+    if transfer.purpose is not Purpose.PUSH:
         backoff.note(change, transfer.replica_id, transfer.policy_version, transfer.source, failure)
     else:
         _record(change, ended)
@@ -44,7 +44,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     discard(change, transfer.transfer_id, transfer.targets)
     in_place.abandon(change, transfer, transfer.targets, failure)
     change.announce(
-        "clone_failed" if transfer.errand is Errand.CLONE else "transfer_aborted",
+        "clone_failed" if transfer.purpose is Purpose.CLONE else "transfer_aborted",
         transfer.transfer_id,
         f"{transfer.policy_version}: {failure.message} [{failure.reason}]",
     )

@@ -45,7 +45,7 @@ from weft.coordinator.decisions.state.pool import Lease, Policy, State
 from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
-from weft.coordinator.decisions.state.values import Errand, Phase, PolicyKind, VersionState
+from weft.coordinator.decisions.state.values import Phase, PolicyKind, Purpose, VersionState
 from weft.coordinator.decisions.transfers import abort, preflight, reform, staging, stalls
 from weft.coordinator.decisions.transfers.turns import Turns
 
@@ -130,7 +130,7 @@ def _check(state: State, event: events.BeginTransfer, policy: Policy) -> None:
             reason="MANIFEST_UNKNOWN",
         )
     under_way = sum(
-        t.policy == policy.name and t.errand is Errand.PUSH for t in state.transfers.values()
+        t.policy == policy.name and t.purpose is Purpose.PUSH for t in state.transfers.values()
     )
     if under_way >= MAX_TRANSFERS_PER_POLICY:
         raise CapacityError(
@@ -177,8 +177,8 @@ def admit(change: Change) -> None:
         PolicyKind.BASE: reachable(change.state),
     }
     for transfer in turns.waiting():
-        if transfer.errand is not Errand.PUSH:
-            take = rollback.admit if transfer.errand is Errand.ROLLBACK else clones.admit
+        if transfer.purpose is not Purpose.PUSH:
+            take = rollback.admit if transfer.purpose is Purpose.ROLLBACK else clones.admit
             turns.take(take(change, transfer, turns))
             continue
         replicas = takers[transfer.kind]

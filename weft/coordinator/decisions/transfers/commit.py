@@ -26,10 +26,10 @@ from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
-    Errand,
     Failure,
     Phase,
     PolicyKind,
+    Purpose,
     VersionState,
 )
 from weft.coordinator.decisions.transfers import abort, unserved
@@ -40,7 +40,7 @@ from weft.coordinator.decisions.transfers.refusals import all_definite, is_dirty
 
 def commit(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
     """The commit point: one durable write, and only then are replicas told."""
-    if transfer.errand is Errand.CLONE:
+    if transfer.purpose is Purpose.CLONE:
         clones.commit_clone(change, transfer, digest)
         return
     policy = change.state.policies[transfer.policy]
@@ -154,10 +154,10 @@ def note_commit_answer(
 
 
 def _end(change: Change, transfer: Transfer) -> None:
-    if transfer.errand is Errand.ROLLBACK:
+    if transfer.purpose is Purpose.ROLLBACK:
         rollback.end(change, transfer)
         return
-    if transfer.errand is not Errand.PUSH:
+    if transfer.purpose is not Purpose.PUSH:
         clones.end(change, transfer)
         return
     ended = replace(

@@ -23,7 +23,7 @@ from weft.coordinator.decisions.effects import (
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, in_place
 
 
@@ -42,7 +42,7 @@ def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure
     if transfer.phase is Phase.WAITING:
         return
     failure = next(iter(lost.values()))
-    if transfer.errand is not Errand.PUSH:
+    if transfer.purpose is not Purpose.PUSH:
         abort.abort(change, transfer, failure)  # a clone is scheduled anew
         return
     group = change.state.groups[transfer.group_id]

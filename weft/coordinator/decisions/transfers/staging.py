@@ -15,7 +15,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import SendPrepare, SendStart
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import ContentDigest, Errand, Failure, Phase
+from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, in_place, reform
 from weft.coordinator.decisions.transfers.commit import commit
 
@@ -203,6 +203,6 @@ def _deadline(state: State, transfer: Transfer) -> Failure:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     longest = state.settings.max_transfer_seconds
     why = "the push's time was up"
-    if transfer.errand is Errand.PUSH and transfer.deadline >= transfer.admitted_at + longest:
+    if transfer.purpose is Purpose.PUSH and transfer.deadline >= transfer.admitted_at + longest:
         why = f"the push took longer than the coordinator's --max-transfer-seconds ({longest:g})"
     return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})

@@ -35,7 +35,7 @@ from weft.coordinator.decisions.replicas.replica_state import reachable
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, reform
 
 _SENDER = 0
@@ -122,7 +122,7 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
     ranks = stalled(transfer, group, change.now, settings.stall_seconds)
     if _SENDER in ranks:
         ranks.remove(_SENDER)
-        if transfer.errand is not Errand.PUSH:
+        if transfer.purpose is not Purpose.PUSH:
             failure = _failure(transfer.source, _what(transfer, _SENDER, change.now))
             suspects.suspect(change, transfer, transfer.source, failure.message)
             abort.abort(change, transfer, failure)

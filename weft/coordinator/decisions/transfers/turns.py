@@ -14,7 +14,7 @@ from weft.coordinator.decisions.recovery.needs import is_joining
 from weft.coordinator.decisions.state.pool import State
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Phase
+from weft.coordinator.decisions.state.values import Phase, Purpose
 
 #: A clone or restore that a replica takes longer to switch to keeps no push waiting, even
 #: where the replica is ready: of the versions beside those that it must serve.
@@ -47,7 +47,7 @@ class Turns:
         """The transfers that wait, in the order of their turns."""
 
         def place(transfer: Transfer) -> int:
-            if transfer.errand is not Errand.CLONE:
+            if transfer.purpose is not Purpose.CLONE:
                 return 1
             return 0 if goes_first(self._state, transfer, self._now) else 2
 
@@ -61,10 +61,10 @@ class Turns:
         self.firm |= more
 
     def is_next(self, transfer: Transfer, needed: set[str]) -> bool:
-        """Whether an errand of one replica that cannot start now keeps those behind it from
+        """Whether a clone or a restore that cannot start now keeps those behind it from
         what it needs: not by waiting for what a push ends, and a clone not while its own
         target is busy with something else."""
-        if transfer.errand is Errand.CLONE:
+        if transfer.purpose is Purpose.CLONE:
             first = goes_first(self._state, transfer, self._now)
             return first and transfer.replica_id not in self._alone
         return bool(self.firm & needed)

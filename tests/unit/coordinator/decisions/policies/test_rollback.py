@@ -11,7 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.state.pool import State
-from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
 
@@ -155,7 +155,7 @@ def test_its_turn_may_not_come_in_time_or_nobody_may_wait_for_it() -> None:
     m.do(events.CallerGone(gone))
     m.pass_time(2)
     assert m.error(late).reason == "DEADLINE"
-    assert not [t for t in m.state.transfers.values() if t.errand is Errand.ROLLBACK]
+    assert not [t for t in m.state.transfers.values() if t.purpose is Purpose.ROLLBACK]
     assert m.state.vector.adapters["math"].alias == 2
 
 
@@ -179,7 +179,7 @@ def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None
     assert _standing(m, "r1")[0] is Standing.QUARANTINED
     m.do(events.Tick())
     (restore,) = m.answer_look_ups()
-    assert m.transfer(restore).errand is Errand.RESTORE
+    assert m.transfer(restore).purpose is Purpose.RESTORE
     m.answer_commit(restore, "r1")
     assert _standing(m, "r1") == (Standing.READY, "")
 

@@ -23,7 +23,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Errand, Failure, Phase, Standing
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, Standing
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
@@ -33,8 +33,8 @@ def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
     while standing_of(m, "r1")[0] is not Standing.READY:
         ticket = next_clone(m)
         transfer = m.transfer(ticket)
-        assert (transfer.errand, transfer.source, transfer.targets) == (
-            Errand.CLONE,
+        assert (transfer.purpose, transfer.source, transfer.targets) == (
+            Purpose.CLONE,
             "r0",
             ("r1",),
         )
@@ -254,7 +254,7 @@ def test_who_leaves_ends_the_clone(who: str) -> None:
     ticket = next_clone(m)
     m.do(events.Leave(5, who, "i1"))
     assert m.transfer(ticket).phase is Phase.ABORTED
-    assert not [t for t in m.state.transfers.values() if t.errand is Errand.CLONE]
+    assert not [t for t in m.state.transfers.values() if t.purpose is Purpose.CLONE]
 
 
 def test_who_leaves_while_it_waits_or_is_looked_up() -> None:

@@ -15,7 +15,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
 from weft.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
 
 LARGE = replace(LAYOUT, num_buckets=8)
@@ -319,7 +319,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     ended = name == "r1"
     assert m.transfer(clone).phase is (Phase.ABORTED if ended else Phase.STAGING)
     m.pass_time(5)
-    busy = [t for t in m.state.transfers.values() if t.errand is Errand.CLONE]
+    busy = [t for t in m.state.transfers.values() if t.purpose is Purpose.CLONE]
     assert bool(busy) is not ended
     if ended:
         assert not m.look_ups(), "nothing else is brought to it"

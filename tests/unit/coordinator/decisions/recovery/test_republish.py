@@ -50,7 +50,7 @@ def test_the_owner_is_asked_once_it_lasts_and_until_it_has_pushed() -> None:
     m.run_to(Phase.COMMITTED, "math")
     m.pass_time(1)
     assert (_told(m, "base"), _told(m, "math")) == (0, 0)
-    assert not m.state.demands
+    assert not m.state.republish
 
 
 def test_who_acquires_the_policy_is_told_at_once() -> None:
@@ -106,7 +106,7 @@ def test_what_is_served_without_a_copy_is_not_asked_for_until_somebody_lacks_it(
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.pass_time(20)
-    assert not m.state.demands
+    assert not m.state.republish
     m.register("r1")
     m.pass_time(20)
     assert _announced(m) == ["base@1"]

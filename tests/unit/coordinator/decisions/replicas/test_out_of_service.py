@@ -14,7 +14,7 @@ from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
     _uncordon(m, "r0")
     m.pass_time(1.0)
     (ticket,) = m.answer_look_ups()
-    assert m.transfer(ticket).errand is Errand.CLONE
+    assert m.transfer(ticket).purpose is Purpose.CLONE
 
 
 def test_a_draining_replica_gets_nothing_new() -> None:

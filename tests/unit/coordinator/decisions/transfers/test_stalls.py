@@ -18,7 +18,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import standing
 from weft.coordinator.decisions.state.progress import Activity, Watch, Word
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Errand, Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
 from weft.coordinator.decisions.transfers.stalls import owed_steps, stalled
 
 # -- who is given up -----------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _clone() -> tuple[Machine, int]:
     m.register("r1")
     m.pass_time(0.25)
     (ticket,) = m.answer_look_ups()
-    assert m.transfer(ticket).errand is Errand.CLONE
+    assert m.transfer(ticket).purpose is Purpose.CLONE
     return m, ticket
 
 

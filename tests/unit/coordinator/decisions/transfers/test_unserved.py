@@ -122,7 +122,7 @@ def test_one_that_is_silent_or_dirty_is_waited_for(policy: str, other: Failure) 
     assert _standings(m)[0] is Standing.READY
     assert not m.ever(effects.SaveRetired)
     m.pass_time(10)
-    assert not m.state.demands or policy == "base"
+    assert not m.state.republish or policy == "base"
 
 
 def test_one_that_serves_it_after_all_ends_the_wait() -> None:
@@ -187,7 +187,7 @@ def test_a_base_that_was_loaded_in_place_does_not_go_back() -> None:
     m.answer_discard(ticket, "r0")
     assert _state(m, "base@2") is VersionState.COMMITTED
     m.pass_time(6)
-    assert m.state.demands["base"].is_asked
+    assert m.state.republish["base"].is_asked
 
 
 def test_a_base_whose_former_version_nobody_has_does_not_go_back() -> None:
@@ -199,7 +199,7 @@ def test_a_base_whose_former_version_nobody_has_does_not_go_back() -> None:
     m.answer_discard(ticket, "r1")
     assert _state(m, "base@1") is VersionState.COMMITTED
     m.pass_time(6)
-    assert m.state.demands["base"].is_asked
+    assert m.state.republish["base"].is_asked
 
 
 @pytest.mark.parametrize("policy", ["math", "base"])
