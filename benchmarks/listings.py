@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.live_groups import Hub
@@ -40,7 +40,7 @@ _MIB = 2**20
 class _Coordinator:
     """Of a coordinator's driver, what its listings ask for."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: PoolState) -> None:
         self.state, self.routes, self.hub = state, RouteFeed(), Hub(lambda event: None)
 
     def now(self) -> float:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from weft.contract.errors import WeftError
 from weft.coordinator.decisions import effects, events, step
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.runtime import driver
 from weft.coordinator.runtime.group_store import GroupStore
 
@@ -57,8 +57,8 @@ def _checked_step(found: list[str]) -> Callable[..., Any]:
     """``step``; a call that it refuses must leave what it would have been without it."""
 
     def checked(
-        state: State, event: events.Event, now: float
-    ) -> tuple[State, list[effects.Effect]]:
+        state: PoolState, event: events.Event, now: float
+    ) -> tuple[PoolState, list[effects.Effect]]:
         after, todo = step.step(state, event, now)
         ticket = getattr(event, "ticket", None)
         is_refused = any(isinstance(e, effects.Refuse) and e.ticket == ticket for e in todo)
@@ -71,12 +71,12 @@ def _checked_step(found: list[str]) -> Callable[..., Any]:
     return checked
 
 
-def _settled(state: State) -> State:
+def _settled(state: PoolState) -> PoolState:
     return dataclasses.replace(state, **_CACHES)  # type: ignore[arg-type]
 
 
-def _difference(left: State, right: State) -> str:
-    names = [field.name for field in dataclasses.fields(State) if field.name not in _CACHES]
+def _difference(left: PoolState, right: PoolState) -> str:
+    names = [field.name for field in dataclasses.fields(PoolState) if field.name not in _CACHES]
     different = [name for name in names if getattr(left, name) != getattr(right, name)]
     return "\n".join(f"{n}: {getattr(left, n)} != {getattr(right, n)}"[:2_000] for n in different)
 

@@ -21,7 +21,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from weft.contract.bucket_plan import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import (
@@ -74,7 +74,7 @@ class World:
         return self.pool.agents[REPLICA]
 
     @property
-    def state(self) -> State:
+    def state(self) -> PoolState:
         """The coordinator's."""
         coordinator: Any = self.pool._coordinator
         return coordinator._driver.state  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft.coordinator.decisions.state.pool import Policy, Settings, State
+from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -55,7 +55,7 @@ class CatalogModel:
             setattr(made, name, value.copy() if isinstance(value, dict | set) else value)
         return made
 
-    def open(self, settings: Settings, coordinator_id: str) -> State:
+    def open(self, settings: Settings, coordinator_id: str) -> PoolState:
         """What a coordinator starts from; counts a generation."""
         self.generation += 1
         base = self.policies.get(BASE_POLICY)
@@ -84,7 +84,7 @@ class CatalogModel:
             )
             for name, policy in self.policies.items()
         }
-        return State(
+        return PoolState(
             settings=settings,
             generation=self.generation,
             fingerprint=self.fingerprint,

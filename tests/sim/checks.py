@@ -12,12 +12,12 @@ from tests.sim.stall_checks import StallChecks
 from tests.sim.transfer_checks import SLACK_SECONDS, TransferChecks
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Purpose,
-    Standing,
+    ReplicaState,
     VersionState,
 )
 from weft.coordinator.decisions.transfers.in_place import is_loading
@@ -87,9 +87,9 @@ class Checks:
 
     def stepped(
         self,
-        before: State,
+        before: PoolState,
         event: events.Event,
-        state: State,
+        state: PoolState,
         emitted: Sequence[effects.Effect],
     ) -> None:
         """After every event."""
@@ -123,11 +123,11 @@ class Checks:
             self.stalls.ticked(state)
         self.orders.stepped(before, event, state)
 
-    def _announced(self, state: State, told: effects.Announce) -> None:
+    def _announced(self, state: PoolState, told: effects.Announce) -> None:
         if told.kind == "replica_ready" and state.replicas[told.subject].dirty_reason:
             fail(f"{told.subject} is said to be ready and is dirty")
 
-    def _told_ready(self, state: State, beat: events.Heartbeat) -> None:
+    def _told_ready(self, state: PoolState, beat: events.Heartbeat) -> None:
         """A replica hears that it may serve."""
         pool, replica = state.vector, self._world.replicas[beat.replica_id]
         if replica.incarnation != beat.incarnation:
@@ -154,7 +154,7 @@ class Checks:
         self._secrets.add(group.secret)
 
     def _retired(
-        self, state: State, effect: effects.CallRetire | effects.SaveRetired, *, by_order: bool
+        self, state: PoolState, effect: effects.CallRetire | effects.SaveRetired, *, by_order: bool
     ) -> None:
         """Versions leave a replica, or the catalog says that they are gone."""
         versions = effect.versions if isinstance(effect, effects.CallRetire) else (effect.version,)
@@ -331,7 +331,7 @@ class Checks:
         known = state.replicas.get(replica.name)
         in_service = known is not None and known.in_contact
         # Until a clone's order that was overtaken by a rollback is answered, it is not ready.
-        if in_service and known.announced is not Standing.READY:
+        if in_service and known.announced is not ReplicaState.READY:
             in_service = not any(
                 t.replica_id == replica.name and t.policy == policy and replica.name in t.switching
                 for t in state.transfers.values()

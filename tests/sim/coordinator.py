@@ -17,7 +17,7 @@ from tests.sim.services import Services
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import (
     Failure,
@@ -46,7 +46,7 @@ _ReplicaCall = (
 class SimCoordinator(Process):
     """One generation of it."""
 
-    def __init__(self, world: World, state: State) -> None:
+    def __init__(self, world: World, state: PoolState) -> None:
         super().__init__(world.clock, "coordinator")
         self.world = world
         self.state = state
@@ -105,7 +105,7 @@ class SimCoordinator(Process):
             self._lazy += saves
             self._carry_out_all(state, todo)
 
-    def _saved(self, state: State, todo: list[effects.Effect]) -> None:
+    def _saved(self, state: PoolState, todo: list[effects.Effect]) -> None:
         if self.alive:
             self._apply(self._saving)
             self._saving = []
@@ -116,7 +116,7 @@ class SimCoordinator(Process):
         self.world.catalog.apply(saves)
         self.world.checks.saved()
 
-    def _carry_out_all(self, state: State, todo: list[effects.Effect]) -> None:
+    def _carry_out_all(self, state: PoolState, todo: list[effects.Effect]) -> None:
         self.state = state
         for effect in todo:
             if not isinstance(effect, effects.Save):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push, SimTrainer
@@ -69,7 +69,7 @@ class LeaseChecks:
         if policy.fencing_token < self._newest_token.get(policy.name, 0):
             fail(f"the fencing token of {policy.name} shrank to {policy.fencing_token}")
 
-    def assigned(self, state: State, save: effects.SaveVersion) -> None:
+    def assigned(self, state: PoolState, save: effects.SaveVersion) -> None:
         """A push gets its version."""
         record = save.record
         policy, transfer = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.sim.lease_checks import fail
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.replicas.holdings import would_be_kept
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import ContentDigest, VersionRecord
 
@@ -51,7 +51,7 @@ class LossChecks:
         if digest is None or not self.was_committed(record.version, digest):
             fail(f"{record.version} is adopted and such bytes were never committed")
 
-    def assigned(self, state: State, version: PolicyVersion) -> None:
+    def assigned(self, state: PoolState, version: PolicyVersion) -> None:
         """A push gets a number: nobody who registered has other bytes under it."""
         for name in state.replicas:
             replica = self._world.replicas[name]
@@ -60,7 +60,7 @@ class LossChecks:
             if is_there and any(held.version == version for held in replica.held()):
                 fail(f"{version} was assigned and {name} holds it")
 
-    def group_opened(self, state: State, group: Group) -> None:
+    def group_opened(self, state: PoolState, group: Group) -> None:
         """Its members take orders for it."""
         for member in group.members:
             replica = self._world.replicas[member.replica_id]

@@ -17,7 +17,7 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import RollbackAnswer
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -159,8 +159,8 @@ class SimOperator(Process):
         )
 
     def _take_out_of_service(self) -> Generator[Any, Any, None]:
-        standing = self.world.random.choice([Standing.CORDONED, Standing.QUARANTINED])
-        name, order = self._some_replica(), OutOfService(standing, "it looks odd")
+        state = self.world.random.choice([ReplicaState.CORDONED, ReplicaState.QUARANTINED])
+        name, order = self._some_replica(), OutOfService(state, "it looks odd")
         lost = self._lost
         yield self._call("take_out_of_service", 2.0, replica_id=name, order=order)
         if name not in self._put_back and lost == self._lost:

@@ -11,7 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import is_routable
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import Phase, Purpose
 
@@ -25,7 +25,7 @@ _ENFORCED_SECONDS = 15.0
 _CHANGES = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
-def out_of_transfers(state: State, replica: Replica) -> bool:
+def out_of_transfers(state: PoolState, replica: Replica) -> bool:
     """Whether nothing new is brought to a replica: it drains, is suspect, or is quarantined by
     order."""
     is_free = replica.drain is None and replica.suspect is None
@@ -47,7 +47,7 @@ class OperatorChecks:
         self._unheld_since.clear()
         self._world.operator.catalog_lost()
 
-    def stepped(self, before: State, event: events.Event, state: State) -> None:
+    def stepped(self, before: PoolState, event: events.Event, state: PoolState) -> None:
         """After every event."""
         if state.transfers is not before.transfers:
             self._check_taken(before, state)
@@ -58,7 +58,7 @@ class OperatorChecks:
             self._check_enforced(state)
         self._check_open(state)
 
-    def _check_open(self, state: State) -> None:
+    def _check_open(self, state: PoolState) -> None:
         """Who is routed takes requests, at once and not with its next heartbeat."""
         for replica in state.replicas.values():
             process = self._world.replicas[replica.replica_id]
@@ -66,7 +66,7 @@ class OperatorChecks:
             if is_it and is_routable(state, replica) and process.refusing:
                 fail(f"{replica.replica_id} is ready and refuses requests: {process.refusing}")
 
-    def _check_enforced(self, state: State) -> None:
+    def _check_enforced(self, state: PoolState) -> None:
         """Who is quarantined by order refuses requests soon, where it can be told."""
         now, answers = self._world.clock.now, {}
         for name, process in self._world.replicas.items():
@@ -80,7 +80,7 @@ class OperatorChecks:
                     fail(f"{name} is quarantined and answers requests")
         self._answers_since = answers
 
-    def _check_taken(self, before: State, state: State) -> None:
+    def _check_taken(self, before: PoolState, state: PoolState) -> None:
         """What a transfer takes when its turn comes."""
         for transfer in state.transfers.values():
             old = before.transfers.get(transfer.transfer_id)
@@ -93,7 +93,7 @@ class OperatorChecks:
             if transfer.source and state.is_quarantined(transfer.source):
                 fail(f"{transfer.transfer_id} comes from {transfer.source}, which is quarantined")
 
-    def _check_turns(self, state: State) -> None:
+    def _check_turns(self, state: PoolState) -> None:
         """A policy changes once at a time."""
         under_way: dict[str, str] = {}
         for transfer in state.transfers.values():
@@ -103,7 +103,7 @@ class OperatorChecks:
             if other != transfer.transfer_id:
                 fail(f"{other} and {transfer.transfer_id} change {transfer.policy} at once")
 
-    def _check_clones(self, state: State) -> None:
+    def _check_clones(self, state: PoolState) -> None:
         """None goes on to a replica that is out of service, or from one that is quarantined."""
         for transfer in state.transfers.values():
             if transfer.purpose is not Purpose.CLONE or not transfer.uncommitted:
@@ -116,7 +116,7 @@ class OperatorChecks:
                 ):
                     fail(f"{transfer.transfer_id} goes on, and {name} is out of service")
 
-    def _check_asked(self, state: State) -> None:
+    def _check_asked(self, state: PoolState) -> None:
         """Of what is served and nobody may send, for as long as somebody lacks it."""
         after = state.settings.publish_again_after_seconds + _SLACK_SECONDS
         now, unheld = self._world.clock.now, {}
@@ -129,7 +129,9 @@ class OperatorChecks:
                     fail(f"nobody can send {version}, and its owner is not asked for it")
         self._unheld_since = unheld
 
-    def told(self, beat: events.Heartbeat, state: State, answer: effects.HeartbeatAnswer) -> None:
+    def told(
+        self, beat: events.Heartbeat, state: PoolState, answer: effects.HeartbeatAnswer
+    ) -> None:
         """A replica hears where it stands."""
         order = state.out_of_service.get(beat.replica_id)
         if order is None and beat.replica_id in self._world.operator.out_of_service:
@@ -156,7 +158,7 @@ class OperatorChecks:
                 fail(f"{save.version} is pinned and was retired by order")
 
 
-def _is_lacked(state: State, version: PolicyVersion) -> bool:
+def _is_lacked(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a replica that takes weights cannot serve what it should."""
     for replica in state.replicas.values():
         if replica.lost or out_of_transfers(state, replica):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions
-from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.values import PolicyKind, Standing, VersionState
+from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
@@ -87,9 +87,9 @@ def behind(world: World) -> Iterator[str]:
             ]
             if holders:
                 yield f"{name} lacks {version}, which {holders} hold"
-        is_at, why = standing(state, known)
+        is_at, why = explain_state(state, known)
         should = not lacks and not replica.dirty_reason
-        if should is not (is_at is Standing.READY) or should is not replica.ready:
+        if should is not (is_at is ReplicaState.READY) or should is not replica.ready:
             yield f"{name} is {is_at.name} ({why}), told {replica.ready}, and lacks {lacks}"
         if replica.vector != known.vector and not known.mistaken:
             yield f"{name} serves {replica.vector} and is taken for {known.vector}"
@@ -153,8 +153,8 @@ def disagreeing(world: World) -> Iterator[str]:
     state = world.coordinator.state
     for name, replica in world.replicas.items():
         known = state.replicas[name]
-        is_at, why = standing(state, known)
-        if is_at is not Standing.READY or not replica.ready:
+        is_at, why = explain_state(state, known)
+        if is_at is not ReplicaState.READY or not replica.ready:
             yield f"{name} is {is_at.name} ({why}) after pushes of everything"
         lacking = state.vector.missing_from(replica.vector)
         if lacking:

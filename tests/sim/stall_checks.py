@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import Phase, Purpose
 
@@ -24,7 +24,7 @@ class StallChecks:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def ticked(self, state: State) -> None:
+    def ticked(self, state: PoolState) -> None:
         """Nobody who hangs holds a transfer."""
         for transfer in state.transfers.values():
             if transfer.phase in (Phase.FORMING, Phase.STAGING):
@@ -62,7 +62,7 @@ class StallChecks:
             return not ranks <= transfer.staged.keys()
         return any(verified[rank] < num_sent for rank in ranks - transfer.staged.keys())
 
-    def _check_trainer(self, state: State, transfer: Transfer) -> None:
+    def _check_trainer(self, state: PoolState, transfer: Transfer) -> None:
         trainer = self._world.trainers.get(transfer.trainer_id)
         if trainer is None or transfer.purpose is not Purpose.PUSH:
             return

@@ -10,8 +10,8 @@ import pytest
 from tests.sim.replica import Kind
 from tests.sim.trainer import SimTrainer
 from tests.sim.world import World
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.values import Purpose, Standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.values import Purpose, ReplicaState
 
 #: Pushes under way when a replica comes, and when the clone of its base has its turn.
 _MORE_PUSHES = 5
@@ -58,7 +58,7 @@ def _until_ready(world: World, name: str) -> tuple[int, float]:
         world.clock.run_until(world.clock.now + 0.05)
         state = world.coordinator.state
         joiner = state.replicas.get(name)
-        if joiner and standing(state, joiner)[0] is Standing.READY:
+        if joiner and explain_state(state, joiner)[0] is ReplicaState.READY:
             break
     pushes = [push for trainer in world.trainers.values() for push in trainer.pushes]
     assert [push.error for push in pushes if push.error] == []

@@ -8,7 +8,7 @@ from tests.sim.lease_checks import fail
 from tests.sim.operator_checks import out_of_transfers
 from weft.contract.names import BASE_POLICY, is_replica_sender
 from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Phase, Purpose
 
@@ -30,12 +30,12 @@ class TransferChecks:
         self._staged: dict[tuple[str, str], dict[int, ContentDigest]] = {}
         self._cloned: dict[tuple[str, str, str], set[int]] = {}
 
-    def assigned(self, state: State, transfer_id: str) -> None:
+    def assigned(self, state: PoolState, transfer_id: str) -> None:
         """A transfer has a version, and those who take part."""
         if transfer_id in state.transfers:
             self._begun[transfer_id] = state.transfers[transfer_id].targets
 
-    def stepped(self, before: State, state: State) -> None:
+    def stepped(self, before: PoolState, state: PoolState) -> None:
         """After every event."""
         if state.transfers is not before.transfers:
             self._check_transfers(state)
@@ -47,7 +47,7 @@ class TransferChecks:
             if len(names) > len(set(names)) + len(state.transfers):
                 fail(f"groups pile up: {names}")
 
-    def decided(self, state: State, save: effects.SaveVersion) -> None:
+    def decided(self, state: PoolState, save: effects.SaveVersion) -> None:
         """A push reached its commit point: who has staged what?"""
         record = save.record
         transfer = state.transfers.get(record.transfer_id)
@@ -70,7 +70,7 @@ class TransferChecks:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
 
     def _has_staged(
-        self, state: State, transfer: Transfer, replica_id: str, digest: ContentDigest | None
+        self, state: PoolState, transfer: Transfer, replica_id: str, digest: ContentDigest | None
     ) -> bool:
         staged = self._staged.get((transfer.group_id, replica_id), {})
         members = state.groups[transfer.group_id].members
@@ -94,7 +94,7 @@ class TransferChecks:
         key = receiver.group.group_id, receiver.replica.name
         self._staged.setdefault(key, {})[receiver.index] = digest
 
-    def _check_rollbacks(self, before: State, state: State) -> None:
+    def _check_rollbacks(self, before: PoolState, state: PoolState) -> None:
         """The pool goes back to a base only if it goes on serving."""
         for transfer in state.transfers.values():
             if transfer.purpose is not Purpose.ROLLBACK or transfer.phase is not Phase.COMMITTING:
@@ -108,7 +108,7 @@ class TransferChecks:
                 if serves and replica.replica_id not in transfer.targets:
                     fail(f"{replica.replica_id} cannot go back to {transfer.policy_version}")
 
-    def _check_ended(self, before: State, state: State) -> None:
+    def _check_ended(self, before: PoolState, state: PoolState) -> None:
         """A rollback that failed: undone if nobody followed and nothing changed."""
         new = [ended for name, ended in state.history.items() if name not in before.history]
         rollbacks = [
@@ -134,7 +134,7 @@ class TransferChecks:
             if stands and reasons == {"LOAD_FAILED"} and not dirty:
                 fail(f"the pool stands at {version}, to which nobody could go back")
 
-    def _check_transfers(self, state: State) -> None:
+    def _check_transfers(self, state: PoolState) -> None:
         held: dict[str, str] = {}
         for transfer in state.transfers.values():
             if transfer.phase >= Phase.COMMITTED:
@@ -146,7 +146,7 @@ class TransferChecks:
                     fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")
                 held[replica_id] = transfer.transfer_id
 
-    def ticked(self, state: State) -> None:
+    def ticked(self, state: PoolState) -> None:
         """No transfer outlives its deadline, or one that takes part."""
         now = self._world.clock.now
         for transfer in state.transfers.values():

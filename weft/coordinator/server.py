@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
@@ -145,10 +145,10 @@ class Coordinator:
             catalog.close()
 
 
-def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> State:
+def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
     known = catalog.snapshot()
     now, restarted = time.monotonic(), known.generation > 1
-    return State(
+    return PoolState(
         settings=config.settings,
         generation=known.generation,
         wall_offset_seconds=time.time() - now,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from weft.contract.errors import WeftError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.effects import Announce, Answer, Effect, Refuse, Reply
-from weft.coordinator.decisions.state.pool import FitKey, Policy, State
+from weft.coordinator.decisions.state.pool import FitKey, Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 
@@ -21,11 +21,11 @@ MAX_HISTORY = 100
 class Change:
     """What a step has decided so far; ``state`` is replaced, never mutated.
 
-    ``touched`` are the replicas whose standing may have changed; ``touched_all``
+    ``touched`` are the replicas whose state may have changed; ``touched_all``
     says that what the pool serves has.
     """
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: PoolState, now: float) -> None:
         self.state = state
         self.now = now
         self.effects: list[Effect] = []

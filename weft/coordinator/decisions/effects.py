@@ -16,7 +16,7 @@ from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     HeldVersion,
-    Standing,
+    ReplicaState,
     VersionRecord,
 )
 
@@ -192,10 +192,10 @@ class HeartbeatAnswer:
 
 
 @dataclass(frozen=True)
-class StandingAnswer:
-    """To Uncordon: where the replica stands, if it is in the pool, and why."""
+class UncordonAnswer:
+    """To Uncordon: the replica's state, if it is in the pool, and why it is so."""
 
-    standing: Standing | None
+    state: ReplicaState | None
     why: str
 
 
@@ -236,7 +236,7 @@ Answer = (
     | RollbackAnswer
     | RebindAnswer
     | RetentionAnswer
-    | StandingAnswer
+    | UncordonAnswer
     | Transfer
     | Done
 )

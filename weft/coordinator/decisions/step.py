@@ -28,7 +28,7 @@ from weft.coordinator.decisions.replicas import (
     suspects,
 )
 from weft.coordinator.decisions.replicas.replica_state import reachable
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import (
@@ -43,7 +43,7 @@ from weft.coordinator.decisions.transfers import (
 )
 
 
-def step(state: State, event: events.Event, now: float) -> tuple[State, list[Effect]]:
+def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
     """Decide what one event changes and what is to be done about it.
 
     Args:
@@ -67,7 +67,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, list[Eff
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
-        membership.announce_standings(change)
+        membership.announce_states(change)
         routes.note_changes(state, change)
     _answer_describers(change)
     return change.state, change.effects
@@ -172,7 +172,7 @@ def _apply(change: Change, event: events.Event) -> None:
             base_binding.rebind(change, event)
 
 
-def _schedule_after(change: Change, before: State) -> None:
+def _schedule_after(change: Change, before: PoolState) -> None:
     """Schedule clones once a transfer has ended, before others take its replicas; after
     clones, of which there may be many, not every time."""
     ended = [t for name, t in change.state.history.items() if name not in before.history]

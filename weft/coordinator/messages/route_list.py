@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from weft.coordinator.decisions.replicas.routes import is_listed, routes
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.messages.listing import entry_of
 from weft.coordinator.messages.pages import Vectors, cut
@@ -18,7 +18,7 @@ _MAX_REMOVED: Final = 4000
 
 
 def route_messages(
-    state: State, changed: Sequence[str] | None, previous: int, revision: int
+    state: PoolState, changed: Sequence[str] | None, previous: int, revision: int
 ) -> list[inspect_pb2.WatchRoutesResponse]:
     """What a reader that knows ``previous`` is told of ``revision``, in one or more parts.
 

@@ -9,8 +9,14 @@ from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import BeginAnswer
 from weft.coordinator.decisions.recovery.republish import conflicts, publish_again_version
-from weft.coordinator.decisions.replicas.replica_state import standing
-from weft.coordinator.decisions.state.pool import Lease, Policy, State, TrainerProcess, num_retained
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.pool import (
+    Lease,
+    Policy,
+    PoolState,
+    TrainerProcess,
+    num_retained,
+)
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import (
@@ -165,7 +171,7 @@ def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
 
 
 def transfer_to_proto(
-    transfer: Transfer, state: State, now: float, num_verified: int
+    transfer: Transfer, state: PoolState, now: float, num_verified: int
 ) -> publish_pb2.Transfer:
     """A transfer as seen from outside.
 
@@ -213,7 +219,7 @@ def transfer_to_proto(
     return message
 
 
-def transfer_from_record(record: VersionRecord, state: State) -> publish_pb2.Transfer:
+def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
     """What the catalog still knows of a transfer that is forgotten otherwise, and who in
     contact serves its version now; O(replicas)."""
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
@@ -271,14 +277,14 @@ def version_record_to_proto(record: VersionRecord, base_version: int) -> inspect
 
 
 def replica_to_proto(
-    state: State, replica: Replica, now: float, vectors: Vectors | None = None
+    state: PoolState, replica: Replica, now: float, vectors: Vectors | None = None
 ) -> inspect_pb2.Replica:
-    """A replica and where it stands.
+    """A replica, with its state and why it is so.
 
     Args:
         vectors: Where what it serves is put, if it is not said in the message itself.
     """
-    where, why = standing(state, replica)
+    where, why = explain_state(state, replica)
     message = inspect_pb2.Replica(
         replica_id=replica.replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(where)),
@@ -314,19 +320,19 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def out_of_service_to_proto(state: State) -> list[inspect_pb2.Withdrawal]:
+def out_of_service_to_proto(state: PoolState) -> list[inspect_pb2.Withdrawal]:
     """Replicas that operators keep out of service, sorted."""
     return [
         inspect_pb2.Withdrawal(
             replica_id=replica_id,
-            state=inspect_pb2.ReplicaState.ValueType(int(order.standing)),
+            state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
             reason=order.reason,
         )
         for replica_id, order in sorted(state.out_of_service.items())
     ]
 
 
-def _conflict_to_proto(state: State, version: PolicyVersion) -> inspect_pb2.VersionConflict:
+def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.VersionConflict:
     contents = state.conflicts[version]
     return inspect_pb2.VersionConflict(
         version=version.version,
@@ -348,7 +354,7 @@ def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
     )
 
 
-def policy_to_proto(state: State, policy: Policy, now: float) -> inspect_pb2.Policy:
+def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
     """A policy, its owner if there is one, and what is asked of it."""
     message = inspect_pb2.Policy(
         policy=policy.name,

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import Failure
 from weft.coordinator.decisions.step import step
 from weft.coordinator.decisions.transfers.preflight import check_fit
@@ -48,7 +48,7 @@ class Driver:
 
     def __init__(
         self,
-        state: State,
+        state: PoolState,
         catalog: Catalog,
         references: ReferenceCache,
         feed: Feed,

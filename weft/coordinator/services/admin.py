@@ -11,7 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Standing
+from weft.coordinator.decisions.state.values import ReplicaState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.lookup import fresh_ids
@@ -100,18 +100,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:
         """Source: protos/weft/v1/admin.proto."""
-        await self._take_out_of_service(request.replica_id, Standing.CORDONED, request.reason)
+        await self._take_out(request.replica_id, ReplicaState.CORDONED, request.reason)
         return admin_pb2.CordonResponse()
 
     async def Quarantine(
         self, request: admin_pb2.QuarantineRequest, context: Context
     ) -> admin_pb2.QuarantineResponse:
         """Source: protos/weft/v1/admin.proto."""
-        await self._take_out_of_service(request.replica_id, Standing.QUARANTINED, request.reason)
+        await self._take_out(request.replica_id, ReplicaState.QUARANTINED, request.reason)
         return admin_pb2.QuarantineResponse()
 
-    async def _take_out_of_service(self, replica_id: str, standing: Standing, reason: str) -> None:
-        order = OutOfService(standing, reason)
+    async def _take_out(self, replica_id: str, state: ReplicaState, reason: str) -> None:
+        order = OutOfService(state, reason)
         await self._driver.call(lambda ticket: events.TakeOutOfService(ticket, replica_id, order))
 
     async def Uncordon(
@@ -119,9 +119,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.UncordonResponse:
         """Source: protos/weft/v1/admin.proto."""
         answer = await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
-        assert isinstance(answer, effects.StandingAnswer)
+        assert isinstance(answer, effects.UncordonAnswer)
         return admin_pb2.UncordonResponse(
-            state=inspect_pb2.ReplicaState.ValueType(int(answer.standing or 0)),
+            state=inspect_pb2.ReplicaState.ValueType(int(answer.state or 0)),
             state_reason=answer.why,
         )
 

@@ -12,8 +12,8 @@ import grpc
 from weft import __version__
 from weft.contract.errors import InvalidRequestError, NotFoundError
 from weft.contract.names import BASE_POLICY
-from weft.coordinator.decisions.replicas.replica_state import place
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.replicas.replica_state import replica_state
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.step import unknown_transfer
 from weft.coordinator.messages.listing import each, entry_of
@@ -75,7 +75,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         replicas = self._replicas(sorted(state.replicas), vectors=vectors)
         policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
         under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
-        counts = Counter(r.announced or place(state, r) for r in state.replicas.values())
+        counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
         return inspect_pb2.GetPoolResponse(
             base_fingerprint=state.fingerprint,
             version_vector=vector_to_proto(state.vector),
@@ -279,7 +279,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         return transfer_to_proto(transfer, driver.state, driver.now(), verified)
 
 
-def _policy_names(state: State) -> list[str]:
+def _policy_names(state: PoolState) -> list[str]:
     return sorted(state.policies, key=_place)
 
 

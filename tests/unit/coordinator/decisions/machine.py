@@ -14,7 +14,7 @@ from weft.contract.tensors import DataType, TensorMeta
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
-from weft.coordinator.decisions.state.pool import Settings, State
+from weft.coordinator.decisions.state.pool import PoolState, Settings
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft.coordinator.decisions.state.values import (
@@ -57,7 +57,7 @@ class Machine:
     """State, clock and everything that was ever emitted."""
 
     def __init__(self, **settings: Any) -> None:
-        self.state = State(settings=Settings(**{"lost_after_seconds": 6.0} | settings))
+        self.state = PoolState(settings=Settings(**{"lost_after_seconds": 6.0} | settings))
         self.now = 100.0
         self.all: list[effects.Effect] = []
         self.last: list[effects.Effect] = []

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import Settings, State
+from weft.coordinator.decisions.state.pool import PoolState, Settings
 from weft.coordinator.decisions.state.values import Phase, Purpose, VersionState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
@@ -137,7 +137,7 @@ class Histories(RuleBasedStateMachine):
         known = self.catalog.snapshot()
         replicas = list(self.m.state.replicas.values())
         self.m.answered_lookups = len(self.m.ever(effects.LookUp))
-        self.m.state = State(
+        self.m.state = PoolState(
             settings=Settings(retain=2),
             generation=known.generation,
             fingerprint=known.fingerprint,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft.contract.versions import AdapterVersions, VersionVector
-from weft.coordinator.decisions.state.pool import Policy, State
+from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import PolicyKind, Standing
+from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState
 
 
-def large_pool(num_replicas: int, num_adapters: int) -> State:
+def large_pool(num_replicas: int, num_adapters: int) -> PoolState:
     """Each replica has a vector of its own, as heartbeats bring it."""
     names = [f"adapter-{i:04d}" for i in range(num_adapters)]
     versions = (997, 998, 999, 1000)
@@ -31,8 +31,8 @@ def large_pool(num_replicas: int, num_adapters: int) -> State:
             capabilities=CAPABILITIES,
             vector=VersionVector(3, {name: AdapterVersions(versions, 1000) for name in names}),
             last_heard=100.0,
-            announced=Standing.READY,
+            announced=ReplicaState.READY,
             routed=True,
         )
-    state = State(fingerprint="f" * 64, architecture="Tiny", reference_known=True)
+    state = PoolState(fingerprint="f" * 64, architecture="Tiny", reference_known=True)
     return replace(state, replicas=replicas, policies=policies)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
 from weft.coordinator.messages.route_list import route_messages
 from weft.coordinator.runtime.catalog.catalog import Catalog
@@ -28,7 +28,7 @@ MIB = 2**20
 class _Coordinator:
     """Of a driver, what listings ask for; of a stub, the calls."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: PoolState) -> None:
         self.state, self.routes, self.hub = state, RouteFeed(), Hub(lambda event: None)
         self._inspect = InspectServicer(cast(Driver, self), cast(Catalog, None), Feed())
         self.largest = 0
@@ -47,7 +47,7 @@ class _Coordinator:
         return call
 
 
-def _unlike(state: State) -> State:
+def _unlike(state: PoolState) -> PoolState:
     """No two replicas serve the same."""
     replicas = {
         name: replace(r, vector=r.vector.with_adapter(PolicyVersion("adapter-0000", 2000 + i)))

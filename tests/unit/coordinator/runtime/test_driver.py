@@ -13,7 +13,7 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import PolicyKind
 from weft.coordinator.runtime import driver as driver_module
 from weft.coordinator.runtime.catalog.catalog import Catalog
@@ -39,7 +39,7 @@ def _driver(path: Path) -> tuple[Driver, _Watched]:
     catalog = _Watched.open(path)
     assert isinstance(catalog, _Watched)
     catalog.log = []
-    return Driver(State(), catalog, ReferenceCache(), Feed(), commit_seconds=1.0), catalog
+    return Driver(PoolState(), catalog, ReferenceCache(), Feed(), commit_seconds=1.0), catalog
 
 
 def _acquire(policy: str, trainer: str = "t1") -> object:
@@ -95,7 +95,7 @@ async def test_an_event_that_cannot_be_decided_harms_nobody_else(
     driver, catalog = _driver(catalog_path)
     real = driver_module.step
 
-    def step(state: State, event: events.Event, now: float) -> object:
+    def step(state: PoolState, event: events.Event, now: float) -> object:
         if isinstance(event, events.RenewLease):
             raise ZeroDivisionError
         return real(state, event, now)

@@ -16,7 +16,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, LeaseAnswer, SavePolicy
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.state.pool import Lease, Policy, State
+from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
 from weft.coordinator.decisions.state.values import Failure, PolicyKind, Purpose
 from weft.coordinator.decisions.transfers import abort
 
@@ -154,7 +154,7 @@ def live_lease(policy: Policy, now: float) -> Lease | None:
 
 
 def require_lease(
-    state: State, policy_name: str, fencing_token: int, now: float, session_id: str = ""
+    state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
 ) -> tuple[Policy, Lease]:
     """The policy and its lease, if the token is that lease's, and the session where one
     is named: a catalog that was lost may have given the token before.

@@ -21,7 +21,7 @@ from weft.coordinator.decisions.effects import (
     SaveNumberFloor,
     SavePolicy,
 )
-from weft.coordinator.decisions.state.pool import Policy, State
+from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import PolicyKind
 
@@ -32,7 +32,7 @@ LEAP: Final = 1000
 MAX_NUMBER: Final = 2**52
 
 
-def new_policy(state: State, name: str, kind: PolicyKind) -> Policy:
+def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
     """A policy that the catalog does not know."""
     return Policy(name, kind, last_version=state.number_floor, fencing_token=state.number_floor)
 

@@ -28,7 +28,7 @@ from weft.coordinator.decisions.policies.rollback import (
     requestable,
     unknown_policy,
 )
-from weft.coordinator.decisions.state.pool import Policy, State, num_retained
+from weft.coordinator.decisions.state.pool import Policy, PoolState, num_retained
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind, Purpose
 
@@ -67,7 +67,7 @@ def pin(change: Change, event: events.Pin) -> None:
     change.reply(event.ticket, Done())
 
 
-def _check_base_pin(state: State, version: PolicyVersion) -> None:
+def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
     """Raises:
     NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
     """
@@ -122,7 +122,7 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
     change.reply(event.ticket, Done())
 
 
-def _may_return(state: State, version: PolicyVersion) -> bool:
+def _may_return(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a policy may go back to a version, since what replaced it is not served yet."""
     pending = [t for t in state.transfers.values() if may_be_undone(t)]
     pending += [case.transfer for case in state.unserved.values()]

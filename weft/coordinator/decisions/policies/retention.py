@@ -8,7 +8,7 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallRetire, SaveRetired
 from weft.coordinator.decisions.replicas.holdings import counted, mistaken_adapters
-from weft.coordinator.decisions.state.pool import Policy, Settings, State, num_retained
+from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Phase, PolicyKind, Purpose
@@ -22,7 +22,7 @@ def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
     return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
-def may_be_kept(state: State, policy: Policy) -> frozenset[int]:
+def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
     """Those versions, and what would be kept if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
@@ -98,7 +98,7 @@ def _unwanted(replica: Replica, kept: dict[str, frozenset[int]]) -> list[PolicyV
 
 
 def _spilled_in_vain(
-    state: State, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
+    state: PoolState, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
 ) -> list[PolicyVersion]:
     """What lies in a replica's spill directory and is never brought back: a version
     that this catalog assigned and keeps no more. Others may be another catalog's."""
@@ -132,7 +132,7 @@ def _record(change: Change, kept: dict[str, frozenset[int]], held: set[PolicyVer
             change.announce("version_retired", str(retired), "no replica holds it any more")
 
 
-def _is_alias_somewhere(state: State, policy: str, version: int) -> bool:
+def _is_alias_somewhere(state: PoolState, policy: str, version: int) -> bool:
     return any(
         entry is not None and entry.alias == version
         for replica in state.replicas.values()

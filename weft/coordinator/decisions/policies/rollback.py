@@ -29,7 +29,7 @@ from weft.coordinator.decisions.recovery import interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_ready, obeys_pins
 from weft.coordinator.decisions.replicas.checkpoints import difference
 from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable
-from weft.coordinator.decisions.state.pool import Policy, State
+from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
@@ -85,7 +85,7 @@ def ask(change: Change, event: events.Rollback) -> None:
     )
 
 
-def known_policy(state: State, version: PolicyVersion, record: VersionRecord | None) -> Policy:
+def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord | None) -> Policy:
     """The policy of a version that was served once.
 
     Raises:
@@ -111,13 +111,13 @@ def unknown_policy(policy: str) -> NotFoundError:
 _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
 
 
-def requestable(state: State, policy: Policy) -> list[int]:
+def requestable(state: PoolState, policy: Policy) -> list[int]:
     """Versions of an adapter that can be requested and will not leave by themselves."""
     kept = kept_versions(policy, state.settings)
     return [version for version in policy.versions if version in kept]
 
 
-def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Replica]:
+def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[Replica]:
     """The replicas that are to switch.
 
     Raises:
@@ -146,7 +146,7 @@ def _targets(state: State, policy: Policy, version: PolicyVersion) -> list[Repli
     return holding
 
 
-def others(state: State, policy: Policy) -> list[int]:
+def others(state: PoolState, policy: Policy) -> list[int]:
     """Versions of an adapter that it can go back to now."""
     return [
         number
@@ -155,7 +155,7 @@ def others(state: State, policy: Policy) -> list[int]:
     ]
 
 
-def _not_retained(state: State, policy: Policy, why: str) -> NotReadyError:
+def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
     left = ", ".join(map(str, others(state, policy))) or "nothing"
     return NotReadyError(
         f"{why}; {policy.name!r} can go back to {left}",
@@ -170,7 +170,7 @@ def _way_out(replicas: list[Replica]) -> str:
     return "start replicas with --retain-base 2 or more, or push the weights again"
 
 
-def _check_one_base(state: State, replicas: list[Replica]) -> None:
+def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
     """Each would go back to what it was started with: that must be one model.
 
     Raises:

@@ -24,7 +24,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import DescribeHeld, SavePolicy, SaveRetired, SaveVersion
 from weft.coordinator.decisions.recovery.needs import is_changing
 from weft.coordinator.decisions.replicas.holdings import counted, without_mistaken
-from weft.coordinator.decisions.state.pool import Inquiry, Policy, State, num_retained
+from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
     HeldVersion,
@@ -78,7 +78,7 @@ def watch(change: Change) -> None:
             _decide(change, change.state.policies[name], found[name])
 
 
-def _unrecorded(state: State) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
+def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
     """By policy, what replicas hold and the catalog does not know. What an operator
     quarantined says nothing."""
     found: dict[str, dict[int, dict[bytes, list[Replica]]]] = {}
@@ -120,7 +120,7 @@ def _newest(policy: Policy) -> int:
     return max((policy.served_version, *policy.versions))
 
 
-def _wanted(state: State, policy: Policy, agreed: list[int]) -> list[int]:
+def _wanted(state: PoolState, policy: Policy, agreed: list[int]) -> list[int]:
     """Which of these are recorded, ascending: those that would be kept if all were."""
     if policy.kind is PolicyKind.BASE:
         return agreed
@@ -239,7 +239,7 @@ def _adopt(
     _resolve(change, version, facts.content_digest.value)
 
 
-def _holders(state: State, version: PolicyVersion) -> Iterator[str]:
+def _holders(state: PoolState, version: PolicyVersion) -> Iterator[str]:
     for replica in sorted(state.replicas.values(), key=lambda r: r.replica_id):
         if not replica.lost and any(h.version == version for h in replica.unrecorded):
             yield replica.replica_id

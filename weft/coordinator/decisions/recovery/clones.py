@@ -31,7 +31,7 @@ from weft.coordinator.decisions.effects import (
 )
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.recovery.needs import is_ready, obeys_pins, takes_clones, wants
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
 from weft.coordinator.decisions.state.values import (
@@ -89,7 +89,7 @@ def schedule(change: Change) -> None:
                 break
 
 
-def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Replica]]:
+def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list[Replica]]:
     """By version, who could send it now."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
@@ -103,7 +103,7 @@ def _free_holders(state: State, taken: Set[str]) -> dict[PolicyVersion, list[Rep
 
 
 def _choose(
-    state: State,
+    state: PoolState,
     replica: Replica,
     version: PolicyVersion,
     holders: Iterable[Replica],
@@ -336,7 +336,7 @@ def _order_to_restore(
     )
 
 
-def _alias(state: State, transfer: Transfer) -> int:
+def _alias(state: PoolState, transfer: Transfer) -> int:
     """What an adapter's bare name stands for once the replica has this version."""
     policy = state.policies[transfer.policy]
     return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0

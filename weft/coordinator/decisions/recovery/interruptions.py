@@ -12,14 +12,14 @@ from __future__ import annotations
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.recovery.needs import takes_clones, wants
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, in_place
 
 
-def goes_first(state: State, transfer: Transfer, now: float) -> bool:
+def goes_first(state: PoolState, transfer: Transfer, now: float) -> bool:
     """Whether a clone goes before pushes, and is not ended by one."""
     settings = state.settings
     return transfer.purpose is Purpose.CLONE and (
@@ -28,7 +28,7 @@ def goes_first(state: State, transfer: Transfer, now: float) -> bool:
     )
 
 
-def is_interruptible(state: State, transfer: Transfer, now: float) -> bool:
+def is_interruptible(state: PoolState, transfer: Transfer, now: float) -> bool:
     """Whether a push or a rollback ends this transfer rather than wait for it."""
     under_way = transfer.phase is not Phase.WAITING and transfer.uncommitted
     is_clone = transfer.purpose is Purpose.CLONE
@@ -94,7 +94,7 @@ def end_unwanted(change: Change) -> None:
             abort.abort(change, transfer, Failure("TRANSFER_ABORTED", why))
 
 
-def _why_unwanted(state: State, transfer: Transfer) -> str:
+def _why_unwanted(state: PoolState, transfer: Transfer) -> str:
     replica = state.replicas.get(transfer.replica_id)
     if state.is_quarantined(transfer.source):
         return f"{transfer.source} was quarantined"

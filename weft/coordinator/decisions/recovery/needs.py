@@ -7,12 +7,12 @@ from weft.contract.versions import AdapterVersions
 from weft.coordinator.decisions.policies.retention import kept_versions
 from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 
 
-def lacks(state: State, replica: Replica) -> list[str]:
+def lacks(state: PoolState, replica: Replica) -> list[str]:
     """What a replica must still serve to be ready, as ``policy@version``.
 
     Between the commit point and its own switch it serves what it should. An order to
@@ -40,7 +40,7 @@ def lacks(state: State, replica: Replica) -> list[str]:
 _FORWARD = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
-def is_changing(state: State, policy: str) -> bool:
+def is_changing(state: PoolState, policy: str) -> bool:
     """Whether a push or a rollback of a policy is under way, whichever replicas are
     concerned: the next one would decide without knowing how it ends."""
     return any(
@@ -49,42 +49,42 @@ def is_changing(state: State, policy: str) -> bool:
     )
 
 
-def is_ready(state: State, replica: Replica) -> bool:
+def is_ready(state: PoolState, replica: Replica) -> bool:
     """Whether a replica serves everything that the pool serves."""
     return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
 
 
-def takes_weights(state: State, replica: Replica) -> bool:
+def takes_weights(state: PoolState, replica: Replica) -> bool:
     """Whether anything new is brought to a replica: not while it drains or is suspect, nor
     while an operator quarantines it."""
     is_free = replica.drain is None and replica.suspect is None
     return is_free and not state.is_quarantined(replica.replica_id)
 
 
-def takes_clones(state: State, replica: Replica) -> bool:
+def takes_clones(state: PoolState, replica: Replica) -> bool:
     """Whether clones are brought to a replica: not while it is cordoned, either. Pushes go
     to it all the same, and it may switch to copies of its own."""
     return takes_weights(state, replica) and replica.replica_id not in state.out_of_service
 
 
-def is_joining(state: State, replica: Replica) -> bool:
+def is_joining(state: PoolState, replica: Replica) -> bool:
     """Whether a replica in contact has still to catch up: it takes part in a push if it is
     free, and no push waits for it.
 
     By what was announced last where that says so: to compare all that a thousand replicas
     serve would take longer than to begin a push.
     """
-    if replica.announced is Standing.READY:
+    if replica.announced is ReplicaState.READY:
         return False
     return bool(replica.dirty_reason or lacks(state, replica))
 
 
-def obeys_pins(state: State, replica: Replica) -> bool:
+def obeys_pins(state: PoolState, replica: Replica) -> bool:
     """Whether a replica that is brought a base drops no copy that is pinned."""
     return replica.pins_obeyed.issuperset(state.pinned_bases)
 
 
-def wants(state: State, replica: Replica) -> list[PolicyVersion]:
+def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     """What is to be brought to a replica, in order: the base, then each adapter's
     versions from the oldest on, so that it is ready when it has them all. One whose
     weights may be mixed gets a base before anything else.
@@ -108,7 +108,7 @@ def wants(state: State, replica: Replica) -> list[PolicyVersion]:
     return found
 
 
-def outlook(state: State, replica: Replica, version: PolicyVersion) -> str:
+def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     """What is being done about a version that a replica lacks, for people; empty
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
@@ -133,7 +133,7 @@ def _own(replica: Replica, version: PolicyVersion) -> str:
     return "its own copy" if holds(replica, version) else "its spill directory"
 
 
-def who_publishes(state: State, policy: str) -> str:
+def who_publishes(state: PoolState, policy: str) -> str:
     """Who brings back what nobody holds any more, for people."""
     known = state.policies.get(policy)
     if known is None or known.lease is None:

@@ -10,7 +10,7 @@ from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.recovery.needs import wants, who_publishes
-from weft.coordinator.decisions.state.pool import Republish, State
+from weft.coordinator.decisions.state.pool import PoolState, Republish
 from weft.coordinator.decisions.state.replica import holds
 
 
@@ -40,7 +40,7 @@ def watch(change: Change) -> None:
     change.state = replace(state, republish=republish)
 
 
-def _lost(state: State) -> dict[str, int]:
+def _lost(state: PoolState) -> dict[str, int]:
     """Served versions that a replica lacks and nobody in contact can bring, by policy."""
     reachable = [r for r in state.replicas.values() if not r.lost]
     # From those that an operator quarantined nothing is brought, as ``copies`` has it.
@@ -62,14 +62,14 @@ def _lost(state: State) -> dict[str, int]:
     }
 
 
-def publish_again_version(state: State, policy: str) -> int:
+def publish_again_version(state: PoolState, policy: str) -> int:
     """The version that a policy's owner is asked to replace; 0 for none."""
     wanted = state.republish.get(policy)
     lost = wanted.version if wanted and wanted.is_asked else 0
     return max((lost, *conflicts(state, policy)))
 
 
-def conflicts(state: State, policy: str) -> list[int]:
+def conflicts(state: PoolState, policy: str) -> list[int]:
     """Versions that replicas held with other bytes each, until a newer one is served."""
     known = state.policies.get(policy)
     served = known.served_version if known else 0

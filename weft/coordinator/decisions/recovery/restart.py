@@ -13,7 +13,7 @@ from weft.contract.names import BASE_POLICY, replica_sender
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallDiscard
 from weft.coordinator.decisions.recovery.needs import wants
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft.coordinator.decisions.state.values import (
@@ -78,7 +78,7 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
     )
 
 
-def _is_wanted(state: State, replica: Replica, record: VersionRecord) -> bool:
+def _is_wanted(state: PoolState, replica: Replica, record: VersionRecord) -> bool:
     if record.state is not VersionState.COMMITTED:
         return False
     return record.version in wants(state, replica) and not replica.vector.holds(record.version)

@@ -15,7 +15,7 @@ from weft.coordinator.decisions.effects import (
     SavePool,
     SaveRetired,
 )
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 
 
 def bind(change: Change, capabilities: Capabilities) -> None:
@@ -32,7 +32,7 @@ def bind(change: Change, capabilities: Capabilities) -> None:
     _save(change, given, capabilities.architecture)
 
 
-def check_base(state: State, replica_id: str, capabilities: Capabilities, now: float) -> None:
+def check_base(state: PoolState, replica_id: str, capabilities: Capabilities, now: float) -> None:
     """Refuse a replica of another base model than the pool's.
 
     It is let in, and the pool bound anew, where nothing was ever pushed and no other
@@ -90,7 +90,7 @@ def rebind(change: Change, event: events.RebindBase) -> None:
     change.reply(event.ticket, RebindAnswer(tuple(sorted(retired))))
 
 
-def _hindrance(state: State, event: events.RebindBase, now: float) -> NotReadyError | None:
+def _hindrance(state: PoolState, event: events.RebindBase, now: float) -> NotReadyError | None:
     if event.fingerprint != state.fingerprint:
         return BaseMismatchError(
             f"the pool is bound to {state.fingerprint[:12]} ({state.architecture}), not to "
@@ -120,7 +120,7 @@ def _hindrance(state: State, event: events.RebindBase, now: float) -> NotReadyEr
     return None
 
 
-def present(state: State) -> list[str]:
+def present(state: PoolState) -> list[str]:
     """Replicas that are not given up, sorted."""
     return sorted(replica.replica_id for replica in state.replicas.values() if not replica.lost)
 

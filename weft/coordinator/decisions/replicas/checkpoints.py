@@ -14,14 +14,14 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, SaveCheckpoint
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import BoundCheckpoint
 
 _MAX_NAMED_FILES = 3
 
 
-def doubt(state: State, replica: Replica) -> str:
+def doubt(state: PoolState, replica: Replica) -> str:
     """Why a replica may not answer as base@0, for people; empty where it may, or where
     base@0 is not what the pool and it serve. Cheap where it is compared already."""
     if state.vector.base or replica.vector.base:
@@ -29,7 +29,7 @@ def doubt(state: State, replica: Replica) -> str:
     return difference(state, replica)
 
 
-def difference(state: State, replica: Replica) -> str:
+def difference(state: PoolState, replica: Replica) -> str:
     """How a replica's base@0 is not known to be the pool's; empty where it is, or where
     there is nothing to compare."""
     own, bound = replica.checkpoint, state.checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.pool import State, num_retained
+from weft.coordinator.decisions.state.pool import PoolState, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
     HeldVersion,
@@ -27,7 +27,11 @@ NO_VERSION = -1
 
 
 def counted(
-    state: State, replica: Replica, heard: Iterable[events.Heard] = (), *, complete: bool = False
+    state: PoolState,
+    replica: Replica,
+    heard: Iterable[events.Heard] = (),
+    *,
+    complete: bool = False,
 ) -> Replica:
     """A replica with what it says of itself, without what is mistaken.
 
@@ -61,7 +65,7 @@ def counted(
     )
 
 
-def _digest_of(state: State, heard: events.Heard) -> bytes | None:
+def _digest_of(state: PoolState, heard: events.Heard) -> bytes | None:
     """Of the bytes that the catalog has under a number; None where it knows none.
 
     A push that ended before its commit may have been committed in what a catalog that
@@ -77,7 +81,7 @@ def _digest_of(state: State, heard: events.Heard) -> bytes | None:
     return record.content_digest.value if record.content_digest else b""
 
 
-def would_be_kept(state: State, version: PolicyVersion) -> bool:
+def would_be_kept(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a version would stay if it were recorded."""
     policy = state.policies.get(version.policy)
     if policy is None or policy.kind is PolicyKind.BASE:

@@ -20,53 +20,43 @@ from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings
 from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
+    explain_state,
     in_contact,
     is_routable,
-    place,
+    replica_state,
     shared_backends,
-    standing,
 )
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import Failure, Phase, Standing
+from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 from weft.coordinator.decisions.transfers import abort, in_place, reform, stalls
 from weft.coordinator.decisions.transfers.commit import note_commit_answer
 from weft.coordinator.decisions.transfers.discard import tell_at_registration
 
-__all__ = [
-    "announce_standings",
-    "find_lost",
-    "heartbeat",
-    "in_contact",
-    "leave",
-    "register",
-    "standing",
-]
-
 _EVENT_KINDS = {
-    Standing.READY: "replica_ready",
-    Standing.PENDING_WEIGHTS: "replica_pending",
-    Standing.LOST: "replica_lost",
-    Standing.QUARANTINED: "replica_quarantined",
-    Standing.DRAINING: "replica_draining",
-    Standing.CORDONED: "replica_cordoned",
-    Standing.SUSPECT: "replica_suspect",
+    ReplicaState.READY: "replica_ready",
+    ReplicaState.PENDING_WEIGHTS: "replica_pending",
+    ReplicaState.LOST: "replica_lost",
+    ReplicaState.QUARANTINED: "replica_quarantined",
+    ReplicaState.DRAINING: "replica_draining",
+    ReplicaState.CORDONED: "replica_cordoned",
+    ReplicaState.SUSPECT: "replica_suspect",
 }
 
 
-def announce_standings(change: Change) -> None:
-    """Tell watchers of the replicas whose standing changed."""
+def announce_states(change: Change) -> None:
+    """Tell watchers of the replicas whose state changed."""
     ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
     for replica_id in ids:
         replica = change.state.replicas.get(replica_id)
         if replica is None:
             continue
-        now_is = place(change.state, replica)
+        now_is = replica_state(change.state, replica)
         routed = is_routable(change.state, replica)
         if routed is not replica.routed:
             replica = change.put_replica(replace(replica, routed=routed))
         if now_is is not replica.announced:
-            why = standing(change.state, replica)[1]
+            why = explain_state(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
             change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
@@ -121,7 +111,7 @@ def register(change: Change, event: events.Register) -> None:
 
 
 def _check_registration(
-    state: State, event: events.Register, old: Replica | None, now: float
+    state: PoolState, event: events.Register, old: Replica | None, now: float
 ) -> None:
     check_name(event.replica_id, "replica")
     given = event.capabilities.base_fingerprint
@@ -140,7 +130,7 @@ def _check_registration(
     _check_served_names(state, event)
 
 
-def _check_served_names(state: State, event: events.Register) -> None:
+def _check_served_names(state: PoolState, event: events.Register) -> None:
     """A server that has the name of an adapter of this pool could never serve it: a typed
     refusal now, rather than a replica that is never ready."""
     pushed = {t.policy for t in state.transfers.values() if t.version and not t.replica_id}
@@ -157,7 +147,7 @@ def _check_served_names(state: State, event: events.Register) -> None:
             )
 
 
-def _check_backends(state: State, event: events.Register) -> None:
+def _check_backends(state: PoolState, event: events.Register) -> None:
     """A replica must have the backend that the pool's weights move over: pushes would
     fail otherwise, or silently take a slower way."""
     offered = event.capabilities.backends

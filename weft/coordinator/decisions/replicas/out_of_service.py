@@ -11,12 +11,12 @@ from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallRefuse, Done, SaveOutOfService, StandingAnswer
+from weft.coordinator.decisions.effects import CallRefuse, Done, SaveOutOfService, UncordonAnswer
 from weft.coordinator.decisions.replicas.drains import unknown_replica
-from weft.coordinator.decisions.replicas.replica_state import standing
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import OutOfService, Replica
-from weft.coordinator.decisions.state.values import Standing
+from weft.coordinator.decisions.state.values import ReplicaState
 
 
 def take_out(change: Change, event: events.TakeOutOfService) -> None:
@@ -25,17 +25,17 @@ def take_out(change: Change, event: events.TakeOutOfService) -> None:
     if name not in state.replicas and name not in state.out_of_service:
         change.refuse([event.ticket], unknown_replica(name))
         return
-    if order.standing is Standing.QUARANTINED and not order.reason:
+    if order.state is ReplicaState.QUARANTINED and not order.reason:
         error = InvalidRequestError("say why, so that somebody can tell when it may serve again")
         change.refuse([event.ticket], error)
         return
-    if order.standing is Standing.QUARANTINED or not state.is_quarantined(name):
+    if order.state is ReplicaState.QUARANTINED or not state.is_quarantined(name):
         _put(change, name, order)
     change.reply(event.ticket, Done())
 
 
 def uncordon(change: Change, event: events.Uncordon) -> None:
-    """Put a replica back into service; says where it stands then."""
+    """Put a replica back into service; says what its state is then."""
     name = event.replica_id
     if name in change.state.out_of_service:
         _put(change, name, None)
@@ -43,8 +43,8 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
         change.refuse([event.ticket], unknown_replica(name))
         return
     else:
-        where, why = standing(change.state, change.state.replicas[name])
-        if where in (Standing.QUARANTINED, Standing.DRAINING, Standing.SUSPECT):
+        where, why = explain_state(change.state, change.state.replicas[name])
+        if where in (ReplicaState.QUARANTINED, ReplicaState.DRAINING, ReplicaState.SUSPECT):
             error = NotReadyError(
                 f"no operator's order keeps {name!r} out of service, and none puts it back: {why}",
                 reason="NOT_WITHDRAWN",
@@ -53,15 +53,15 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
             return
     replica = change.state.replicas.get(name)
     if replica is None:
-        change.reply(event.ticket, StandingAnswer(None, ""))
+        change.reply(event.ticket, UncordonAnswer(None, ""))
     else:
-        change.reply(event.ticket, StandingAnswer(*standing(change.state, replica)))
+        change.reply(event.ticket, UncordonAnswer(*explain_state(change.state, replica)))
 
 
-def refuse_reason(state: State, replica_id: str) -> str:
+def refuse_reason(state: PoolState, replica_id: str) -> str:
     """Why an operator wants a replica to refuse requests; empty where none does."""
     order = state.out_of_service.get(replica_id)
-    if order is None or order.standing is not Standing.QUARANTINED:
+    if order is None or order.state is not ReplicaState.QUARANTINED:
         return ""
     return f"an operator quarantined this replica: {order.reason}"
 
@@ -73,7 +73,7 @@ def order_answered(change: Change, event: events.RefuseAnswered) -> None:
         change.put_replica(heard(change.state, replica, event.refusing, event.order_number))
 
 
-def heard(state: State, replica: Replica, refusing: str, order_number: int) -> Replica:
+def heard(state: PoolState, replica: Replica, refusing: str, order_number: int) -> Replica:
     """A replica once it has said what it enforces. What it said before it heard a later
     order, and came late, does not count, nor does an order that was never given."""
     if not replica.order_number <= order_number <= state.order_number:

@@ -1,4 +1,4 @@
-"""Where each replica stands, and why."""
+"""A replica's state, and why it is so."""
 
 from __future__ import annotations
 
@@ -7,61 +7,61 @@ from collections.abc import Sequence
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.recovery.needs import lacks, outlook, takes_weights, wants
 from weft.coordinator.decisions.replicas.checkpoints import doubt
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import OutOfService, Replica
-from weft.coordinator.decisions.state.values import Standing
+from weft.coordinator.decisions.state.values import ReplicaState
 
 
-def place(state: State, replica: Replica) -> Standing:
-    """Where a replica stands; cheap."""
+def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
+    """A replica's state; cheap."""
     if replica.lost or replica.suspicion:
-        return Standing.LOST
+        return ReplicaState.LOST
     if replica.dirty_reason or state.is_quarantined(replica.replica_id):
-        return Standing.QUARANTINED
+        return ReplicaState.QUARANTINED
     if replica.drain is not None:
-        return Standing.DRAINING
+        return ReplicaState.DRAINING
     if replica.replica_id in state.out_of_service:
-        return Standing.CORDONED
+        return ReplicaState.CORDONED
     if replica.suspect is not None:
-        return Standing.SUSPECT
+        return ReplicaState.SUSPECT
     serves = replica.is_open and not lacks(state, replica) and not doubt(state, replica)
-    return Standing.READY if serves else Standing.PENDING_WEIGHTS
+    return ReplicaState.READY if serves else ReplicaState.PENDING_WEIGHTS
 
 
-def is_routable(state: State, replica: Replica) -> bool:
+def is_routable(state: PoolState, replica: Replica) -> bool:
     """Whether requests may be sent to a replica: it serves what the pool serves, and is
     open. The engine of a suspect answers like any other."""
-    match place(state, replica):
-        case Standing.READY:
+    match replica_state(state, replica):
+        case ReplicaState.READY:
             return True
-        case Standing.SUSPECT:
+        case ReplicaState.SUSPECT:
             return replica.is_open and not lacks(state, replica) and not doubt(state, replica)
     return False
 
 
-def standing(state: State, replica: Replica) -> tuple[Standing, str]:
-    """Where a replica stands, and why it is not ready; looks at all replicas if so."""
+def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str]:
+    """A replica's state, and why it is not ready; looks at all replicas if so."""
     if replica.lost or replica.suspicion:
-        return Standing.LOST, replica.suspicion or "no heartbeat"
+        return ReplicaState.LOST, replica.suspicion or "no heartbeat"
     order = state.out_of_service.get(replica.replica_id)
     suspicion = replica.suspect.why if replica.suspect else ""
-    if order and order.standing is Standing.QUARANTINED:
+    if order and order.state is ReplicaState.QUARANTINED:
         late = "" if replica.refusing else "it has not said yet that it refuses requests"
         why = _joined(_by_operator(order), late, replica.dirty_reason, suspicion)
-        return Standing.QUARANTINED, why
+        return ReplicaState.QUARANTINED, why
     if replica.dirty_reason:
         repair = [f"it needs {v}{text}" for v in wants(state, replica)
                   if (text := outlook(state, replica, v))]  # fmt: skip
-        return Standing.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
+        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
     if replica.drain is not None:
-        return Standing.DRAINING, replica.drain.reason
+        return ReplicaState.DRAINING, replica.drain.reason
     missing = _joined(_missing(state, replica), doubt(state, replica))
     if order:
-        return Standing.CORDONED, _joined(_by_operator(order), suspicion, missing)
+        return ReplicaState.CORDONED, _joined(_by_operator(order), suspicion, missing)
     missing = _joined(missing, _closed(replica))
     if suspicion:
-        return Standing.SUSPECT, _joined(suspicion, missing)
-    return (Standing.PENDING_WEIGHTS, missing) if missing else (Standing.READY, "")
+        return ReplicaState.SUSPECT, _joined(suspicion, missing)
+    return (ReplicaState.PENDING_WEIGHTS, missing) if missing else (ReplicaState.READY, "")
 
 
 def _closed(replica: Replica) -> str:
@@ -80,7 +80,7 @@ def _joined(*parts: str) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _missing(state: State, replica: Replica) -> str:
+def _missing(state: PoolState, replica: Replica) -> str:
     """What it lacks and what is done about it; empty when it lacks nothing."""
     lacking = lacks(state, replica)
     if not lacking:
@@ -95,7 +95,7 @@ def _missing(state: State, replica: Replica) -> str:
     return reason
 
 
-def in_contact(state: State) -> list[Replica]:
+def in_contact(state: PoolState) -> list[Replica]:
     """Replicas that any push goes to, by id."""
     return [r for r in reachable(state) if not r.dirty_reason]
 
@@ -108,7 +108,7 @@ def shared_backends(replicas: Sequence[Replica]) -> list[str]:
     return [b for b in replicas[0].capabilities.backends if all(b in theirs for theirs in rest)]
 
 
-def reachable(state: State) -> list[Replica]:
+def reachable(state: PoolState) -> list[Replica]:
     """Those, and the quarantined ones that a base would repair, by id."""
     return sorted(
         (

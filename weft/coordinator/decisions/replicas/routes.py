@@ -1,15 +1,15 @@
-"""Routes: which replicas may be sent requests. Decided by their standing alone."""
+"""Routes: which replicas may be sent requests. Decided by their states alone."""
 
 from __future__ import annotations
 
 from weft.contract.versions import VersionVector
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import RoutesChanged
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 
 
-def routes(state: State) -> list[Replica]:
+def routes(state: PoolState) -> list[Replica]:
     """The replicas to route to, by id; O(replicas)."""
     return sorted(
         (replica for replica in state.replicas.values() if is_listed(replica)),
@@ -17,8 +17,8 @@ def routes(state: State) -> list[Replica]:
     )
 
 
-def note_changes(before: State, change: Change) -> None:
-    """Tell readers what a step changed; standings must have been announced."""
+def note_changes(before: PoolState, change: Change) -> None:
+    """Tell readers what a step changed; states must have been announced."""
     touched = before.replicas.keys() | change.state.replicas.keys()
     if not change.touched_all:
         touched = touched & change.touched

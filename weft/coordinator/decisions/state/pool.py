@@ -1,7 +1,7 @@
 """What the coordinator knows, as immutable values.
 
 Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
-``State.wall_offset_seconds`` gives seconds since 1970 for what is recorded.
+``PoolState.wall_offset_seconds`` gives seconds since 1970 for what is recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import BoundCheckpoint, Failure, PolicyKind, Standing
+from weft.coordinator.decisions.state.values import (
+    BoundCheckpoint,
+    Failure,
+    PolicyKind,
+    ReplicaState,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ class Unserved:
 
 
 @dataclass(frozen=True)
-class State:
+class PoolState:
     """Everything; replaced, never changed."""
 
     settings: Settings = field(default_factory=Settings)
@@ -244,7 +249,7 @@ class State:
     def is_quarantined(self, replica_id: str) -> bool:
         """Whether an operator keeps a replica out of service and out of transfers."""
         order = self.out_of_service.get(replica_id)
-        return order is not None and order.standing is Standing.QUARANTINED
+        return order is not None and order.state is ReplicaState.QUARANTINED
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

@@ -9,7 +9,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.versions import VersionVector
-from weft.coordinator.decisions.state.values import HeldVersion, Standing
+from weft.coordinator.decisions.state.values import HeldVersion, ReplicaState
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Suspicion:
 class OutOfService:
     """An operator's order that keeps a replica out of service; durable."""
 
-    standing: Standing
+    state: ReplicaState
     """CORDONED or QUARANTINED."""
     reason: str
 
@@ -86,8 +86,8 @@ class Replica:
     """When a CommitTransfer last told what it serves."""
     retire_at: float = float("-inf")
     """When it may next be asked to drop versions."""
-    announced: Standing | None = None
-    """The standing that was last told to watchers."""
+    announced: ReplicaState | None = None
+    """The state that watchers were told last."""
     routed: bool = False
     """Whether watchers of the routes see it."""
     retained: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class Replica:
 
     @property
     def in_contact(self) -> bool:
-        """Whether it is heard and its weights are whole; ``standing.in_contact`` says which
+        """Whether it is heard and its weights are whole; ``replica_state.in_contact`` says which
         of these a push goes to."""
         return not self.lost and not self.suspicion and not self.dirty_reason
 

@@ -1,4 +1,4 @@
-"""What the coordinator's state is made of: kinds, standings, and what the catalog holds."""
+"""What the coordinator's state is made of: kinds, states, and what the catalog records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VersionState(enum.IntEnum):
     FAILED = 5
 
 
-class Standing(enum.IntEnum):
+class ReplicaState(enum.IntEnum):
     """Numbers are those of ``weft.v1.ReplicaState``."""
 
     PENDING_WEIGHTS = 1

@@ -41,7 +41,7 @@ from weft.coordinator.decisions.policies.leases import require_lease
 from weft.coordinator.decisions.recovery import clones, interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_joining, obeys_pins
 from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable
-from weft.coordinator.decisions.state.pool import Lease, Policy, State
+from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
 from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
@@ -113,7 +113,7 @@ def _answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
     )
 
 
-def _check(state: State, event: events.BeginTransfer, policy: Policy) -> None:
+def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> None:
     if not 1 <= len(event.request_id) <= 128:
         raise InvalidRequestError("request_id must have 1 to 128 characters")
     if policy.kind is PolicyKind.ADAPTER and event.adapter is None:
@@ -221,14 +221,14 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], turns:
     return ""
 
 
-def _unheard(state: State, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
+def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
     """Those that would drop what is pinned if they were brought this transfer now."""
     if transfer.kind is not PolicyKind.BASE or not state.pinned_bases:
         return []
     return [replica for replica in replicas if not obeys_pins(state, replica)]
 
 
-def _too_late(state: State, transfer: Transfer, num_replicas: int) -> WeftError:
+def _too_late(state: PoolState, transfer: Transfer, num_replicas: int) -> WeftError:
     if transfer.waits_for == _FOR_REPLICAS or num_replicas < transfer.min_replicas:
         return PeerUnavailableError(
             f"{num_replicas} replicas are in contact and have described their base, the push "
@@ -238,7 +238,7 @@ def _too_late(state: State, transfer: Transfer, num_replicas: int) -> WeftError:
     return TransferTimeoutError(f"the push's time was up while it waited for {transfer.waits_for}")
 
 
-def _and_suspects(state: State) -> str:
+def _and_suspects(state: PoolState) -> str:
     """Who would be there, for people."""
     names = sorted(r.replica_id for r in state.replicas.values() if r.suspect and not r.lost)
     if not names:
@@ -292,7 +292,9 @@ def _members(replicas: Sequence[Replica]) -> tuple[Member, ...]:
     )
 
 
-def _usable_group(state: State, transfer: Transfer, replicas: Sequence[Replica]) -> Group | None:
+def _usable_group(
+    state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
+) -> Group | None:
     """The group of the trainer's former push, if all of it is still there."""
     group = state.groups.get(transfer.wanted_group_id)
     if (

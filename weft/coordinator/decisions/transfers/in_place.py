@@ -16,7 +16,7 @@ from weft.contract.errors import with_lost_weights
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallLoad
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, PolicyKind
@@ -47,7 +47,7 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
     )
 
 
-def is_loading(state: State, replica_id: str) -> bool:
+def is_loading(state: PoolState, replica_id: str) -> bool:
     """Whether a replica's weights are mixed because a transfer under way loads them."""
     return any(
         replica_id in transfer.loading and replica_id in transfer.targets

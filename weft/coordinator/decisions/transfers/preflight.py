@@ -21,7 +21,7 @@ from weft.contract.reference import Reference, check_base
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CheckFit
-from weft.coordinator.decisions.state.pool import FitKey, State
+from weft.coordinator.decisions.state.pool import FitKey, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import AdapterSpec, Failure, PolicyKind
@@ -90,7 +90,7 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
     return complete
 
 
-def check_names(state: State, policy: str) -> None:
+def check_names(state: PoolState, policy: str) -> None:
     """Refuse an adapter whose name a replica's server has for something else; asked of all
     that may serve it one day: one that is out of service comes back. O(replicas).
 
@@ -110,7 +110,7 @@ def check_names(state: State, policy: str) -> None:
             )
 
 
-def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) -> None:
+def check_room(state: PoolState, transfer: Transfer, replicas: Iterable[Replica]) -> None:
     """Refuse what a replica has no room, no backend or another base for; cheap.
 
     Raises:
@@ -170,7 +170,7 @@ def check_room(state: State, transfer: Transfer, replicas: Iterable[Replica]) ->
             )
 
 
-def other_base(state: State, transfer: Transfer) -> Failure | None:
+def other_base(state: PoolState, transfer: Transfer) -> Failure | None:
     """Why an adapter that is to be served over the base it was trained on alone is refused;
     asked when it begins and at its commit point, between which a base may have come."""
     spec, base = transfer.adapter, state.vector.base
@@ -199,7 +199,7 @@ def _checked_too_late(replica: Replica) -> UnsupportedError:
     )
 
 
-def _held_by_pins(state: State, transfer: Transfer, replica: Replica) -> str:
+def _held_by_pins(state: PoolState, transfer: Transfer, replica: Replica) -> str:
     if transfer.kind is not PolicyKind.BASE or not replica.pinned_bytes:
         return ""
     names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)

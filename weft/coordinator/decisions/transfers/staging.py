@@ -13,7 +13,7 @@ from weft.contract.manifest import DIGEST_NAMES
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import SendPrepare, SendStart
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase, Purpose
 from weft.coordinator.decisions.transfers import abort, in_place, reform
@@ -33,12 +33,12 @@ def rank_attends(change: Change, event: events.RankAttends) -> None:
         prepare_if_complete(change, transfer)
 
 
-def transfer_of(state: State, group_id: str) -> Transfer | None:
+def transfer_of(state: PoolState, group_id: str) -> Transfer | None:
     """The transfer that uses a group now."""
     return next((t for t in state.transfers.values() if t.group_id == group_id), None)
 
 
-def _named(state: State, group_id: str, transfer_id: str) -> tuple[Transfer, Group] | None:
+def _named(state: PoolState, group_id: str, transfer_id: str) -> tuple[Transfer, Group] | None:
     """A transfer that a rank spoke of, if it is of that rank's group and uncommitted."""
     transfer = state.transfers.get(transfer_id)
     group = state.groups.get(group_id)
@@ -190,7 +190,7 @@ def watch_deadlines(change: Change) -> None:
             abort.abort(change, transfer, _deadline(change.state, transfer))
 
 
-def _deadline(state: State, transfer: Transfer) -> Failure:
+def _deadline(state: PoolState, transfer: Transfer) -> Failure:
     group = state.groups[transfer.group_id]
     everyone = frozenset(range(group.size))
     if not transfer.prepare_sent:

@@ -32,7 +32,7 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.replicas import suspects
 from weft.coordinator.decisions.replicas.replica_state import reachable
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
@@ -169,7 +169,7 @@ def _sender_delays_others(change: Change, transfer: Transfer) -> bool:
     )
 
 
-def _awaited(state: State, waiting: Transfer) -> Iterable[str]:
+def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
     """The replicas that a transfer waits for its turn on."""
     if waiting.replica_id:
         return (waiting.replica_id, waiting.source)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from weft.coordinator.decisions.recovery.interruptions import goes_first, is_interruptible
 from weft.coordinator.decisions.recovery.needs import is_joining
-from weft.coordinator.decisions.state.pool import State
+from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Phase, Purpose
@@ -28,7 +28,7 @@ class Turns:
     before; ``firm`` the same without clones that a push would end.
     """
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: PoolState, now: float) -> None:
         self._state, self._now = state, now
         self.taken: set[str] = set()
         self.firm: set[str] = set()

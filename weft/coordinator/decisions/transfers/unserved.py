@@ -24,7 +24,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import SavePolicy, SaveRetired, SaveVersion
-from weft.coordinator.decisions.state.pool import State, Unserved
+from weft.coordinator.decisions.state.pool import PoolState, Unserved
 from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
@@ -95,7 +95,7 @@ def _version(item: tuple[PolicyVersion, Unserved]) -> PolicyVersion:
     return item[0]
 
 
-def _may_return(state: State, version: PolicyVersion) -> bool:
+def _may_return(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a later change of the policy is undecided, which may go back to this one."""
     return any(v.policy == version.policy and v > version for v in state.unserved) or any(
         t.policy == version.policy and t.phase is Phase.COMMITTING and not t.replica_id
@@ -103,7 +103,7 @@ def _may_return(state: State, version: PolicyVersion) -> bool:
     )
 
 
-def _still_awaited(state: State, version: PolicyVersion, case: Unserved) -> bool:
+def _still_awaited(state: PoolState, version: PolicyVersion, case: Unserved) -> bool:
     """Whether a replica may serve the version yet."""
     for replica_id in case.silent:
         replica = state.replicas.get(replica_id)
@@ -142,7 +142,7 @@ def _fails(change: Change, version: PolicyVersion, case: Unserved) -> None:
         change.state = replace(change.state, history={**history, ended.transfer_id: ended})
 
 
-def _can_be_served(state: State, ended: Transfer) -> bool:
+def _can_be_served(state: PoolState, ended: Transfer) -> bool:
     """Whether anybody serves, or could bring, what the policy would go back to."""
     if ended.kind is PolicyKind.ADAPTER:
         return True

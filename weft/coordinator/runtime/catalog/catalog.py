@@ -42,7 +42,7 @@ from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
     PolicyKind,
-    Standing,
+    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -180,8 +180,8 @@ class Catalog:
             )
         )
         out_of_service = {
-            replica_id: OutOfService(Standing(standing), reason)
-            for replica_id, standing, reason in self._read.execute(
+            replica_id: OutOfService(ReplicaState(number), reason)
+            for replica_id, number, reason in self._read.execute(
                 "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
             )
         }
@@ -242,7 +242,7 @@ class Catalog:
             case SaveOutOfService(replica_id=name, order=None):
                 rows.delete(WITHDRAWN, {"replica_id": name})
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
-                rows.put(WITHDRAWN, (name, order.standing, order.reason))
+                rows.put(WITHDRAWN, (name, order.state, order.reason))
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         key = {"policy": version.policy, "version": version.version}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
-from weft.coordinator.decisions.state.values import PolicyKind, Standing, VersionState
+from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState
 
 _CHECKSUM_BYTES: Final = 8
 _DOUBLE: Final = struct.Struct("<d")
@@ -151,7 +151,7 @@ WITHDRAWN: Final = Table(
     {"replica_id": str, "standing": int, "reason": str},
     ("replica_id",),
     "that a replica is kept out of service",
-    {"standing": Standing},
+    {"standing": ReplicaState},
 )
 TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN)
 

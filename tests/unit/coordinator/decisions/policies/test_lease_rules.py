@@ -14,7 +14,7 @@ from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import Settings, State
+from weft.coordinator.decisions.state.pool import PoolState, Settings
 from weft.coordinator.decisions.state.values import VersionState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
@@ -221,7 +221,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
         self.lazy = []
         snapshot = self.catalog.snapshot()
         self.generation += 1
-        self.m.state = State(
+        self.m.state = PoolState(
             settings=self.settings,
             generation=snapshot.generation,
             fingerprint=snapshot.fingerprint,

@@ -9,9 +9,9 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.pool import State
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
 
@@ -25,8 +25,8 @@ def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Mach
     return m
 
 
-def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
-    return standing(m.state, m.state.replicas[replica_id])
+def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
+    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def _answer(m: Machine, ticket: int) -> effects.RollbackAnswer:
@@ -42,7 +42,7 @@ def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
     assert kinds.index(effects.SavePolicy) < kinds.index(effects.CallSwitch)
     assert [s.durable for s in m.found(effects.SavePolicy)] == [True]
     assert not m.answered(ticket)
-    assert _standing(m, "r0")[0] is Standing.READY, "no flapping until it has switched"
+    assert _state(m, "r0")[0] is ReplicaState.READY, "no flapping until it has switched"
     m.answer_commits(ticket)
     answer = _answer(m, ticket)
     assert (str(answer.version), answer.replaced_version) == ("math@2", 3)
@@ -50,7 +50,7 @@ def test_an_adapter_goes_back_and_the_numbers_go_on() -> None:
     assert m.state.vector.adapters["math"].versions == (1, 2, 3)
     for replica in m.state.replicas.values():
         assert replica.vector.adapters["math"].alias == 2
-        assert _standing(m, replica.replica_id)[0] is Standing.READY
+        assert _state(m, replica.replica_id)[0] is ReplicaState.READY
     pushed = m.run_to(Phase.COMMITTED)
     assert str(m.transfer(pushed).policy_version) == "math@4"
     assert m.state.vector.adapters["math"].alias == 4
@@ -91,7 +91,7 @@ def test_one_that_is_not_ready_does_not_stand_in_the_way_and_catches_up() -> Non
     (clone,) = m.answer_look_ups()
     assert str(m.transfer(clone).policy_version) == "base@1"
     m.finish(clone)
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert _state(m, "r1")[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_when_no_replica_can_the_pool_goes_on_with_what_it_served() -> None:
     assert m.ever(effects.SavePolicy)[-1].policy.served_version == 2
     assert str(m.ever(effects.SaveCommitted)[-1].version) == "base@2"
     for replica_id in ("r0", "r1"):
-        assert _standing(m, replica_id)[0] is Standing.READY
+        assert _state(m, replica_id)[0] is ReplicaState.READY
 
 
 def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None:
@@ -176,12 +176,12 @@ def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None
     ticket = m.roll_back("base", 1)
     m.answer_commits(ticket, r1=DIRTY)
     assert _answer(m, ticket).replica_ids == ("r0",)
-    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.do(events.Tick())
     (restore,) = m.answer_look_ups()
     assert m.transfer(restore).purpose is Purpose.RESTORE
     m.answer_commit(restore, "r1")
-    assert _standing(m, "r1") == (Standing.READY, "")
+    assert _state(m, "r1") == (ReplicaState.READY, "")
 
 
 def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
@@ -192,7 +192,7 @@ def test_a_pool_that_is_all_dirty_goes_back_to_its_retained_copies() -> None:
     assert m.transfer(back).targets == ("r0", "r1")
     m.answer_commits(back)
     for replica_id in ("r0", "r1"):
-        assert _standing(m, replica_id) == (Standing.READY, "")
+        assert _state(m, replica_id) == (ReplicaState.READY, "")
 
 
 def test_an_adapter_does_not_go_back_to_what_nobody_holds() -> None:
@@ -307,4 +307,4 @@ def test_rollback_and_pins_survive_a_restart(catalog_path: Path) -> None:
     assert policies["base"].last_version == 2
     assert (policies["math"].served_version, policies["math"].versions) == (1, (1, 2))
     assert policies["math"].pinned == (1,)
-    assert State(policies=policies).vector.adapters["math"].alias == 1
+    assert PoolState(policies=policies).vector.adapters["math"].alias == 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 BASE_1 = PolicyVersion("base", 1)
 GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"
 
 
-def standing_of(m: Machine, replica_id: str) -> tuple[Standing, str]:
-    return standing(m.state, m.state.replicas[replica_id])
+def standing_of(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
+    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def serving_pool(**settings: int) -> Machine:

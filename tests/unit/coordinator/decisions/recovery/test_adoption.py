@@ -11,12 +11,12 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.replica_state import standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.values import (
     Failure,
     HeldVersion,
     Phase,
-    Standing,
+    ReplicaState,
     VersionState,
 )
 
@@ -52,7 +52,9 @@ def wait_for_adoption(machine: Machine, seconds: float = 6.0) -> list[PolicyVers
 def ready(machine: Machine) -> list[str]:
     state = machine.state
     return [
-        r.replica_id for r in state.replicas.values() if standing(state, r)[0] is Standing.READY
+        r.replica_id
+        for r in state.replicas.values()
+        if explain_state(state, r)[0] is ReplicaState.READY
     ]
 
 
@@ -160,8 +162,8 @@ def test_later_holders_of_other_bytes_drop_them() -> None:
     replica = machine.state.replicas["r1"]
     assert replica.vector == VersionVector(-1, {"math": AdapterVersions((6,), 0)})
     assert replica.retained == (2,)
-    where, why = standing(machine.state, replica)
-    assert where is Standing.PENDING_WEIGHTS
+    where, why = explain_state(machine.state, replica)
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert "it has other bytes under that number, and drops them" in why
     machine.pass_time(1.5)
     (order,) = machine.ever(effects.CallRetire)

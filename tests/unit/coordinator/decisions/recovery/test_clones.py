@@ -23,14 +23,14 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, ReplicaState
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
     m = serving_pool()
     m.register("r1")
     brought = []
-    while standing_of(m, "r1")[0] is not Standing.READY:
+    while standing_of(m, "r1")[0] is not ReplicaState.READY:
         ticket = next_clone(m)
         transfer = m.transfer(ticket)
         assert (transfer.purpose, transfer.source, transfer.targets) == (
@@ -74,7 +74,7 @@ def test_what_nobody_holds_is_said_and_nothing_is_tried() -> None:
     m.register("r0", "i2")
     m.pass_time(3)
     where, why = standing_of(m, "r0")
-    assert where is Standing.PENDING_WEIGHTS
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert why == f"lacks base@1, code@1, math@2, {GONE_FOR_GOOD}"
     assert not m.look_ups()
 
@@ -119,9 +119,9 @@ def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> Non
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert [c.replica_id for c in m.found(effects.CallDiscard)] == ["r1"]
     assert not m.ever(effects.SaveRetired)
-    assert standing_of(m, "r0")[0] is Standing.READY
+    assert standing_of(m, "r0")[0] is ReplicaState.READY
     where, why = standing_of(m, "r1")
-    assert where is Standing.PENDING_WEIGHTS
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert "could not be brought yet" in why
     assert "its stream broke" in why
     m.do(events.Tick())
@@ -183,7 +183,7 @@ def test_a_clone_that_the_engine_refuses_is_tried_again() -> None:
     m.finish(ticket, r1=LOAD_FAILED)
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert m.state.policies["base"].served_version == 1
-    assert standing_of(m, "r0")[0] is Standing.READY
+    assert standing_of(m, "r0")[0] is ReplicaState.READY
     assert "the engine said no" in standing_of(m, "r1")[1]
     assert f"g{ticket}" not in m.state.groups
 
@@ -301,7 +301,7 @@ def test_versions_that_are_about_to_be_retired_are_not_cloned() -> None:
     m = serving_pool(retain=1)
     m.register("r1")
     brought = []
-    while standing_of(m, "r1")[0] is not Standing.READY:
+    while standing_of(m, "r1")[0] is not ReplicaState.READY:
         ticket = next_clone(m)
         brought.append(str(m.transfer(ticket).policy_version))
         m.finish(ticket)

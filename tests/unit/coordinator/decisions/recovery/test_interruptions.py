@@ -13,9 +13,9 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 from weft.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
 
 LARGE = replace(LAYOUT, num_buckets=8)
@@ -53,8 +53,8 @@ def _end(m: Machine, push: int) -> None:
     m.answer_commits(push)
 
 
-def _standing(m: Machine, replica_id: str) -> Standing:
-    return standing(m.state, m.state.replicas[replica_id])[0]
+def _state(m: Machine, replica_id: str) -> ReplicaState:
+    return explain_state(m.state, m.state.replicas[replica_id])[0]
 
 
 @pytest.mark.parametrize("far", ["forming", "staging"])
@@ -95,7 +95,7 @@ def test_a_clone_goes_on_after_the_push_from_what_was_verified() -> None:
     assert start.first_bucket == 5
     m.stage_all(clone)
     m.answer_commits(clone)
-    assert _standing(m, "r1") is Standing.READY
+    assert _state(m, "r1") is ReplicaState.READY
 
 
 def test_a_clone_that_was_ended_three_times_goes_next() -> None:
@@ -167,7 +167,7 @@ def test_a_push_waits_a_moment_for_a_ready_replica_that_commits_a_further_versio
     m.register("r1", vector=vector)
     m.do(events.Tick())
     (clone,) = m.answer_look_ups()
-    assert _standing(m, "r1") is Standing.READY
+    assert _state(m, "r1") is ReplicaState.READY
     m.attend_all(clone)
     m.prepare_all(clone)
     m.stage_all(clone)
@@ -255,7 +255,7 @@ def test_a_replica_is_not_ready_while_an_order_that_a_rollback_overtook_is_under
     assert m.transfer(clone).phase is Phase.COMMITTING
     m.roll_back("math", 1)
     assert [e.replica_id for e in m.found(effects.CallSwitch)] == ["r0"]
-    assert _standing(m, "r1") is Standing.PENDING_WEIGHTS, "it may still be on its way to math@2"
+    assert _state(m, "r1") is ReplicaState.PENDING_WEIGHTS, "it may still be on its way to math@2"
     vector = m.state.replicas["r1"].vector.with_adapter(PolicyVersion("math", 2))
     m.do(events.CommitAnswered(f"t{clone}", "r1", "i1", vector, 0.0, None))
     m.pass_time(0.5)
@@ -299,7 +299,7 @@ def test_quarantine_ends_clones_from_and_to_a_replica_at_once(name: str) -> None
     m = _served()
     clone = _joining(m)
     _stage_some(m, clone)
-    order = OutOfService(Standing.QUARANTINED, "it answers nonsense")
+    order = OutOfService(ReplicaState.QUARANTINED, "it answers nonsense")
     m.do(events.TakeOutOfService(0, name, order))
     assert m.transfer(clone).phase is Phase.ABORTED
     assert not [t for t in m.state.transfers.values() if t.occupied]
@@ -313,7 +313,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     clone = _joining(m)
     _stage_some(m, clone)
     if order == "cordon":
-        m.do(events.TakeOutOfService(0, name, OutOfService(Standing.CORDONED, "")))
+        m.do(events.TakeOutOfService(0, name, OutOfService(ReplicaState.CORDONED, "")))
     else:
         m.do(events.DrainReplica(0, name, 60.0, ""))
     ended = name == "r1"
@@ -328,7 +328,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
 def test_a_cordoned_replica_is_sent_pushes_and_what_it_lacks_once_it_is_put_back() -> None:
     m = _served()
     m.register("r1")
-    m.do(events.TakeOutOfService(0, "r1", OutOfService(Standing.CORDONED, "")))
+    m.do(events.TakeOutOfService(0, "r1", OutOfService(ReplicaState.CORDONED, "")))
     _end(m, m.begin("math"))
     assert m.state.replicas["r1"].vector.adapters["math"].alias == 2
     m.do(events.Uncordon(0, "r1"))

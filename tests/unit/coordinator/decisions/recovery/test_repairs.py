@@ -12,7 +12,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 
 
 def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
@@ -24,9 +24,9 @@ def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
     m.answer_commits(ticket, r1=DIRTY)
     clone = next_clone(m)
     assert m.transfer(clone).policy_version == BASE_1
-    assert standing_of(m, "r1")[0] is Standing.QUARANTINED
+    assert standing_of(m, "r1")[0] is ReplicaState.QUARANTINED
     m.finish(clone)
-    assert standing_of(m, "r1") == (Standing.READY, "")
+    assert standing_of(m, "r1") == (ReplicaState.READY, "")
 
 
 def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
@@ -37,13 +37,13 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
     replica = m.state.replicas["r0"]
     m.now += 5
     m.do(events.Heartbeat(9, "r0", "i1", replica.vector, 0, (1,), "a layer burned"))
-    assert standing_of(m, "r0") == (Standing.QUARANTINED, "a layer burned")
+    assert standing_of(m, "r0") == (ReplicaState.QUARANTINED, "a layer burned")
     ticket = next_clone(m)
     assert m.transfer(ticket).purpose is Purpose.RESTORE
     (call,) = m.found(effects.CallSwitch)
     assert (call.replica_id, call.version) == ("r0", BASE_1)
     m.answer_commit(ticket, "r0")
-    assert standing_of(m, "r0") == (Standing.READY, "")
+    assert standing_of(m, "r0") == (ReplicaState.READY, "")
 
 
 def test_a_dirty_pool_without_a_copy_says_so() -> None:
@@ -52,7 +52,7 @@ def test_a_dirty_pool_without_a_copy_says_so() -> None:
     ticket = m.run_to(Phase.COMMITTING, "base")
     m.answer_commits(ticket, r0=DIRTY)
     assert standing_of(m, "r0") == (
-        Standing.QUARANTINED,
+        ReplicaState.QUARANTINED,
         f"the engine broke; it needs base@1, {GONE_FOR_GOOD}",
     )
 
@@ -66,4 +66,4 @@ def test_an_alias_that_stands_elsewhere_is_put_right() -> None:
     ticket = next_clone(m)
     assert m.transfer(ticket).purpose is Purpose.RESTORE
     m.answer_commit(ticket, "r1")
-    assert standing_of(m, "r1")[0] is Standing.READY
+    assert standing_of(m, "r1")[0] is ReplicaState.READY

@@ -7,9 +7,9 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.membership import standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 AFTER_SECONDS = 5.0
 
@@ -77,7 +77,9 @@ def test_what_only_a_quarantined_replica_holds_is_asked_for() -> None:
     m = Machine(publish_again_after_seconds=AFTER_SECONDS).pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    m.do(events.TakeOutOfService(0, "r0", OutOfService(Standing.QUARANTINED, "answers nonsense")))
+    m.do(
+        events.TakeOutOfService(0, "r0", OutOfService(ReplicaState.QUARANTINED, "answers nonsense"))
+    )
     m.pass_time(AFTER_SECONDS + 1)
     assert _told(m, "math") == 0, "nobody lacks it"
     m.register("r1")
@@ -130,7 +132,7 @@ def test_standing_says_who_brings_it_back(owned: bool) -> None:
     if not owned:
         m.do(events.ReleasePolicy(0, "math", m.tokens.pop("math")))
     m.pass_time(AFTER_SECONDS + 1)
-    _, why = standing(m.state, m.state.replicas["r0"])
+    _, why = explain_state(m.state, m.state.replicas["r0"])
     who = (
         "its owner t1 is asked to publish it again"
         if owned

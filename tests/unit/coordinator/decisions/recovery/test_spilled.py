@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, Standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, ReplicaState
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})
 ALL = ("base@1", "math@1", "math@2")
@@ -32,14 +32,14 @@ def _next(m: Machine) -> int:
 def test_a_whole_pool_restarted_comes_back_from_its_spill_directory() -> None:
     m = _restarted(*ALL)
     brought = []
-    while standing(m.state, m.state.replicas["r0"])[0] is not Standing.READY:
+    while explain_state(m.state, m.state.replicas["r0"])[0] is not ReplicaState.READY:
         ticket = _next(m)
         (call,) = m.found(effects.CallRestore)
         brought.append((str(call.version), call.alias))
         assert (call.content_digest, call.layout_digest) == (DIGEST, LAYOUT.digest)
         assert call.adapter == (None if call.version.policy == "base" else SPEC)
         assert call.timeout_seconds == m.state.settings.clone_seconds
-        _, why = standing(m.state, m.state.replicas["r0"])
+        _, why = explain_state(m.state, m.state.replicas["r0"])
         if call.version.version == 2 or call.version.policy == "base":
             assert f"lacks {call.version}, which comes from its spill directory" in why
         m.answer_commit(ticket, "r0")
@@ -82,7 +82,7 @@ def test_the_disk_is_tried_after_a_clone_failed_and_the_other_way_round() -> Non
 def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() -> None:
     m = _restarted("base@1", publish_again_after_seconds=3)
     m.answer_commit(_next(m), "r0", MISMATCH)
-    _, why = standing(m.state, m.state.replicas["r0"])
+    _, why = explain_state(m.state, m.state.replicas["r0"])
     assert "could not be brought yet, it is tried again: these are not its files" in why
     replica = m.state.replicas["r0"]
     m.do(events.Heartbeat(0, "r0", "i2", replica.vector, 0))

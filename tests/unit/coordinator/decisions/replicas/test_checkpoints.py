@@ -20,9 +20,12 @@ from weft.contract.tensors import DataType
 from weft.contract.versions import VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.needs import is_ready
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.replicas.replica_state import in_contact, place
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.replicas.replica_state import (
+    explain_state,
+    in_contact,
+    replica_state,
+)
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
 
@@ -50,20 +53,20 @@ def _report(m: Machine, replica_id: str, told: Checkpoint, incarnation: str = "i
     return ticket
 
 
-def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
+def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
     """Where it stands; the cheap answer and that for people must agree."""
     replica = m.state.replicas[replica_id]
-    found = standing(m.state, replica)
-    assert place(m.state, replica) is found[0]
-    assert is_ready(m.state, replica) is (found[0] is Standing.READY)
+    found = explain_state(m.state, replica)
+    assert replica_state(m.state, replica) is found[0]
+    assert is_ready(m.state, replica) is (found[0] is ReplicaState.READY)
     return found
 
 
 def test_other_weights_of_the_same_shapes_are_not_in_service() -> None:
     m = _pool(r0=OURS, r1=OTHER)
-    assert _standing(m, "r0")[0] is Standing.READY
-    where, why = _standing(m, "r1")
-    assert where is Standing.PENDING_WEIGHTS
+    assert _state(m, "r0")[0] is ReplicaState.READY
+    where, why = _state(m, "r1")
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert why == (
         "its base@0 is not the pool's: m-2 differ from those of r0, which bound it; start it "
         "from the same files, or push a base; if the pool's is the wrong one, stop all replicas "
@@ -73,30 +76,30 @@ def test_other_weights_of_the_same_shapes_are_not_in_service() -> None:
 
 def test_the_same_weights_are() -> None:
     m = _pool(r0=OURS, r1=OURS)
-    assert _standing(m, "r1") == (Standing.READY, "")
+    assert _state(m, "r1") == (ReplicaState.READY, "")
     assert len(m.ever(effects.SaveCheckpoint)) == 1
 
 
 def test_readiness_waits_for_the_digest_and_registration_does_not() -> None:
     m = _pool(r0=READING)
-    where, why = _standing(m, "r0")
-    assert where is Standing.PENDING_WEIGHTS
+    where, why = _state(m, "r0")
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert "is being read" in why
     m.answer(_report(m, "r0", OURS))
-    assert _standing(m, "r0") == (Standing.READY, "")
+    assert _state(m, "r0") == (ReplicaState.READY, "")
     assert [e.kind for e in m.ever(effects.Announce)][-1] == "replica_ready"
 
 
 def test_what_cannot_be_compared_is_no_mismatch() -> None:
     m = _pool(r0=OURS, r1=not_compared("no files"))
     m.register("r2")  # says nothing
-    assert _standing(m, "r1") == _standing(m, "r2") == (Standing.READY, "")
+    assert _state(m, "r1") == _state(m, "r2") == (ReplicaState.READY, "")
 
 
 def test_dummy_weights_are_nobodys_base() -> None:
     m = _pool(r0=DUMMY, r1=OURS)
-    where, why = _standing(m, "r0")
-    assert where is Standing.PENDING_WEIGHTS
+    where, why = _state(m, "r0")
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert "dummy" in why
     assert m.state.checkpoint is not None
     assert m.state.checkpoint.replica_id == "r1"  # dummies bind nothing
@@ -112,8 +115,8 @@ def test_dummy_weights_are_nobodys_base() -> None:
 def test_how_it_is_served_is_compared_too(changes: dict[str, Any], words: str) -> None:
     m = _pool(r0=OURS)
     m.register("r1", checkpoint=OURS, **changes)
-    where, why = _standing(m, "r1")
-    assert where is Standing.PENDING_WEIGHTS
+    where, why = _state(m, "r1")
+    assert where is ReplicaState.PENDING_WEIGHTS
     assert words in why
 
 
@@ -123,18 +126,18 @@ def test_it_matters_only_while_base_0_is_served() -> None:
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     for replica_id in ("r0", "r1", "r2"):
-        assert _standing(m, replica_id) == (Standing.READY, "")
+        assert _state(m, replica_id) == (ReplicaState.READY, "")
     m.register("r3", checkpoint=READING, vector=VersionVector())
-    assert "lacks base@1" in _standing(m, "r3")[1]  # it gets base@1 as ever
-    assert "being read" not in _standing(m, "r3")[1]
+    assert "lacks base@1" in _state(m, "r3")[1]  # it gets base@1 as ever
+    assert "being read" not in _state(m, "r3")[1]
 
 
 def test_an_adapter_makes_nobody_ready_whose_base_is_another() -> None:
     m = _pool(r0=OURS, r1=OTHER)
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    assert _standing(m, "r0")[0] is Standing.READY
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r0")[0] is ReplicaState.READY
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 @pytest.mark.parametrize("told", [OTHER, READING, DUMMY])
@@ -162,7 +165,7 @@ def test_files_are_named_briefly() -> None:
     ours = checkpoint(*(f"m-{i}:x" for i in range(9)))
     other = checkpoint(*(f"m-{i}:y" for i in range(9)))
     m = _pool(r0=ours, r1=other)
-    assert "m-0, m-1, m-2 and 6 more differ from those of r0" in _standing(m, "r1")[1]
+    assert "m-0, m-1, m-2 and 6 more differ from those of r0" in _state(m, "r1")[1]
 
 
 def test_a_wrong_first_model_does_not_stand_for_ever() -> None:
@@ -170,24 +173,24 @@ def test_a_wrong_first_model_does_not_stand_for_ever() -> None:
     m.do(events.Leave(next(m.ids), "r0", "i1"))
     m.register("r1", checkpoint=OURS)
     m.register("r2", checkpoint=OURS)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     m.pass_time(5.0)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS  # r0 may be about to come back
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS  # r0 may be about to come back
     m.pass_time(2.0)
-    assert _standing(m, "r1") == _standing(m, "r2") == (Standing.READY, "")
+    assert _state(m, "r1") == _state(m, "r2") == (ReplicaState.READY, "")
     m.register("r0", "i3", checkpoint=OTHER)
-    assert "of r1, which bound it" in _standing(m, "r0")[1]
+    assert "of r1, which bound it" in _state(m, "r0")[1]
 
 
 def test_it_stands_where_somebody_has_it_or_something_was_pushed() -> None:
     m = _pool(r0=OURS, r1=OTHER)
     m.pass_time(20.0)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     m.do(events.Leave(next(m.ids), "r0", "i1"))
     m.pass_time(20.0)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_it_is_durable(catalog_path: Path) -> None:

@@ -7,13 +7,16 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.replicas.replica_state import in_contact, shared_backends
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.replicas.replica_state import (
+    explain_state,
+    in_contact,
+    shared_backends,
+)
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
-def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
-    return standing(m.state, m.state.replicas[replica_id])
+def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
+    return explain_state(m.state, m.state.replicas[replica_id])
 
 
 def test_first_replica_fixes_the_base_durably() -> None:
@@ -78,11 +81,11 @@ def test_name(name: str) -> None:
 def test_silence_loses_a_replica_and_it_must_register_again() -> None:
     m = Machine().pool("r0")
     m.pass_time(7, beats=False)
-    assert _standing(m, "r0")[0] is Standing.LOST
+    assert _state(m, "r0")[0] is ReplicaState.LOST
     m.do(events.Heartbeat(9, "r0", "i1", VersionVector(), 0))
     assert m.error(9).reason == "REPLICA_UNKNOWN"
     m.register("r0", "i2")
-    assert _standing(m, "r0")[0] is Standing.READY
+    assert _state(m, "r0")[0] is ReplicaState.READY
 
 
 def test_unknown_replica_or_other_process_cannot_beat() -> None:
@@ -104,9 +107,9 @@ def test_readiness_is_the_version_vector() -> None:
     m.acquire("base")
     m.run_to(Phase.COMMITTED)
     m.run_to(Phase.COMMITTED, "base")
-    assert _standing(m, "r0") == (Standing.READY, "")
+    assert _state(m, "r0") == (ReplicaState.READY, "")
     m.register("r1")
-    assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks base@1, math@1")
+    assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, "lacks base@1, math@1")
     m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
     assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1)
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
@@ -120,7 +123,7 @@ def test_no_flapping_between_the_commit_point_and_the_switch() -> None:
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     ticket = m.run_to(Phase.COMMITTING)
-    assert _standing(m, "r0")[0] is Standing.READY
+    assert _state(m, "r0")[0] is ReplicaState.READY
     m.answer_commits(ticket)
     pending = [a for a in m.ever(effects.Announce) if a.kind == "replica_pending"]
     assert not pending
@@ -145,7 +148,7 @@ def _with_dirty() -> Machine:
     ticket = m.run_to(Phase.COMMITTING, "base")
     m.answer_commits(ticket, r1=DIRTY)
     assert m.transfer(ticket).phase is Phase.COMMITTED
-    assert _standing(m, "r1") == (Standing.QUARANTINED, "the engine broke")
+    assert _state(m, "r1") == (ReplicaState.QUARANTINED, "the engine broke")
     return m
 
 
@@ -161,10 +164,10 @@ def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch()
 def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
     m = _with_dirty()
     m.register("r1")  # the same process
-    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.now += 5
     m.register("r1", "i2")
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_only_a_base_is_pushed_to_a_dirty_replica_and_repairs_it() -> None:
@@ -173,7 +176,7 @@ def test_only_a_base_is_pushed_to_a_dirty_replica_and_repairs_it() -> None:
     ticket = m.run_to(Phase.COMMITTED, "base")
     assert m.transfer(ticket).targets == ("r0", "r1")
     assert not m.state.replicas["r1"].dirty_reason
-    assert _standing(m, "r1") == (Standing.PENDING_WEIGHTS, "lacks math@1")
+    assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, "lacks math@1")
 
 
 def test_what_a_dirty_replica_could_not_load_it_need_not_keep() -> None:
@@ -185,12 +188,12 @@ def test_agent_and_coordinator_agree_on_what_is_dirty() -> None:
     m = _with_dirty()
     beat = events.Heartbeat(0, "r1", "i1", m.state.replicas["r1"].vector, 0)
     m.do(beat)  # on its way since before the load failed
-    assert _standing(m, "r1")[0] is Standing.QUARANTINED
+    assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.now += 3
     m.do(beat)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     m.register("r2", dirty_reason="broken since the last coordinator")
-    assert _standing(m, "r2")[0] is Standing.QUARANTINED
+    assert _state(m, "r2")[0] is ReplicaState.QUARANTINED
 
 
 def test_reason_of_a_failed_switch_is_told_until_the_next_one() -> None:
@@ -198,12 +201,12 @@ def test_reason_of_a_failed_switch_is_told_until_the_next_one() -> None:
     m.acquire("math")
     ticket = m.run_to(Phase.COMMITTING)
     m.answer_commits(ticket, r1=LOAD_FAILED)
-    assert _standing(m, "r1") == (
-        Standing.PENDING_WEIGHTS,
+    assert _state(m, "r1") == (
+        ReplicaState.PENDING_WEIGHTS,
         "lacks math@1 (the engine said no)",
     )
     m.run_to(Phase.COMMITTED)
-    assert _standing(m, "r1") == (Standing.READY, "")
+    assert _state(m, "r1") == (ReplicaState.READY, "")
 
 
 def test_leaving_twice_succeeds_and_a_stranger_cannot_make_it_leave() -> None:
@@ -235,10 +238,10 @@ def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
     m.pass_time(1.0)
     m.now += 60.0  # stopped, or starved
     m.do(events.Tick())
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.READY
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.READY
     lease = m.state.policies["math"].lease
     assert lease is not None
     assert lease.expires_at > m.now
     m.pass_time(30.0, beats=False, renews=False)  # awake, and they are silent
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.LOST
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST
     assert m.state.policies["math"].lease is None

@@ -10,19 +10,19 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.versions import VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import standing
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 from weft.coordinator.runtime.catalog.catalog import Catalog
 
 
-def _standing(m: Machine, replica_id: str) -> tuple[Standing, str]:
-    return standing(m.state, m.state.replicas[replica_id])
+def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
+    return explain_state(m.state, m.state.replicas[replica_id])
 
 
-def _take_out(m: Machine, replica_id: str, kind: Standing, reason: str = "") -> int:
+def _take_out(m: Machine, replica_id: str, kind: ReplicaState, reason: str = "") -> int:
     ticket = next(m.ids)
     m.do(events.TakeOutOfService(ticket, replica_id, OutOfService(kind, reason)))
     return ticket
@@ -73,8 +73,8 @@ def _kinds(m: Machine) -> list[tuple[str, str]]:
 def test_a_cordoned_replica_receives_and_is_not_ready() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
-    m.answer(_take_out(m, "r1", Standing.CORDONED, "new disk"))
-    assert _standing(m, "r1") == (Standing.CORDONED, "by an operator: new disk")
+    m.answer(_take_out(m, "r1", ReplicaState.CORDONED, "new disk"))
+    assert _state(m, "r1") == (ReplicaState.CORDONED, "by an operator: new disk")
     assert not _beat(m, "r1").ready
     assert _beat(m, "r1").refuse_reason == ""
     assert _targets(m) == ("r0", "r1")
@@ -89,40 +89,40 @@ def test_a_cordoned_replica_says_what_it_lacks() -> None:
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")
-    _take_out(m, "r1", Standing.CORDONED)
-    assert _standing(m, "r1") == (
-        Standing.CORDONED,
+    _take_out(m, "r1", ReplicaState.CORDONED)
+    assert _state(m, "r1") == (
+        ReplicaState.CORDONED,
         "by an operator; lacks base@1, which it is sent when it is put back into service",
     )
 
 
 def test_a_cordon_is_of_the_name_and_outlives_both_sides(catalog_path: Path) -> None:
     m = Machine().pool("r0", "r1")
-    _take_out(m, "r0", Standing.CORDONED, "a")
-    _take_out(m, "r0", Standing.CORDONED, "b")
-    _take_out(m, "r1", Standing.CORDONED)
+    _take_out(m, "r0", ReplicaState.CORDONED, "a")
+    _take_out(m, "r0", ReplicaState.CORDONED, "b")
+    _take_out(m, "r1", ReplicaState.CORDONED)
     _uncordon(m, "r1")
     m.do(events.Leave(0, "r0", "i1"))
     m.register("r0", "i2")
-    assert _standing(m, "r0") == (Standing.CORDONED, "by an operator: b")
+    assert _state(m, "r0") == (ReplicaState.CORDONED, "by an operator: b")
     catalog = Catalog.open(catalog_path)
     catalog.apply([e for e in m.all if isinstance(e, effects.Save)])
     catalog.close()
     catalog = Catalog.open(catalog_path)
-    assert catalog.snapshot().out_of_service == {"r0": OutOfService(Standing.CORDONED, "b")}
+    assert catalog.snapshot().out_of_service == {"r0": OutOfService(ReplicaState.CORDONED, "b")}
     catalog.close()
 
 
 def test_orders_for_unknown_replicas() -> None:
     m = Machine().pool("r0")
     for ticket in (
-        _take_out(m, "r9", Standing.CORDONED),
-        _take_out(m, "r9", Standing.QUARANTINED, "why"),
+        _take_out(m, "r9", ReplicaState.CORDONED),
+        _take_out(m, "r9", ReplicaState.QUARANTINED, "why"),
         _uncordon(m, "r9"),
         _drain(m, "r9"),
     ):
         assert m.error(ticket).reason == "REPLICA_UNKNOWN"
-    _take_out(m, "r0", Standing.CORDONED)
+    _take_out(m, "r0", ReplicaState.CORDONED)
     m.do(events.Leave(0, "r0", "i1"))
     m.answer(_uncordon(m, "r0"))  # a name that is gone can be forgotten
     assert m.error(_uncordon(m, "r0")).reason == "REPLICA_UNKNOWN"
@@ -132,15 +132,15 @@ def test_nothing_goes_to_a_replica_that_an_operator_quarantined() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("base")
     m.acquire("math")
-    assert m.error(_take_out(m, "r1", Standing.QUARANTINED)).reason == "INVALID_REQUEST"
-    m.answer(_take_out(m, "r1", Standing.QUARANTINED, "answers nonsense"))
-    m.answer(_take_out(m, "r1", Standing.CORDONED, "does not loosen it"))
-    assert _standing(m, "r1") == (
-        Standing.QUARANTINED,
+    assert m.error(_take_out(m, "r1", ReplicaState.QUARANTINED)).reason == "INVALID_REQUEST"
+    m.answer(_take_out(m, "r1", ReplicaState.QUARANTINED, "answers nonsense"))
+    m.answer(_take_out(m, "r1", ReplicaState.CORDONED, "does not loosen it"))
+    assert _state(m, "r1") == (
+        ReplicaState.QUARANTINED,
         "by an operator: answers nonsense; it has not said yet that it refuses requests",
     )
     assert _beat(m, "r1").refuse_reason.endswith("answers nonsense")
-    assert _standing(m, "r1") == (Standing.QUARANTINED, "by an operator: answers nonsense")
+    assert _state(m, "r1") == (ReplicaState.QUARANTINED, "by an operator: answers nonsense")
     assert _targets(m, "base") == _targets(m) == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -153,11 +153,11 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
     m = Machine().pool("r0")
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
-    _take_out(m, "r0", Standing.QUARANTINED, "why")
+    _take_out(m, "r0", ReplicaState.QUARANTINED, "why")
     m.register("r1")
     m.pass_time(1.0)
     assert m.look_ups() == []
-    assert "no replica in contact holds" in _standing(m, "r1")[1]
+    assert "no replica in contact holds" in _state(m, "r1")[1]
     _uncordon(m, "r0")
     m.pass_time(1.0)
     (ticket,) = m.answer_look_ups()
@@ -169,7 +169,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
     m.acquire("math")
     m.acquire("base")
     m.answer(_drain(m, "r1", 60.0, "old card"))
-    assert _standing(m, "r1") == (Standing.DRAINING, "by an operator: old card")
+    assert _state(m, "r1") == (ReplicaState.DRAINING, "by an operator: old card")
     assert _targets(m) == _targets(m, "base") == ("r0",)
     m.pass_time(1.0)
     assert m.look_ups() == []
@@ -206,13 +206,13 @@ def test_a_replica_that_drains_of_its_own_accord() -> None:
     m = Machine().pool("r0", "r1")
     note = events.DrainNote(30.0, "told to stop")
     assert _beat(m, "r1", note).drain_seconds == pytest.approx(30.0)
-    assert _standing(m, "r1") == (Standing.DRAINING, "told to stop")
+    assert _state(m, "r1") == (ReplicaState.DRAINING, "told to stop")
     m.register("r1")  # the same process: the drain goes on
-    assert _standing(m, "r1")[0] is Standing.DRAINING
+    assert _state(m, "r1")[0] is ReplicaState.DRAINING
     m.do(events.Leave(0, "r1", "i1"))
     assert "r1" not in m.state.replicas
     m.register("r1", "i2")
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert _state(m, "r1")[0] is ReplicaState.READY
 
 
 def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -> None:
@@ -233,7 +233,7 @@ def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -
             drain=events.DrainNote(5.0, "told to stop"),
         )
     )
-    assert _standing(m, "r0")[0] is Standing.DRAINING
+    assert _state(m, "r0")[0] is ReplicaState.DRAINING
 
 
 def test_a_draining_replica_is_the_last_choice_for_a_clone() -> None:
@@ -283,53 +283,53 @@ def test_a_usual_start_needs_no_heartbeat_more() -> None:
 def test_one_that_is_put_back_is_ready_once_it_has_said_that_it_is_open() -> None:
     m = _open_pool()
     why = "an operator quarantined this replica: nonsense"
-    m.answer(_take_out(m, "r1", Standing.QUARANTINED, "nonsense"))
+    m.answer(_take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense"))
     assert _refuse_calls(m) == [("r1", why, 1)]
-    assert _standing(m, "r1")[1].endswith("it has not said yet that it refuses requests")
+    assert _state(m, "r1")[1].endswith("it has not said yet that it refuses requests")
     _says(m, "r1", why, 1)
-    assert _standing(m, "r1") == (Standing.QUARANTINED, "by an operator: nonsense")
+    assert _state(m, "r1") == (ReplicaState.QUARANTINED, "by an operator: nonsense")
     answer = m.answer(_uncordon(m, "r1"))
     assert _refuse_calls(m)[1:] == [("r1", "", 2)]
-    assert isinstance(answer, effects.StandingAnswer)
-    assert answer.standing is Standing.PENDING_WEIGHTS
+    assert isinstance(answer, effects.UncordonAnswer)
+    assert answer.state is ReplicaState.PENDING_WEIGHTS
     assert why in answer.why
     assert _routed(m) == ["r0"]
     _says(m, "r1", "", 2)
-    assert _standing(m, "r1") == (Standing.READY, "")
+    assert _state(m, "r1") == (ReplicaState.READY, "")
     assert _routed(m) == ["r0", "r1"]
 
 
 def test_an_order_that_was_not_heard_is_repeated_with_the_next_heartbeat() -> None:
     m = _open_pool()
-    _take_out(m, "r1", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense")
     _uncordon(m, "r1")  # before the replica has heard of anything: two calls race
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     _says(m, "r1", "", 0)
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = _beat(m, "r1")
     assert (answer.refuse_reason, answer.order_number, answer.ready) == ("", 2, True)
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert _state(m, "r1")[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 2**53])
 def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     m = _open_pool()
-    _take_out(m, "r1", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r1", ReplicaState.QUARANTINED, "nonsense")
     _uncordon(m, "r1")
     _says(m, "r1", "", 2)
     vector = m.state.replicas["r1"].vector
     m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="late", order_number=number))
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert _state(m, "r1")[0] is ReplicaState.READY
     m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
-    assert _standing(m, "r1")[0] is Standing.READY
+    assert _state(m, "r1")[0] is ReplicaState.READY
 
 
 def test_one_that_refuses_by_itself_is_not_ready() -> None:
     m = _open_pool()
     vector = m.state.replicas["r1"].vector
     m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="bare names are refused"))
-    assert _standing(m, "r1") == (
-        Standing.PENDING_WEIGHTS,
+    assert _state(m, "r1") == (
+        ReplicaState.PENDING_WEIGHTS,
         "it has not said yet that it takes requests, it said last: bare names are refused",
     )
     assert _routed(m) == ["r0"]
@@ -339,13 +339,13 @@ def test_one_that_refuses_by_itself_is_not_ready() -> None:
 
 def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> None:
     m = _open_pool()
-    _take_out(m, "r0", Standing.QUARANTINED, "nonsense")
+    _take_out(m, "r0", ReplicaState.QUARANTINED, "nonsense")
     answer = m.answer(m.register("r0"))
     assert isinstance(answer, effects.RegisterAnswer)
     assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
     again = _registered(m, "r1")
     m.do(dataclasses.replace(again, refusing="an operator quarantined it"))
-    assert _standing(m, "r1")[0] is Standing.PENDING_WEIGHTS
+    assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
     assert isinstance(answer, effects.RegisterAnswer)
     assert answer.refuse_reason == ""
@@ -367,10 +367,10 @@ def _registered(m: Machine, replica_id: str) -> events.Register:
 
 def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
     m = _open_pool()
-    _take_out(m, "r1", Standing.CORDONED)
+    _take_out(m, "r1", ReplicaState.CORDONED)
     assert _refuse_calls(m) == [("r1", "", 0)]
     answer = m.answer(_uncordon(m, "r1"))
-    assert answer == effects.StandingAnswer(Standing.READY, "")
+    assert answer == effects.UncordonAnswer(ReplicaState.READY, "")
     assert _refuse_calls(m)[1:] == [("r1", "", 0)]
 
 
@@ -382,8 +382,8 @@ def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     assert (error.reason, "the engine broke" in error.message) == ("NOT_WITHDRAWN", True)
     _drain(m, "r1", reason="old card")
     assert m.error(_uncordon(m, "r1")).reason == "NOT_WITHDRAWN"
-    _take_out(m, "r1", Standing.CORDONED)  # the name may come back: the order goes
+    _take_out(m, "r1", ReplicaState.CORDONED)  # the name may come back: the order goes
     answer = m.answer(_uncordon(m, "r1"))
-    assert isinstance(answer, effects.StandingAnswer)
-    assert answer.standing is Standing.DRAINING
+    assert isinstance(answer, effects.UncordonAnswer)
+    assert answer.state is ReplicaState.DRAINING
     assert not m.state.out_of_service

@@ -8,7 +8,7 @@ from tests.unit.coordinator.decisions.machine import DIRTY, Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _pool(*replica_ids: str) -> Machine:
@@ -51,7 +51,7 @@ def test_what_is_not_ready_is_not_listed() -> None:
     m.run_to(Phase.COMMITTED, "base")
     late = lambda: m.register("r2", http_url="http://r2")  # noqa: E731
     assert _told(m, late) is None  # it lacks base@1
-    order = OutOfService(Standing.CORDONED, "")
+    order = OutOfService(ReplicaState.CORDONED, "")
     assert _told(m, lambda: m.do(events.TakeOutOfService(1, "r0", order))) == ["r1 1"]
     assert _told(m, lambda: m.do(events.Uncordon(2, "r0"))) == ["r0 1", "r1 1"]
     assert _told(m, lambda: m.do(events.DrainReplica(3, "r0", 60.0, ""))) == ["r1 1"]

@@ -7,9 +7,9 @@ import itertools
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, suspects_of
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import in_contact, standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state, in_contact
 from weft.coordinator.decisions.replicas.routes import routes
-from weft.coordinator.decisions.state.values import Standing
+from weft.coordinator.decisions.state.values import ReplicaState
 
 
 def _suspect(*replica_ids: str, **capabilities: object) -> Machine:
@@ -35,8 +35,8 @@ def _probes(m: Machine) -> list[effects.CallJoin]:
 def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
     m = _suspect("r0", "r1")
     m.pass_time(30.0)
-    place, why = standing(m.state, m.state.replicas["r0"])
-    assert place is Standing.SUSPECT
+    place, why = explain_state(m.state, m.state.replicas["r0"])
+    assert place is ReplicaState.SUSPECT
     assert why.startswith("r0 makes no progress: its workers did not take the order to join")
     assert "lacks math@1" in why
     assert [r.replica_id for r in in_contact(m.state)] == ["r1"]
@@ -47,7 +47,7 @@ def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
 
 def test_a_suspect_that_serves_what_the_pool_serves_stays_routed() -> None:
     m = _suspect("r0")  # the push has failed: nothing is lacking
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.SUSPECT
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.SUSPECT
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
     replica = m.state.replicas["r0"]
     m.do(events.Heartbeat(77, "r0", replica.incarnation, replica.vector, 0))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import GONE, Machine
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.membership import in_contact, standing
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state, in_contact
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.decisions.transfers.reform import derived_secret
 from weft.coordinator.messages.wire import group_to_proto
 
@@ -130,7 +130,7 @@ def test_a_lost_replica_is_no_target_until_it_is_heard_again() -> None:
     m, ticket = _staging(min_replicas=2)
     _lose(m, ticket, 2)
     replica = m.state.replicas["r1"]
-    assert standing(m.state, replica)[0] is Standing.LOST
+    assert explain_state(m.state, replica)[0] is ReplicaState.LOST
     assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r2"]
     m.do(events.Heartbeat(0, "r1", replica.incarnation, replica.vector, 0))
     assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r1", "r2"]
@@ -144,4 +144,4 @@ def test_no_lost_replica_is_told_to_commit() -> None:
     m.stage_all(ticket)
     assert {c.replica_id for c in m.ever(effects.CallCommit)} == {"r1", "r2"}
     m.answer_commits(ticket)
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.LOST
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST

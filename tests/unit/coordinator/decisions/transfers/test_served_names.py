@@ -8,7 +8,7 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.names import name_in_the_way
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Standing
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,11 @@ def test_a_replica_that_came_while_a_push_waited_is_asked_too() -> None:
 def test_one_out_of_service_counts_since_it_comes_back_and_one_that_is_lost_does_not() -> None:
     m = Machine().pool("r0")
     m.register("r1", served_names=("math",))
-    m.do(events.TakeOutOfService(99, "r1", OutOfService(Standing.QUARANTINED, "its fans are loud")))
+    m.do(
+        events.TakeOutOfService(
+            99, "r1", OutOfService(ReplicaState.QUARANTINED, "its fans are loud")
+        )
+    )
     m.acquire("math")
     assert m.error(m.begin()).reason == "INVALID_NAME"
     m.do(events.Leave(0, "r1", "i1"))

@@ -15,10 +15,10 @@ from tests.unit.coordinator.decisions.stalling import (
     suspects_of,
 )
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import standing
+from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.progress import Activity, Watch, Word
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase, Purpose, Standing
+from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
 from weft.coordinator.decisions.transfers.stalls import owed_steps, stalled
 
 # -- who is given up -----------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_push_that_loads_in_place_goes_on_with_those_that_work() -> None:
     say(m, ticket, Activity.SENDING, bucket=3, ranks=(0,), num_verified={1: 1, 2: 1})
     pass_saying(m, ticket, 12, activity=Activity.LOADING, ranks=(2,), bucket=1)
     assert m.transfer(ticket).targets == ("r1",)
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.QUARANTINED
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.QUARANTINED
 
 
 def test_the_last_that_load_in_place_have_until_the_deadline() -> None:

@@ -16,8 +16,8 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.effects import SendAbort
-from weft.coordinator.decisions.replicas.membership import standing
-from weft.coordinator.decisions.state.values import ContentDigest, Phase, Standing, VersionState
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState, VersionState
 
 
 def _pushing(phase: Phase, *replica_ids: str, **settings: float) -> tuple[Machine, int, int]:
@@ -243,8 +243,8 @@ def test_one_replica_that_does_not_switch_leaves_service() -> None:
     m.answer_commits(ticket, r1=GONE)
     assert m.answered(waiter)
     assert m.transfer(ticket).phase is Phase.COMMITTED
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.READY
-    assert standing(m.state, m.state.replicas["r1"])[0] is Standing.PENDING_WEIGHTS
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.READY
+    assert explain_state(m.state, m.state.replicas["r1"])[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_a_replica_lost_after_the_commit_point_is_not_waited_for() -> None:
@@ -271,7 +271,7 @@ def test_when_nobody_can_load_it_the_commit_is_undone() -> None:
     assert m.state.vector.adapters["math"].alias == 1
     assert m.state.policies["math"].last_version == 2
     for replica in m.state.replicas.values():
-        assert standing(m.state, replica)[0] is Standing.READY
+        assert explain_state(m.state, replica)[0] is ReplicaState.READY
 
 
 @pytest.mark.parametrize("other", [GONE, DIRTY])
@@ -281,7 +281,7 @@ def test_when_somebody_may_hold_it_the_commit_stands(other: object) -> None:
     assert m.error(waiter).reason == "LOAD_FAILED"
     assert m.transfer(ticket).phase is Phase.COMMITTED
     assert m.state.vector.adapters["math"].alias == 1
-    assert standing(m.state, m.state.replicas["r0"])[0] is Standing.PENDING_WEIGHTS
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.PENDING_WEIGHTS
 
 
 def test_awaiting_an_ended_transfer_answers_at_once() -> None:

@@ -16,8 +16,8 @@ from tests.unit.coordinator.decisions.machine import (
 from weft.contract.names import PolicyVersion
 from weft.contract.versions import VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import standing
-from weft.coordinator.decisions.state.values import Failure, Phase, Standing, VersionState
+from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState, VersionState
 
 REFUSALS = [
     LOAD_FAILED,
@@ -49,8 +49,8 @@ def _state(m: Machine, version: str) -> VersionState:
     return record.state
 
 
-def _standings(m: Machine) -> list[Standing]:
-    return [standing(m.state, replica)[0] for replica in m.state.replicas.values()]
+def _standings(m: Machine) -> list[ReplicaState]:
+    return [explain_state(m.state, replica)[0] for replica in m.state.replicas.values()]
 
 
 @pytest.mark.parametrize("policy", ["math", "base"])
@@ -71,7 +71,7 @@ def test_what_every_replica_refuses_has_failed(policy: str, refusal: Failure) ->
     assert m.found(effects.SaveVersion)[-1].durable
     assert m.state.policies[policy].served_version == 1
     assert m.state.policies[policy].versions == (1,)
-    assert _standings(m) == [Standing.READY] * 2
+    assert _standings(m) == [ReplicaState.READY] * 2
     assert not m.ever(effects.SaveRetired)
     # Its number is never used again, and nobody goes back to it.
     assert "every replica refused it" in m.error(m.roll_back(policy, 2)).message
@@ -84,7 +84,7 @@ def test_the_first_version_of_an_adapter_leaves_nothing_behind() -> None:
     m.answer_commits(ticket, r0=REFUSALS[2], r1=REFUSALS[2])
     assert m.error(waiter).metadata["withdrawn"] == "true"
     assert m.state.vector == VersionVector()
-    assert _standings(m) == [Standing.READY] * 2
+    assert _standings(m) == [ReplicaState.READY] * 2
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_that_is_silent_or_dirty_is_waited_for(policy: str, other: Failure) 
     assert m.state.policies[policy].served_version == 1
     assert m.transfer(ticket).phase is Phase.ABORTED
     assert not m.state.unserved
-    assert _standings(m)[0] is Standing.READY
+    assert _standings(m)[0] is ReplicaState.READY
     assert not m.ever(effects.SaveRetired)
     m.pass_time(10)
     assert not m.state.republish or policy == "base"
@@ -137,7 +137,7 @@ def test_one_that_serves_it_after_all_ends_the_wait() -> None:
     assert not m.state.unserved
     m.answer_discard(ticket, "r1")
     assert _state(m, "math@2") is VersionState.COMMITTED
-    assert _standings(m) == [Standing.PENDING_WEIGHTS, Standing.READY]
+    assert _standings(m) == [ReplicaState.PENDING_WEIGHTS, ReplicaState.READY]
 
 
 def test_a_late_refusal_counts_and_one_of_a_former_process_does_not() -> None:
@@ -232,7 +232,7 @@ def test_two_in_a_row_go_back_to_what_was_served_last(policy: str) -> None:
     assert _state(m, f"{policy}@3") is VersionState.FAILED
     assert m.state.policies[policy].served_version == 1
     assert m.state.policies[policy].versions == (1,)
-    assert _standings(m) == [Standing.READY] * 2
+    assert _standings(m) == [ReplicaState.READY] * 2
 
 
 def test_what_may_be_gone_back_to_is_kept_meanwhile() -> None:

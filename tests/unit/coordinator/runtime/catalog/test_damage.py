@@ -19,7 +19,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import SaveEpoch, SaveOutOfService, SavePolicy
 from weft.coordinator.decisions.state.pool import Policy
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import PolicyKind, Standing
+from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState
 from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
 from weft.coordinator.runtime.catalog.wal import Dropped, find_dropped
 
@@ -170,7 +170,7 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
     policies = catalog.snapshot().policies
     (pages,) = catalog._write.execute("PRAGMA page_count").fetchone()
     catalog._write.execute(f"PRAGMA max_page_count={pages}")
-    many = OutOfService(Standing.CORDONED, "x" * 100_000)
+    many = OutOfService(ReplicaState.CORDONED, "x" * 100_000)
     with pytest.raises(CatalogError, match="the disk is full") as refused:
         catalog.apply(
             [
@@ -228,7 +228,7 @@ def _states(path: Path) -> list[int]:
     catalog._write.execute("PRAGMA wal_checkpoint(RESTART)")
     epochs = [21, 22, 23, 24]
     for epoch in epochs:
-        order = SaveOutOfService("r", OutOfService(Standing.CORDONED, "x"))
+        order = SaveOutOfService("r", OutOfService(ReplicaState.CORDONED, "x"))
         catalog.apply([SaveEpoch(epoch), order])
     left = {p.name: p.read_bytes() for p in path.parent.iterdir()}
     catalog.close()

@@ -25,7 +25,7 @@ from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     PolicyKind,
-    Standing,
+    ReplicaState,
     VersionRecord,
     VersionState,
 )
@@ -55,7 +55,7 @@ def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: in
         older.execute(f"PRAGMA user_version={older_schema}")
     older.close()
     catalog = Catalog.open(catalog_path)
-    order = OutOfService(Standing.CORDONED, "why")
+    order = OutOfService(ReplicaState.CORDONED, "why")
     catalog.apply([SavePin(PolicyVersion("math", 1), True), SaveOutOfService("r0", order)])
     catalog.close()
     again = Catalog.open(catalog_path)
@@ -71,7 +71,9 @@ def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
         catalog = Catalog.open(catalog_path)
         known = catalog.snapshot()
         assert (known.generation, known.epoch, known.fingerprint) == (generation, 9, "f00d")
-        assert known.out_of_service == {"replica-1": OutOfService(Standing.CORDONED, "new disk")}
+        assert known.out_of_service == {
+            "replica-1": OutOfService(ReplicaState.CORDONED, "new disk")
+        }
         base, math = known.policies
         assert (base.last_version, base.served_version, base.versions) == (2, 2, (2,))
         assert (math.last_version, math.served_version, math.versions) == (4, 3, (2, 3))
@@ -173,8 +175,8 @@ def test_a_catalog_of_schema_4_opens_with_everything_in_it(catalog_path: Path) -
         ),
     )
     withdrawn = {
-        "replica-1": OutOfService(Standing.CORDONED, "new disk"),
-        "replica-2": OutOfService(Standing.QUARANTINED, "odd answers"),
+        "replica-1": OutOfService(ReplicaState.CORDONED, "new disk"),
+        "replica-2": OutOfService(ReplicaState.QUARANTINED, "odd answers"),
     }
     for generation in (8, 9):  # as it was left, and as this Weft leaves it
         catalog = Catalog.open(catalog_path)
