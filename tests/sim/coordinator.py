@@ -32,15 +32,6 @@ TICK_SECONDS = 0.25
 _CALL_SECONDS = {"join": 10.0, "load": 30.0, "discard": 5.0, "retire": 10.0, "refuse": 5.0}
 _DESCRIBE_SECONDS = 10.0
 _Switch = effects.CallCommit | effects.CallSwitch
-_ReplicaCall = (
-    effects.CallJoin
-    | effects.CallLoad
-    | effects.CallSend
-    | effects.CallDiscard
-    | effects.CallRetire
-    | effects.CallRefuse
-    | _Switch
-)
 
 
 class SimCoordinator(Process):
@@ -193,7 +184,7 @@ class SimCoordinator(Process):
     def _call(
         self,
         method: str,
-        effect: _ReplicaCall,
+        effect: effects.ReplicaCall,
         event_of: Callable[[Any, Failure | None], events.Event | None],
     ) -> None:
         seconds = _CALL_SECONDS.get(method, self.world.commit_seconds)

@@ -48,18 +48,6 @@ _BEGUN_AT_ONCE: Final = 16
 _HEAD_START_SECONDS: Final = 0.005
 _DESCRIBE_SECONDS: Final = 60.0
 
-ReplicaCall = (
-    effects.CallJoin
-    | effects.CallLoad
-    | effects.CallCommit
-    | effects.CallSend
-    | effects.CallSwitch
-    | effects.CallRestore
-    | effects.CallDiscard
-    | effects.CallRetire
-    | effects.CallRefuse
-)
-
 
 class ReplicaCaller:
     """Carries out calls concurrently, over one channel for each address.
@@ -82,9 +70,9 @@ class ReplicaCaller:
         self._commit_seconds = commit_seconds
         self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: deque[ReplicaCall] = deque()
+        self._waiting: deque[effects.ReplicaCall] = deque()
 
-    def start(self, call: ReplicaCall) -> None:
+    def start(self, call: effects.ReplicaCall) -> None:
         """Begin a call soon, in the order of these calls; returns at once.
 
         A few begin in each turn of the loop: a thousand at once would delay the
@@ -105,7 +93,7 @@ class ReplicaCaller:
             await asyncio.sleep(pause)
             pause = 0.0
 
-    async def _carry_out(self, call: ReplicaCall) -> None:
+    async def _carry_out(self, call: effects.ReplicaCall) -> None:
         match call:
             case effects.CallJoin():
                 await self._join(call)

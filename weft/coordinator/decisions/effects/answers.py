@@ -1,0 +1,136 @@
+"""The answers to waiting calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.state.pool import Lease
+from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.values import ReplicaState
+
+
+@dataclass(frozen=True)
+class LeaseAnswer:
+    """To AcquirePolicy and RenewLease."""
+
+    policy: str
+    lease: Lease
+    last_version: int
+    time_to_live: float
+    publish_again_version: int = 0
+    """The version that nobody holds any more, if there is such a need."""
+
+
+@dataclass(frozen=True)
+class BeginAnswer:
+    """To BeginTransfer; ``group`` is None when the transfer has ended."""
+
+    transfer_id: str
+    version: PolicyVersion
+    nonce: int
+    replica_ids: tuple[str, ...]
+    group: Group | None
+
+
+@dataclass(frozen=True)
+class RegisterAnswer:
+    """To Register."""
+
+    heartbeat_seconds: float
+    reference_wanted: bool
+    generation: int
+    coordinator_id: str = ""
+    refuse_reason: str = ""
+    """As of HeartbeatAnswer."""
+    order_number: int = 0
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """To Heartbeat."""
+
+    ready: bool
+    drain_seconds: float | None = None
+    """Time that is left to a replica that is to drain; None for others."""
+    drain_reason: str = ""
+    in_transfer: bool = False
+    """Whether a transfer needs it."""
+    pinned_bases: tuple[int, ...] = ()
+    """Versions of the base whose copies it must keep."""
+    refuse_reason: str = ""
+    """Why it must refuse new requests; empty when it must not."""
+    held_wanted: bool = False
+    """Whether the next heartbeat is to name all that it holds."""
+    generation: int = 0
+    """Of the coordinator, which may have grown."""
+    order_number: int = 0
+    """Of the newest order to refuse requests, or to take them again."""
+
+
+@dataclass(frozen=True)
+class UncordonAnswer:
+    """To Uncordon: the replica's state, if it is in the pool, and why it is so."""
+
+    state: ReplicaState | None
+    why: str
+
+
+@dataclass(frozen=True)
+class RollbackAnswer:
+    """To Rollback."""
+
+    version: PolicyVersion
+    replaced_version: int
+    replica_ids: tuple[str, ...]
+    pause_seconds: float
+
+
+@dataclass(frozen=True)
+class RebindAnswer:
+    """To RebindBase."""
+
+    retired: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
+class RetentionAnswer:
+    """To SetRetention."""
+
+    num_versions: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """To calls that answer nothing."""
+
+
+Answer = (
+    LeaseAnswer
+    | BeginAnswer
+    | RegisterAnswer
+    | HeartbeatAnswer
+    | RollbackAnswer
+    | RebindAnswer
+    | RetentionAnswer
+    | UncordonAnswer
+    | Transfer
+    | Done
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answers a call."""
+
+    ticket: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Fails a call."""
+
+    ticket: int
+    error: WeftError

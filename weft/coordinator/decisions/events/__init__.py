@@ -1,0 +1,121 @@
+"""What can happen. Everything random or read from elsewhere comes in with the event.
+
+``ticket`` names the waiting call that an effect will answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.coordinator.decisions.events.answers import (
+    AnswerEvent,
+    CommitAnswered,
+    DiscardAnswered,
+    FitChecked,
+    HeldDescribed,
+    JoinAnswered,
+    LoadAnswered,
+    LookedUp,
+    RefuseAnswered,
+    RetireAnswered,
+)
+from weft.coordinator.decisions.events.operators import (
+    DrainReplica,
+    OperatorEvent,
+    Pin,
+    RebindBase,
+    RetireVersion,
+    Rollback,
+    SetRetention,
+    TakeOutOfService,
+    Uncordon,
+)
+from weft.coordinator.decisions.events.ranks import (
+    RankAttends,
+    RankEvent,
+    RankFailed,
+    RankGone,
+    RankLoadDue,
+    RankPrepared,
+    RanksHeard,
+    RankStaged,
+)
+from weft.coordinator.decisions.events.replicas import (
+    DrainNote,
+    Heard,
+    Heartbeat,
+    Leave,
+    ReferenceKnown,
+    Register,
+    ReplicaEvent,
+    ReportCheckpoint,
+)
+from weft.coordinator.decisions.events.trainers import (
+    AbortTransfer,
+    AcquirePolicy,
+    AwaitTransfer,
+    BeginTransfer,
+    DescribeTarget,
+    ReleasePolicy,
+    RenewLease,
+    TrainerEvent,
+)
+
+__all__ = [
+    "Event",
+    "Tick",
+    "CallerGone",
+    "AcquirePolicy",
+    "RenewLease",
+    "ReleasePolicy",
+    "DescribeTarget",
+    "BeginTransfer",
+    "AwaitTransfer",
+    "AbortTransfer",
+    "DrainNote",
+    "Heard",
+    "Register",
+    "ReportCheckpoint",
+    "Heartbeat",
+    "Leave",
+    "ReferenceKnown",
+    "RankAttends",
+    "RankGone",
+    "RanksHeard",
+    "RankPrepared",
+    "RankLoadDue",
+    "RankStaged",
+    "RankFailed",
+    "Rollback",
+    "Pin",
+    "RetireVersion",
+    "SetRetention",
+    "TakeOutOfService",
+    "Uncordon",
+    "DrainReplica",
+    "RebindBase",
+    "FitChecked",
+    "JoinAnswered",
+    "LoadAnswered",
+    "CommitAnswered",
+    "RetireAnswered",
+    "DiscardAnswered",
+    "RefuseAnswered",
+    "LookedUp",
+    "HeldDescribed",
+]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class CallerGone:
+    """A waiting call was cancelled."""
+
+    ticket: int
+
+
+Event = Tick | CallerGone | TrainerEvent | ReplicaEvent | RankEvent | OperatorEvent | AnswerEvent

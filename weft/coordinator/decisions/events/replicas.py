@@ -1,0 +1,112 @@
+"""What replicas say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import Checkpoint
+from weft.contract.names import PolicyVersion
+from weft.contract.versions import VersionVector
+from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.decisions.state.values import HeldVersion, VersionRecord
+
+
+@dataclass(frozen=True)
+class DrainNote:
+    """What a replica that drains says of it."""
+
+    seconds: float
+    """What is left of its time."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a replica holds, with what the catalog says of that version."""
+
+    held: HeldVersion
+    record: VersionRecord | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register:
+    """A replica joins."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    vector: VersionVector
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    drain: DrainNote | None = None
+    held: tuple[Heard, ...] = ()
+    """All of it."""
+    last_generation: int = 0
+    """Of coordinators, and of groups: the highest that it was told."""
+    last_epoch: int = 0
+    last_coordinator_id: str = ""
+    """Of whom it has the generation."""
+    checkpoint: Checkpoint = NOT_TOLD
+    refusing: str = ""
+    """Why it refuses new requests; empty while it is open."""
+
+
+@dataclass(frozen=True)
+class ReportCheckpoint:
+    """A replica has read what it was started with."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A replica lives."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    vector: VersionVector
+    adapter_used_bytes: int
+    retained: tuple[int, ...] = ()
+    dirty_reason: str = ""
+    staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
+    """Transfers it holds bytes of, with what the catalog says of each."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    drain: DrainNote | None = None
+    pins_obeyed: frozenset[int] = frozenset()
+    pinned_bytes: int = 0
+    held: tuple[Heard, ...] = ()
+    """What it has not told before, or all."""
+    held_complete: bool = False
+    refusing: str = ""
+    order_number: int = 0
+    """Of the order by which it refuses requests, or takes them."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A replica goes."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ReferenceKnown:
+    """The tensors of the base model of that fingerprint are known."""
+
+    fingerprint: str
+
+
+ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown
