@@ -16,7 +16,7 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, Effect
-from weft.coordinator.decisions.policies import leases, pins, retention, rollback
+from weft.coordinator.decisions.policies import leases, retention, rollback
 from weft.coordinator.decisions.recovery import adoption, clones, interruptions, republish
 from weft.coordinator.decisions.replicas import (
     base_binding,
@@ -155,11 +155,11 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.Rollback():
             rollback.ask(change, event)
         case events.Pin():
-            pins.pin(change, event)
+            retention.pin(change, event)
         case events.RetireVersion():
-            pins.retire_version(change, event)
+            retention.retire_version(change, event)
         case events.SetRetention():
-            pins.set_retention(change, event)
+            retention.set_retention(change, event)
         case events.TakeOutOfService():
             out_of_service.take_out(change, event)
         case events.Uncordon():

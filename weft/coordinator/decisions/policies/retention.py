@@ -1,19 +1,47 @@
-"""Retire: adapter versions beyond the retention leave, first replicas, then catalog."""
+"""Retention: which versions of an adapter are kept, what an operator orders of that, and how
+the others leave: first replicas, then the catalog."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from weft.contract.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
 from weft.contract.frozen import replace
-from weft.contract.names import PolicyVersion
+from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallRetire, SaveRetired
+from weft.coordinator.decisions.effects import (
+    CallRetire,
+    Done,
+    RetentionAnswer,
+    SavePin,
+    SavePolicy,
+    SaveRetired,
+)
 from weft.coordinator.decisions.replicas.holdings import counted, mistaken_adapters
 from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase, PolicyKind, Purpose
+from weft.coordinator.decisions.state.values import (
+    Phase,
+    PolicyKind,
+    Purpose,
+    VersionRecord,
+    VersionState,
+)
 
 EVERY_SECONDS = 1.0
+#: Most versions of one adapter that are kept by their number.
+MAX_RETAINED = 1000
+_SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
+
+# -- what is kept --------------------------------------------------------------
 
 
 def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
@@ -23,7 +51,7 @@ def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
 
 
 def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
-    """Those versions, and what would be kept if the change under way were undone."""
+    """The versions that are kept, and those that would be if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
         if transfer.policy == policy.name and may_be_undone(transfer):
@@ -43,6 +71,191 @@ def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
 def may_be_undone(transfer: Transfer) -> bool:
     """Whether a policy goes back to what it served if no replica can follow."""
     return transfer.phase is Phase.COMMITTING and not transfer.replica_id
+
+
+def requestable(state: PoolState, policy: Policy) -> list[int]:
+    """Versions of an adapter that can be requested and will not leave by themselves."""
+    kept = kept_versions(policy, state.settings)
+    return [version for version in policy.versions if version in kept]
+
+
+def ways_back(state: PoolState, policy: Policy) -> list[int]:
+    """Versions of an adapter that it can go back to now."""
+    return [
+        number
+        for number in requestable(state, policy)
+        if number != policy.served_version and PolicyVersion(policy.name, number) in state.copies
+    ]
+
+
+def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord | None) -> Policy:
+    """The policy of a version that was served once.
+
+    Raises:
+        NotFoundError: There is no such policy, or the version was never served.
+    """
+    policy = state.policies.get(version.policy)
+    if policy is None:
+        raise unknown_policy(version.policy)
+    started_with = version == PolicyVersion(BASE_POLICY, 0)
+    if not started_with and (record is None or record.state not in _SERVED_ONCE):
+        why = ""
+        if record is not None and record.state is VersionState.FAILED:
+            why = f", every replica refused it: {record.failure.message if record.failure else ''}"
+        raise NotFoundError(f"{version} was never served{why}")
+    return policy
+
+
+def unknown_policy(policy: str) -> NotFoundError:
+    """The failure of a call that names no policy."""
+    return NotFoundError(f"no policy {policy[:80]!r} is known", reason="POLICY_UNKNOWN")
+
+
+# -- what an operator orders ----------------------------------------------------
+
+
+def pin(change: Change, event: events.Pin) -> None:
+    """Pin a version or let it go; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    transfers = change.state.transfers.values()
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if event.pinned and policy.kind is PolicyKind.BASE:
+            _check_base_pin(change.state, version)
+        elif event.pinned and any(_may_vanish(t, version) for t in transfers):
+            raise NotReadyError(
+                f"replicas switch to {version}, which is withdrawn if none can: ask again when "
+                "they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
+        elif event.pinned and version.version not in requestable(change.state, policy):
+            raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
+        elif event.pinned and version not in change.state.copies:
+            raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if event.pinned != (version.version in policy.pinned):
+        rest = {v for v in policy.pinned if v != version.version}
+        pinned = tuple(sorted(rest | ({version.version} if event.pinned else set())))
+        change.put_policy(replace(policy, pinned=pinned))
+        change.emit(SavePin(version, event.pinned))
+        kind = "version_pinned" if event.pinned else "version_unpinned"
+        change.announce(kind, str(version), "by an operator")
+    change.reply(event.ticket, Done())
+
+
+def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
+    """Raises:
+    NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
+    """
+    if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
+        raise NotReadyError(
+            f"a base is being brought to replicas, which may drop {version} for it: ask again "
+            "when it is there",
+            reason="TRANSFER_UNDER_WAY",
+        )
+    if version not in state.copies:
+        raise NotReadyError(
+            f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
+            "as their --retain-base says",
+            reason="NOT_RETAINED",
+        )
+
+
+def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
+    pushed = transfer.purpose is Purpose.PUSH and transfer.policy_version == version
+    return pushed and may_be_undone(transfer)
+
+
+def retire_version(change: Change, event: events.RetireVersion) -> None:
+    """Retire an adapter version at an operator's order; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "versions of the base are not retired: a push replaces the one that is served"
+            )
+        if version.version == policy.served_version:
+            back = ways_back(change.state, policy)
+            advice = (
+                f"push a newer version or roll back to {back[-1]}"
+                if back
+                else ("push a newer version")
+            )
+            raise NotReadyError(
+                f"requests for {policy.name!r} get {version}: {advice} first",
+                reason="VERSION_IN_USE",
+            )
+        if version.version in policy.pinned:
+            raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+        if _may_return(change.state, version):
+            raise NotReadyError(
+                f"{version} is served again if no replica can switch to what replaces it: ask "
+                "again when they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if version.version in policy.versions:
+        _retire_all(change, policy, [version.version], "by an operator")
+        retire(change)
+    change.reply(event.ticket, Done())
+
+
+def _may_return(state: PoolState, version: PolicyVersion) -> bool:
+    """Whether a policy may go back to a version, since what replaced it is not served yet."""
+    pending = [t for t in state.transfers.values() if may_be_undone(t)]
+    pending += [case.transfer for case in state.unserved.values()]
+    return any(PolicyVersion(t.policy, t.replaced_version) == version for t in pending)
+
+
+def set_retention(change: Change, event: events.SetRetention) -> None:
+    """Keep more or fewer of an adapter's newest versions from now on."""
+    policy = change.state.policies.get(event.policy)
+    try:
+        if policy is None:
+            raise unknown_policy(event.policy)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "each replica retains as many copies of the base as its --retain-base says"
+            )
+        if not 0 <= event.num_versions <= MAX_RETAINED:
+            raise InvalidRequestError(
+                f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    # What is on its way out may be gone at some replicas: it does not come back.
+    kept = may_be_kept(change.state, policy)
+    policy = _retire_all(
+        change, policy, [v for v in policy.versions if v not in kept], "superseded"
+    )
+    policy = replace(policy, retain=event.num_versions)
+    change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+    number = num_retained(policy, change.state.settings)
+    change.announce("retention_set", policy.name, f"{number} versions, by an operator")
+    retire(change)
+    change.reply(event.ticket, RetentionAnswer(number))
+
+
+def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: str) -> Policy:
+    """From now on these cannot be requested; replicas drop them by and by."""
+    left = tuple(version for version in policy.versions if version not in versions)
+    policy = replace(policy, versions=left)
+    change.put_policy(policy)
+    for version in versions:
+        retired = PolicyVersion(policy.name, version)
+        change.emit(SaveRetired(retired, durable=True))
+        change.announce("version_retired", str(retired), why)
+    return policy
+
+
+# -- how the others leave ------------------------------------------------------
 
 
 def retire(change: Change) -> None:

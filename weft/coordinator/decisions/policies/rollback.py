@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from weft.contract.errors import (
     BaseMismatchError,
-    NotFoundError,
     NotReadyError,
     TransferTimeoutError,
     WeftError,
@@ -24,7 +23,7 @@ from weft.coordinator.decisions.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.decisions.policies.retention import kept_versions
+from weft.coordinator.decisions.policies.retention import known_policy, requestable, ways_back
 from weft.coordinator.decisions.recovery import interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_ready, obeys_pins
 from weft.coordinator.decisions.replicas.checkpoints import difference
@@ -38,8 +37,6 @@ from weft.coordinator.decisions.state.values import (
     Phase,
     PolicyKind,
     Purpose,
-    VersionRecord,
-    VersionState,
 )
 from weft.coordinator.decisions.transfers.refusals import all_definite
 from weft.coordinator.decisions.transfers.turns import Turns
@@ -85,38 +82,6 @@ def ask(change: Change, event: events.Rollback) -> None:
     )
 
 
-def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord | None) -> Policy:
-    """The policy of a version that was served once.
-
-    Raises:
-        NotFoundError: There is no such policy, or the version was never served.
-    """
-    policy = state.policies.get(version.policy)
-    if policy is None:
-        raise unknown_policy(version.policy)
-    started_with = version == PolicyVersion(BASE_POLICY, 0)
-    if not started_with and (record is None or record.state not in _SERVED_ONCE):
-        why = ""
-        if record is not None and record.state is VersionState.FAILED:
-            why = f", every replica refused it: {record.failure.message if record.failure else ''}"
-        raise NotFoundError(f"{version} was never served{why}")
-    return policy
-
-
-def unknown_policy(policy: str) -> NotFoundError:
-    """The failure of a call that names no policy."""
-    return NotFoundError(f"no policy {policy[:80]!r} is known", reason="POLICY_UNKNOWN")
-
-
-_SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
-
-
-def requestable(state: PoolState, policy: Policy) -> list[int]:
-    """Versions of an adapter that can be requested and will not leave by themselves."""
-    kept = kept_versions(policy, state.settings)
-    return [version for version in policy.versions if version in kept]
-
-
 def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[Replica]:
     """The replicas that are to switch.
 
@@ -146,17 +111,8 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
     return holding
 
 
-def others(state: PoolState, policy: Policy) -> list[int]:
-    """Versions of an adapter that it can go back to now."""
-    return [
-        number
-        for number in requestable(state, policy)
-        if number != policy.served_version and PolicyVersion(policy.name, number) in state.copies
-    ]
-
-
 def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
-    left = ", ".join(map(str, others(state, policy))) or "nothing"
+    left = ", ".join(map(str, ways_back(state, policy))) or "nothing"
     return NotReadyError(
         f"{why}; {policy.name!r} can go back to {left}",
         reason="NOT_RETAINED",
