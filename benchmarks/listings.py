@@ -25,9 +25,9 @@ from benchmarks.machine import describe
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.live_groups import Hub
+from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.coordinator.services.inspect import InspectServicer
 from weft.rpc.channel import open_aio_channel
@@ -41,7 +41,7 @@ class _Coordinator:
     """Of a coordinator's driver, what its listings ask for."""
 
     def __init__(self, state: PoolState) -> None:
-        self.state, self.routes, self.hub = state, RouteFeed(), Hub(lambda event: None)
+        self.state, self.routes, self.groups = state, RouteFeed(), LiveGroups(lambda event: None)
 
     def now(self) -> float:
         return 101.0

@@ -18,7 +18,7 @@ from weft.contract.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from weft.coordinator.runtime import group_store
+from weft.coordinator.runtime import key_value_store
 from weft.rpc.codec import duration_to_proto
 from weft.v1 import rendezvous_pb2
 
@@ -67,7 +67,7 @@ async def test_call_store(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     error = await fails(late, "DEADLINE_EXCEEDED", "DEADLINE")
     assert isinstance(error, TransferTimeoutError)
     await fails(_store(rank), "INVALID_ARGUMENT", "PROTOCOL")
-    monkeypatch.setattr(group_store, "MAX_STORE_BYTES", 10)
+    monkeypatch.setattr(key_value_store, "MAX_STORE_BYTES", 10)
     full = _store(rank, set=rendezvous_pb2.StoreSet(keys=["b"], values=[b"x" * 11]))
     await fails(full, "RESOURCE_EXHAUSTED", "STORE_FULL")
 

@@ -31,7 +31,7 @@ from weft.contract.errors import (
     error_from_reason,
 )
 from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft.coordinator.server import Coordinator
 from weft.rpc.channel import open_aio_channel, open_channel
 from weft.rpc.server import Servicer, bind, make_server

@@ -264,7 +264,7 @@ def _coordinator(strike: Strike) -> None:
     from weft.coordinator.runtime import driver, live_groups
 
     if strike.point == "at a bucket":
-        _before(live_groups.Hub, "_verified", strike, _count(3 * BUCKET, strike))
+        _before(live_groups.LiveGroups, "_verified", strike, _count(3 * BUCKET, strike))
         return
     if strike.point == "inside commit":
 

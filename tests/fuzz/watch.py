@@ -14,7 +14,7 @@ from weft.contract.errors import WeftError
 from weft.coordinator.decisions import effects, events, step
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.runtime import driver
-from weft.coordinator.runtime.group_store import GroupStore
+from weft.coordinator.runtime.key_value_store import KeyValueStore
 
 #: Of the state: what was asked meanwhile, and is remembered whoever asked for it.
 _CACHES = {"fits": {}, "fits_under_way": frozenset()}
@@ -41,7 +41,7 @@ def watching(found: list[str]) -> Iterator[None]:
     root = logging.getLogger()
     root.addHandler(tracebacks)
     changed = [
-        mock.patch.object(GroupStore, name, _checked(getattr(GroupStore, name), found))
+        mock.patch.object(KeyValueStore, name, _checked(getattr(KeyValueStore, name), found))
         for name in ("set", "add", "append", "compare_set", "delete")
     ]
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def _difference(left: PoolState, right: PoolState) -> str:
 def _checked(method: Callable[..., Any], found: list[str]) -> Callable[..., Any]:
     """A method of a group's store; one that fails must leave its values."""
 
-    def checked(self: GroupStore, *args: Any) -> Any:
+    def checked(self: KeyValueStore, *args: Any) -> Any:
         before = dict(self._values)
         try:
             return method(self, *args)

@@ -10,7 +10,7 @@ from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpo
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.progress import Activity, Word
 from weft.coordinator.decisions.state.transfer import Group
-from weft.coordinator.runtime.live_groups import Watermark
+from weft.coordinator.runtime.watermark import Watermark
 
 
 class _LiveGroup:
@@ -72,7 +72,7 @@ class LiveGroups:
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
 
     def take_progress(self) -> list[events.RanksHeard]:
-        """As ``Hub.take_progress``."""
+        """As ``LiveGroups.take_progress``."""
         told = []
         for name, live in self.live.items():
             words, live.words = live.words, {}

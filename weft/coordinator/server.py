@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
 from weft.coordinator.runtime.watchers import Feed
 from weft.coordinator.services.admin import AdminServicer
 from weft.coordinator.services.inspect import InspectServicer
@@ -66,7 +66,7 @@ class Coordinator:
         return self.port
 
     async def _start(self, catalog: Catalog) -> None:
-        manifests, references, feed = ManifestCache(), ReferenceCache(), Feed()
+        manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
         uploads = Uploads()
         state = _initial_state(catalog, self.config)
         driver = self._driver = Driver(
@@ -80,7 +80,7 @@ class Coordinator:
         publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)
         registry = RegistryServicer(driver, references, catalog, uploads)
-        rendezvous = RendezvousServicer(driver.hub, manifests)
+        rendezvous = RendezvousServicer(driver.groups, manifests)
         self._server = await make_server(
             [
                 Servicer(

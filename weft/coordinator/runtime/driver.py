@@ -21,10 +21,10 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import Failure
 from weft.coordinator.decisions.step import step
 from weft.coordinator.decisions.transfers.preflight import check_fit
-from weft.coordinator.runtime.catalog.catalog import Catalog
-from weft.coordinator.runtime.live_groups import Hub
+from weft.coordinator.runtime.catalog.database import Catalog
+from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.lookup import describe_held, look_up
-from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
 from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 
@@ -53,16 +53,16 @@ class Driver:
         references: ReferenceCache,
         feed: Feed,
         *,
-        manifests: ManifestCache | None = None,
+        manifests: LayoutCache | None = None,
         commit_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
-        self.hub = Hub(self.post)
+        self.groups = LiveGroups(self.post)
         self.routes = RouteFeed()
         self._catalog = catalog
         self._references = references
-        self._manifests = manifests or ManifestCache()
+        self._manifests = manifests or LayoutCache()
         self._feed = feed
         self._clock = clock
         self._caller = ReplicaCaller(lambda: self.state.generation, self.post, commit_seconds)
@@ -150,7 +150,7 @@ class Driver:
 
     async def _tick(self) -> None:
         while True:
-            for heard in self.hub.take_progress():
+            for heard in self.groups.take_progress():
                 self.post(heard)
             self.post(events.Tick())
             await asyncio.sleep(TICK_SECONDS)
@@ -207,20 +207,20 @@ class Driver:
             raise
 
     def _carry_out(self, effect: effects.Effect) -> None:
-        hub = self.hub
+        groups = self.groups
         match effect:
             case effects.Reply():
                 self._answer(effect.ticket, effect.answer)
             case effects.Refuse():
                 self._answer(effect.ticket, effect.error)
             case effects.OpenGroup():
-                hub.open_group(effect.group)
+                groups.open_group(effect.group)
             case effects.DropGroup():
-                hub.drop_group(effect.group_id, effect.why)
+                groups.drop_group(effect.group_id, effect.why)
             case effects.SendPrepare():
-                hub.send_prepare(effect.group_id, effect.transfer, effect.time_left)
+                groups.send_prepare(effect.group_id, effect.transfer, effect.time_left)
             case effects.SendStart():
-                hub.send_start(
+                groups.send_start(
                     effect.group_id,
                     effect.transfer_id,
                     effect.num_receivers,
@@ -228,9 +228,11 @@ class Driver:
                     effect.first_bucket,
                 )
             case effects.SendReform():
-                hub.send_reform(effect.group_id, effect.transfer_id, effect.renewed, effect.message)
+                groups.send_reform(
+                    effect.group_id, effect.transfer_id, effect.renewed, effect.message
+                )
             case effects.SendAbort():
-                hub.send_abort(effect.group_id, effect.transfer_id, effect.failure)
+                groups.send_abort(effect.group_id, effect.transfer_id, effect.failure)
             case effects.CloseChannel():
                 self._caller.close_channel(effect.address)
             case effects.CheckFit():
@@ -305,7 +307,7 @@ class Driver:
         self._wake.set()
         if self._task is not None:
             await asyncio.wait([self._task])
-        self.hub.close("the coordinator is stopping")
+        self.groups.close("the coordinator is stopping")
         self._feed.close()
         self.routes.close()
         for task in list(self._aside):

@@ -1,4 +1,4 @@
-"""The live side groups: their stores, their rank streams, and the watermark.
+"""The live side groups: their stores, their rank streams, and their watermarks.
 
 The hot path (a report for every bucket and receiver) ends here: only what a
 decision needs becomes an event.
@@ -6,20 +6,16 @@ decision needs becomes an event.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from weft.contract.errors import (
     REASONS,
-    CapacityError,
     InvalidRequestError,
     NotAllowedError,
     RequestConflictError,
     StaleEpochError,
-    WeftError,
 )
 from weft.contract.lru import Lru
 from weft.contract.manifest import DIGEST_BYTES
@@ -28,113 +24,18 @@ from weft.coordinator.decisions.state.progress import Word
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout
 from weft.coordinator.messages.wire import group_to_proto
-from weft.coordinator.runtime.group_store import GroupStore
+from weft.coordinator.runtime.key_value_store import KeyValueStore
+from weft.coordinator.runtime.rank_link import RankLink
+from weft.coordinator.runtime.watermark import Watermark
 from weft.rpc.codec import duration_to_proto, version_to_proto
 from weft.v1 import rendezvous_pb2, types_pb2
 
-_MAX_QUEUED: Final = 256
 _MAX_REMEMBERED: Final = 256
 _MAX_LAYOUTS: Final = 8
 _MAX_ID: Final = 128
 
 
-class RankLink:
-    """One rank's stream: what it must still be told. Bounded; releases coalesce."""
-
-    def __init__(self, group_id: str, rank: int) -> None:
-        self.group_id = group_id
-        self.rank = rank
-        self._queue: deque[rendezvous_pb2.AttendResponse] = deque()
-        self._released: rendezvous_pb2.AttendResponse | None = None
-        self._ended = False
-        self._error: WeftError | None = None
-        self._wake = asyncio.Event()
-
-    def send(self, message: rendezvous_pb2.AttendResponse) -> None:
-        """Queue a message; a rank that reads nothing is cut off."""
-        if len(self._queue) >= _MAX_QUEUED:
-            self.end(CapacityError("the rank does not read its stream", reason="TOO_SLOW"))
-            return
-        self._queue.append(message)
-        self._wake.set()
-
-    def release(self, transfer_id: str, num_buckets: int) -> None:
-        """Tell the sender how far it may reuse memory; only the newest count is kept."""
-        released = rendezvous_pb2.Released(transfer_id=transfer_id, num_buckets=num_buckets)
-        self._released = rendezvous_pb2.AttendResponse(released=released)
-        self._wake.set()
-
-    def end(self, error: WeftError | None) -> None:
-        """Close the stream after what is queued: with ``error``, or in peace."""
-        if not self._ended:
-            self._ended, self._error = True, error
-            self._released = None  # of no use to a stream that closes
-        self._wake.set()
-
-    async def next(self) -> rendezvous_pb2.AttendResponse | None:
-        """The next message; None when the stream is to be closed in peace.
-
-        Raises:
-            WeftError: The stream is to be closed.
-        """
-        while True:
-            if self._queue:
-                return self._queue.popleft()
-            if self._released is not None:
-                message, self._released = self._released, None
-                return message
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-
-
-class Watermark:
-    """Counts, for one transfer, the buckets that every receiver has verified."""
-
-    def __init__(
-        self, transfer_id: str, num_receivers: int, num_buckets: int, first_bucket: int = 0
-    ) -> None:
-        self.transfer_id = transfer_id
-        self.num_verified = self._first = first_bucket
-        self._num_receivers = num_receivers
-        self._reports = [0] * num_buckets
-        self._next: dict[int, int] = {}
-
-    @property
-    def num_reported(self) -> Mapping[int, int]:
-        """Buckets, from the first, that each receiver has reported, of those that did."""
-        return self._next
-
-    def report(self, rank: int, bucket: int) -> bool:
-        """Count a report; whether the watermark advanced.
-
-        Raises:
-            InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
-        """
-        expected = self._next.get(rank, self._first)
-        if bucket != expected or bucket >= len(self._reports) or rank == 0:
-            raise InvalidRequestError(
-                f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
-            )
-        self._next[rank] = bucket + 1
-        self._reports[bucket] += 1
-        before = self.num_verified
-        while (
-            self.num_verified < len(self._reports)
-            and self._reports[self.num_verified] == self._num_receivers
-        ):
-            self.num_verified += 1
-        return self.num_verified > before
-
-    def is_through(self, rank: int) -> bool:
-        """Whether a receiver has reported every bucket."""
-        return self._next.get(rank, self._first) == len(self._reports)
-
-
-class _Room:
+class _LiveGroup:
     """A live group."""
 
     def __init__(self, group: Group) -> None:
@@ -142,7 +43,7 @@ class _Room:
         # By digest, so that how long a look-up takes tells nothing of a token.
         self.ranks = {_digest(group.token_of(rank)): rank for rank in range(group.size)}
         self.size = group.size
-        self.store = GroupStore()
+        self.store = KeyValueStore()
         self.links: dict[int, RankLink] = {}
         self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
@@ -166,7 +67,7 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-class Hub:
+class LiveGroups:
     """All live groups. On the event loop; no method blocks.
 
     Args:
@@ -175,50 +76,50 @@ class Hub:
 
     def __init__(self, post: Callable[[events.Event], None]) -> None:
         self._post = post
-        self._rooms: dict[str, _Room] = {}
+        self._live: dict[str, _LiveGroup] = {}
         self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
 
     def open_group(self, group: Group) -> None:
         """Let the members in."""
-        self._rooms[group.group_id] = _Room(group)
+        self._live[group.group_id] = _LiveGroup(group)
 
     def drop_group(self, group_id: str, why: str) -> None:
         """Close the store and the streams with EPOCH_FENCED."""
-        room = self._rooms.pop(group_id, None)
-        if room is None:
+        live = self._live.pop(group_id, None)
+        if live is None:
             return
         self._dropped.put(group_id, why)
-        room.store.close(why)
-        for link in room.links.values():
+        live.store.close(why)
+        for link in live.links.values():
             link.end(StaleEpochError(f"the group was dropped: {why}"))
 
     def close(self, why: str) -> None:
         """Drop every group."""
-        for group_id in list(self._rooms):
+        for group_id in list(self._live):
             self.drop_group(group_id, why)
 
-    def _room(self, group_id: str, token: str) -> tuple[_Room, int]:
+    def _authorised(self, group_id: str, token: str) -> tuple[_LiveGroup, int]:
         """A group, and the rank that the token is of."""
-        room = self._rooms.get(group_id)
-        if room is None:
+        live = self._live.get(group_id)
+        if live is None:
             why = self._dropped.get(group_id) or "it is not known here (any more)"
             raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
-        rank = room.ranks.get(_digest(token))
+        rank = live.ranks.get(_digest(token))
         if rank is None:
             raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
-        return room, rank
+        return live, rank
 
-    def store(self, group_id: str, token: str) -> GroupStore:
+    def store(self, group_id: str, token: str) -> KeyValueStore:
         """A group's store, for any of its ranks.
 
         Raises:
             NotAllowedError, StaleEpochError: Wrong token; no such group.
         """
-        return self._room(group_id, token)[0].store
+        return self._authorised(group_id, token)[0].store
 
     def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
         """The layout of a transfer of the group, for any of its ranks."""
-        return self._room(group_id, token)[0].layouts.get(digest)
+        return self._authorised(group_id, token)[0].layouts.get(digest)
 
     def attend(self, group_id: str, token: str, rank: int) -> RankLink:
         """Open a rank's stream.
@@ -228,28 +129,28 @@ class Hub:
             InvalidRequestError: ``PROTOCOL``: the group has no such rank.
             RequestConflictError: The rank attends already.
         """
-        room, authorised = self._room(group_id, token)
-        if rank >= room.size:
+        live, authorised = self._authorised(group_id, token)
+        if rank >= live.size:
             raise InvalidRequestError(
-                f"rank {rank} of a group of {room.size} members", reason="PROTOCOL"
+                f"rank {rank} of a group of {live.size} members", reason="PROTOCOL"
             )
         if rank != authorised:
             raise NotAllowedError(
                 f"the token is of rank {authorised} of group {group_id[:64]!r}, not of rank {rank}"
             )
-        if rank in room.links:
+        if rank in live.links:
             raise RequestConflictError(f"rank {rank} attends already")
-        link = room.links[rank] = RankLink(group_id, rank)
-        welcome = rendezvous_pb2.Welcome(num_attending=len(room.links))
+        link = live.links[rank] = RankLink(group_id, rank)
+        welcome = rendezvous_pb2.Welcome(num_attending=len(live.links))
         link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
         self._post(events.RankAttends(group_id, rank))
         return link
 
     def leave(self, link: RankLink, why: str) -> None:
         """A stream has ended; said twice, the second is ignored."""
-        room = self._rooms.get(link.group_id)
-        if room is not None and room.links.get(link.rank) is link:
-            del room.links[link.rank]
+        live = self._live.get(link.group_id)
+        if live is not None and live.links.get(link.rank) is link:
+            del live.links[link.rank]
             self._post(events.RankGone(link.group_id, link.rank, why))
 
     def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
@@ -289,30 +190,30 @@ class Hub:
                 )
 
     def _verified(self, link: RankLink, report: rendezvous_pb2.BucketVerified) -> None:
-        room = self._rooms.get(link.group_id)
-        mark = room.watermark if room else None
-        if room is None or mark is None or mark.transfer_id != report.transfer_id:
+        live = self._live.get(link.group_id)
+        mark = live.watermark if live else None
+        if live is None or mark is None or mark.transfer_id != report.transfer_id:
             return  # of a transfer that has ended meanwhile
-        if mark.report(link.rank, report.bucket) and 0 in room.links:
-            room.links[0].release(mark.transfer_id, mark.num_verified)
+        if mark.report(link.rank, report.bucket) and 0 in live.links:
+            live.links[0].release(mark.transfer_id, mark.num_verified)
 
     def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
-        room = self._rooms.get(link.group_id)
-        if room is not None:
+        live = self._live.get(link.group_id)
+        if live is not None:
             transfer_id = said.transfer_id[:_MAX_ID]
-            room.words[link.rank] = Word(
+            live.words[link.rank] = Word(
                 transfer_id, said.activity, said.bucket, said.done, said.total
             )
 
     def take_progress(self) -> list[events.RanksHeard]:
         """What ranks have said of their work since this was asked last, by group: one event
         for all of them, however many buckets they have verified."""
-        told = [room.take_progress() for room in self._rooms.values()]
+        told = [live.take_progress() for live in self._live.values()]
         return [heard for heard in told if heard is not None]
 
     def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
-        room = self._rooms.get(link.group_id)
-        mark = room.watermark if room else None
+        live = self._live.get(link.group_id)
+        mark = live.watermark if live else None
         if mark is None or mark.transfer_id != staged.transfer_id:
             return
         if link.rank and not mark.is_through(link.rank):
@@ -332,10 +233,10 @@ class Hub:
 
     def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
         """Tell every receiver what comes, and make its manifest available."""
-        room = self._rooms.get(group_id)
-        if room is None:
+        live = self._live.get(group_id)
+        if live is None:
             return
-        room.layouts.put(transfer.layout.digest, transfer.layout)
+        live.layouts.put(transfer.layout.digest, transfer.layout)
         prepare = rendezvous_pb2.Prepare(
             transfer_id=transfer.transfer_id,
             version=version_to_proto(transfer.policy_version),
@@ -344,7 +245,7 @@ class Hub:
             kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
             timeout=duration_to_proto(time_left),
         )
-        self._send(room, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
+        self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 
     def send_start(
         self,
@@ -355,46 +256,46 @@ class Hub:
         first_bucket: int,
     ) -> None:
         """Tell every rank that bytes may flow, and count from here."""
-        room = self._rooms.get(group_id)
-        if room is not None:
-            room.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
-            room.num_told = {}
+        live = self._live.get(group_id)
+        if live is not None:
+            live.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
+            live.num_told = {}
             start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
-            self._send(room, rendezvous_pb2.AttendResponse(start=start))
-            if first_bucket and 0 in room.links:
-                room.links[0].release(transfer_id, first_bucket)
+            self._send(live, rendezvous_pb2.AttendResponse(start=start))
+            if first_bucket and 0 in live.links:
+                live.links[0].release(transfer_id, first_bucket)
 
     def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
         """Tell the sender to go on in another group."""
-        room = self._rooms.get(group_id)
-        if room is not None and 0 in room.links:
+        live = self._live.get(group_id)
+        if live is not None and 0 in live.links:
             reform = rendezvous_pb2.Reform(
                 transfer_id=transfer_id, group=group_to_proto(renewed, 0), message=message[:2000]
             )
-            room.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
+            live.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
 
     def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
         """Tell every rank to give the transfer up."""
-        room = self._rooms.get(group_id)
-        if room is not None:
+        live = self._live.get(group_id)
+        if live is not None:
             abort = rendezvous_pb2.Abort(
                 transfer_id=transfer_id, reason=failure.reason, message=failure.message[:2000]
             )
-            self._send(room, rendezvous_pb2.AttendResponse(abort=abort))
+            self._send(live, rendezvous_pb2.AttendResponse(abort=abort))
 
     def _send(
         self,
-        room: _Room,
+        live: _LiveGroup,
         message: rendezvous_pb2.AttendResponse,
         *,
         receivers_only: bool = False,
     ) -> None:
-        for rank, link in room.links.items():
+        for rank, link in live.links.items():
             if rank or not receivers_only:
                 link.send(message)
 
     def num_verified(self, group_id: str, transfer_id: str) -> int:
         """Buckets of a transfer under way that every receiver has verified."""
-        room = self._rooms.get(group_id)
-        mark = room.watermark if room else None
+        live = self._live.get(group_id)
+        mark = live.watermark if live else None
         return mark.num_verified if mark and mark.transfer_id == transfer_id else 0

@@ -12,8 +12,8 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
-from weft.coordinator.runtime.catalog.catalog import Catalog
-from weft.coordinator.runtime.manifests import ManifestCache
+from weft.coordinator.runtime.catalog.database import Catalog
+from weft.coordinator.runtime.manifests import LayoutCache
 
 
 class Describer(Protocol):
@@ -46,7 +46,7 @@ def fresh_ids() -> FreshIds:
 
 
 async def look_up(
-    effect: effects.LookUp, catalog: Catalog, manifests: ManifestCache, describer: Describer
+    effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: Describer
 ) -> events.LookedUp:
     """The version's record and its layout. A coordinator that was restarted has no
     manifests: the source tells it. What a replica restores itself is not sent: of its
@@ -98,7 +98,7 @@ async def describe_held(
 
 
 async def _fetch(
-    effect: effects.LookUp, record: VersionRecord, manifests: ManifestCache, describer: Describer
+    effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: Describer
 ) -> Layout:
     manifest = await describer.describe(effect.source_address, effect.version)
     if manifest.layout_digest != record.layout_digest:

@@ -21,7 +21,7 @@ _MAX_ENCODED: Final = 4
 _MAX_REFERENCES: Final = 4
 
 
-class ManifestCache:
+class LayoutCache:
     """The layouts that were used last. A transfer keeps its own alive itself."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.lookup import fresh_ids
 from weft.rpc.codec import (

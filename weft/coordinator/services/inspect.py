@@ -35,7 +35,7 @@ from weft.coordinator.messages.wire import (
     transfer_to_proto,
     version_record_to_proto,
 )
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
 from weft.rpc.codec import vector_to_proto, version_to_proto
@@ -275,7 +275,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
 
     def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
         driver = self._driver
-        verified = driver.hub.num_verified(transfer.group_id, transfer.transfer_id)
+        verified = driver.groups.num_verified(transfer.group_id, transfer.transfer_id)
         return transfer_to_proto(transfer, driver.state, driver.now(), verified)
 
 

@@ -23,10 +23,10 @@ from weft.coordinator.messages.wire import (
     transfer_from_record,
     transfer_to_proto,
 )
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.lookup import fresh_ids
-from weft.coordinator.runtime.manifests import ManifestCache, ReferenceCache
+from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.codec import dtype_to_proto, duration_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
@@ -48,7 +48,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self,
         driver: Driver,
         catalog: Catalog,
-        manifests: ManifestCache,
+        manifests: LayoutCache,
         references: ReferenceCache,
         uploads: Uploads,
     ) -> None:

@@ -12,7 +12,7 @@ import grpc
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.messages.wire import held_from_proto
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import ReferenceCache
 from weft.coordinator.services.uploads import Uploads

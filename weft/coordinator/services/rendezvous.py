@@ -10,8 +10,9 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import InvalidRequestError, NotFoundError, WeftError
-from weft.coordinator.runtime.live_groups import Hub, RankLink
-from weft.coordinator.runtime.manifests import ManifestCache
+from weft.coordinator.runtime.live_groups import LiveGroups
+from weft.coordinator.runtime.manifests import LayoutCache
+from weft.coordinator.runtime.rank_link import RankLink
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.interceptor import on_call_end
 from weft.v1 import rendezvous_pb2, rendezvous_pb2_grpc
@@ -27,15 +28,15 @@ _HELLO_SECONDS: Final = 10.0
 class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     """For the members of side groups; authorised by their ranks' tokens."""
 
-    def __init__(self, hub: Hub, manifests: ManifestCache) -> None:
-        self._hub = hub
+    def __init__(self, groups: LiveGroups, manifests: LayoutCache) -> None:
+        self._groups = groups
         self._manifests = manifests
 
     async def CallStore(
         self, request: rendezvous_pb2.CallStoreRequest, context: Context
     ) -> rendezvous_pb2.CallStoreResponse:
         """Source: protos/weft/v1/rendezvous.proto."""
-        store = self._hub.store(request.credential.group_id, request.credential.token)
+        store = self._groups.store(request.credential.group_id, request.credential.token)
         answer = rendezvous_pb2.CallStoreResponse
         match request.WhichOneof("operation"):
             case "set":
@@ -71,7 +72,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     ) -> AsyncIterator[rendezvous_pb2.GetManifestResponse]:
         """Source: protos/weft/v1/rendezvous.proto."""
         credential = request.credential
-        layout = self._hub.layout(credential.group_id, credential.token, request.layout_digest)
+        layout = self._groups.layout(credential.group_id, credential.token, request.layout_digest)
         if layout is None:
             raise NotFoundError(
                 f"no transfer of this group has the layout {request.layout_digest.hex()[:12]}",
@@ -88,8 +89,8 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         """Source: protos/weft/v1/rendezvous.proto."""
         hello = await _hello(request_iterator)
         credential = hello.credential
-        link = self._hub.attend(credential.group_id, credential.token, hello.rank)
-        on_call_end(context, lambda: self._hub.leave(link, "its stream broke"))
+        link = self._groups.attend(credential.group_id, credential.token, hello.rank)
+        on_call_end(context, lambda: self._groups.leave(link, "its stream broke"))
         reader = asyncio.get_running_loop().create_task(self._read(link, request_iterator))
         on_call_end(context, reader.cancel)
         while (message := await link.next()) is not None:
@@ -101,12 +102,12 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         """Take what the rank says until it is through, breaks off or talks nonsense."""
         try:
             async for message in requests:
-                self._hub.receive(link, message)
+                self._groups.receive(link, message)
         except WeftError as error:
-            self._hub.leave(link, error.message)
+            self._groups.leave(link, error.message)
             link.end(error)
         else:
-            self._hub.leave(link, "it closed its stream")
+            self._groups.leave(link, "it closed its stream")
             link.end(None)
 
 

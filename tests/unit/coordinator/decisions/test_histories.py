@@ -13,7 +13,7 @@ from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.pool import PoolState, Settings
 from weft.coordinator.decisions.state.values import Phase, Purpose, VersionState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
 _TRAINERS = st.sampled_from(["t1", "t2"])

@@ -13,9 +13,9 @@ from weft.contract.versions import VersionVector
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
 from weft.coordinator.messages.route_list import route_messages
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.live_groups import Hub
+from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.coordinator.services.inspect import InspectServicer
 from weft.rpc.codec import vector_from_proto
@@ -29,7 +29,7 @@ class _Coordinator:
     """Of a driver, what listings ask for; of a stub, the calls."""
 
     def __init__(self, state: PoolState) -> None:
-        self.state, self.routes, self.hub = state, RouteFeed(), Hub(lambda event: None)
+        self.state, self.routes, self.groups = state, RouteFeed(), LiveGroups(lambda event: None)
         self._inspect = InspectServicer(cast(Driver, self), cast(Catalog, None), Feed())
         self.largest = 0
 

@@ -16,7 +16,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import PolicyKind
 from weft.coordinator.runtime import driver as driver_module
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import ReferenceCache
 from weft.coordinator.runtime.watchers import Feed

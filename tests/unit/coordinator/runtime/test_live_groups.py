@@ -16,7 +16,8 @@ from weft.contract.errors import (
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.transfer import Group, Member
 from weft.coordinator.messages.wire import group_to_proto
-from weft.coordinator.runtime.live_groups import Hub, Watermark
+from weft.coordinator.runtime.live_groups import LiveGroups
+from weft.coordinator.runtime.watermark import Watermark
 
 
 def test_the_watermark_is_the_slowest_receiver() -> None:
@@ -62,40 +63,40 @@ def test_tokens_are_a_ranks_own_in_one_epoch() -> None:
 
 async def test_who_may_attend() -> None:
     posted: list[events.Event] = []
-    hub = Hub(posted.append)
+    groups = LiveGroups(posted.append)
     with pytest.raises(StaleEpochError):
-        hub.attend("g", _token(0), 0)
-    hub.open_group(_group())
+        groups.attend("g", _token(0), 0)
+    groups.open_group(_group())
     with pytest.raises(NotAllowedError):
-        hub.attend("g", "guess", 0)
+        groups.attend("g", "guess", 0)
     with pytest.raises(NotAllowedError):
-        hub.attend("g", _group().secret, 0)
+        groups.attend("g", _group().secret, 0)
     with pytest.raises(NotAllowedError):
-        hub.attend("g", _token(0), 1)
+        groups.attend("g", _token(0), 1)
     with pytest.raises(InvalidRequestError):
-        hub.attend("g", _token(1), 2)
-    link = hub.attend("g", _token(1), 1)
+        groups.attend("g", _token(1), 2)
+    link = groups.attend("g", _token(1), 1)
     with pytest.raises(RequestConflictError):
-        hub.attend("g", _token(1), 1)
-    hub.leave(link, "broke")
-    hub.leave(link, "broke")
+        groups.attend("g", _token(1), 1)
+    groups.leave(link, "broke")
+    groups.leave(link, "broke")
     assert posted == [events.RankAttends("g", 1), events.RankGone("g", 1, "broke")]
-    hub.attend("g", _token(1), 1)
-    hub.drop_group("g", "enough")
+    groups.attend("g", _token(1), 1)
+    groups.drop_group("g", "enough")
     with pytest.raises(StaleEpochError, match="enough"):
-        hub.attend("g", _token(1), 1)
+        groups.attend("g", _token(1), 1)
 
 
 async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
-    hub = Hub(lambda event: None)
-    hub.open_group(_group())
-    link = hub.attend("g", _token(0), 0)
+    groups = LiveGroups(lambda event: None)
+    groups.open_group(_group())
+    link = groups.attend("g", _token(0), 0)
     assert (await link.next()).WhichOneof("message") == "welcome"
     for n in range(1, 10_001):
         link.release("t", n)
     assert (await link.next()).released.num_buckets == 10_000
     for _ in range(300):
-        hub.send_start("g", "t", 1, 1, 0)
+        groups.send_start("g", "t", 1, 1, 0)
 
     async def read_all() -> None:
         while await link.next():

@@ -16,7 +16,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.pool import PoolState, Settings
 from weft.coordinator.decisions.state.values import VersionState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 LEASE_SECONDS = 5.0
 _POLICIES = st.sampled_from(["base", "math"])

@@ -10,7 +10,7 @@ from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.values import Phase
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 
 def _after(pushes: int, **settings: int) -> Machine:

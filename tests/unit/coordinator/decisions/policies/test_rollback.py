@@ -12,7 +12,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 
 def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Machine:

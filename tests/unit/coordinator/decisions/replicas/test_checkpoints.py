@@ -26,7 +26,7 @@ from weft.coordinator.decisions.replicas.replica_state import (
     replica_state,
 )
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 
 def checkpoint(*files: str) -> Checkpoint:

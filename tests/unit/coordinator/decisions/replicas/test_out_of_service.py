@@ -15,7 +15,7 @@ from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 
 def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:

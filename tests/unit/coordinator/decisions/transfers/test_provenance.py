@@ -10,7 +10,7 @@ from tests.unit.coordinator.decisions.machine import SPEC, Machine, saved_versio
 from weft.contract.names import provenance
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 
 
 def _spec(trained_on: int | None) -> AdapterSpec:

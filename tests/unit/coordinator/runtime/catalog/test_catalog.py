@@ -29,7 +29,7 @@ from weft.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 
 def _record(version: int, state: VersionState, policy: str = "math") -> VersionRecord:
@@ -123,7 +123,7 @@ def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:
 
 _WRITER = """
 import sys
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.decisions.effects import SavePolicy
 from weft.coordinator.decisions.state.pool import (Policy)
 from weft.coordinator.decisions.state.values import (PolicyKind)

@@ -20,7 +20,7 @@ from weft.coordinator.decisions.effects import SaveEpoch, SaveOutOfService, Save
 from weft.coordinator.decisions.state.pool import Policy
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState
-from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft.coordinator.runtime.catalog.wal import Dropped, find_dropped
 
 _PAGE_BYTES = 4096
@@ -190,7 +190,7 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
 
 _FULL = """
 import resource, sys
-from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     Catalog.open(sys.argv[1])

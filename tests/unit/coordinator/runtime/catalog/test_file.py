@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.coordinator.runtime.catalog.catalog import Catalog, CatalogError
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 _HOLDER = """
 import sys
-from weft.coordinator.runtime.catalog.catalog import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog
 from weft.contract.errors import WeftError
 try:
     catalog = Catalog.open(sys.argv[1])

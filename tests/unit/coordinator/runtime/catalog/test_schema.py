@@ -30,7 +30,12 @@ from weft.coordinator.decisions.state.values import (
     VersionState,
 )
 from weft.coordinator.runtime.catalog import schema
-from weft.coordinator.runtime.catalog.catalog import APPLICATION_ID, Catalog, CatalogError, Snapshot
+from weft.coordinator.runtime.catalog.database import (
+    APPLICATION_ID,
+    Catalog,
+    CatalogError,
+    Snapshot,
+)
 
 
 def test_a_newer_schema_is_refused(catalog_path: Path) -> None:

@@ -12,12 +12,12 @@ from weft.contract.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from weft.coordinator.runtime import group_store
-from weft.coordinator.runtime.group_store import GroupStore
+from weft.coordinator.runtime import key_value_store
+from weft.coordinator.runtime.key_value_store import KeyValueStore
 
 
 async def test_values() -> None:
-    s = GroupStore()
+    s = KeyValueStore()
     s.set(["a", "b"], [b"1", b"2"])
     assert await s.get(["b", "a"], 0) == [b"2", b"1"]
     assert s.check(["a", "b"])
@@ -40,7 +40,7 @@ async def test_values() -> None:
 
 
 async def test_waiters_wake_when_the_last_key_comes() -> None:
-    s = GroupStore()
+    s = KeyValueStore()
     waiting = asyncio.create_task(s.get(["a", "b"], 5))
     await asyncio.sleep(0)
     s.set(["b"], [b"2"])
@@ -51,14 +51,14 @@ async def test_waiters_wake_when_the_last_key_comes() -> None:
 
 
 async def test_a_wait_has_a_deadline_and_leaves_nothing_behind() -> None:
-    s = GroupStore()
+    s = KeyValueStore()
     with pytest.raises(TransferTimeoutError, match="'a' was not set"):
         await s.wait(["a"], 0.01)
     assert not s._waiters
 
 
 async def test_dropping_the_group_wakes_everyone() -> None:
-    s = GroupStore()
+    s = KeyValueStore()
     waiting = [asyncio.create_task(s.wait([key], 5)) for key in "aab"]
     await asyncio.sleep(0)
     s.close("r1 is gone")
@@ -70,9 +70,9 @@ async def test_dropping_the_group_wakes_everyone() -> None:
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_store, "MAX_STORE_KEYS", 2)
-    monkeypatch.setattr(group_store, "MAX_STORE_BYTES", 100)
-    s = GroupStore()
+    monkeypatch.setattr(key_value_store, "MAX_STORE_KEYS", 2)
+    monkeypatch.setattr(key_value_store, "MAX_STORE_BYTES", 100)
+    s = KeyValueStore()
     s.set(["a", "b"], [b"", b""])
     with pytest.raises(CapacityError) as keys:
         s.set(["c"], [b""])
@@ -86,7 +86,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("held", ["9223372036854775807", "9" * 4000, "9" * 5000, "1.5"])
 async def test_a_counter_stays_one_of_64_bits(held: str) -> None:
-    s = GroupStore()
+    s = KeyValueStore()
     s.set(["n"], [held.encode()])
     with pytest.raises(InvalidRequestError) as refused:
         s.add("n", 1)
@@ -99,10 +99,10 @@ async def test_a_counter_stays_one_of_64_bits(held: str) -> None:
 
 
 async def test_nothing_is_set_where_not_all_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_store, "MAX_STORE_BYTES", 10)
-    monkeypatch.setattr(group_store, "MAX_VALUE_BYTES", 8)
-    monkeypatch.setattr(group_store, "MAX_ANSWER_BYTES", 8)
-    s = GroupStore()
+    monkeypatch.setattr(key_value_store, "MAX_STORE_BYTES", 10)
+    monkeypatch.setattr(key_value_store, "MAX_VALUE_BYTES", 8)
+    monkeypatch.setattr(key_value_store, "MAX_ANSWER_BYTES", 8)
+    s = KeyValueStore()
     s.set(["a"], [b"1"])
     for values in ([b"2", b"x" * 9], [b"2", b"x" * 8]):
         with pytest.raises(CapacityError):

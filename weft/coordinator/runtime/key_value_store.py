@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES: Final = 3 * 2**20
 _MAX_COUNTER: Final = 2**63 - 1
 
 
-class GroupStore:
+class KeyValueStore:
     """Keys and values of one group, and those who wait for them.
 
     On one event loop; nothing here blocks but ``wait``.
