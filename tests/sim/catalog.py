@@ -133,7 +133,7 @@ class CatalogModel:
                         self.out_of_service[name] = order
 
     def _check_own(self, record: VersionRecord) -> None:
-        """As the real one: no save overwrites another version's row."""
+        """As in the real one, no save overwrites another version's row."""
         for known in (
             self.versions.get(record.version),
             self.find_request(record.trainer_id, record.request_id),
@@ -147,17 +147,17 @@ class CatalogModel:
             self.versions[version] = replace(self.versions[version], state=state)
 
     def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
-        """As the real one."""
+        """The version that a trainer's request made, if any."""
         version = self._requests.get((trainer_id, request_id))
         return self.versions[version] if version else None
 
     def find_transfer(self, transfer_id: str) -> VersionRecord | None:
-        """As the real one."""
+        """The version that a transfer brought, if any."""
         version = self._transfers.get(transfer_id)
         return self.versions[version] if version else None
 
     def find_version(self, version: PolicyVersion) -> VersionRecord | None:
-        """As the real one."""
+        """A version's record."""
         return self.versions.get(version)
 
 

@@ -285,7 +285,7 @@ class SimCoordinator(Process):
     # -- calls from trainers and replicas --------------------------------------
 
     def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
-        """See ``network.Server``."""
+        """Take a call from the network; the event that it becomes is posted at once."""
         handler: Callable[..., events.Event | None] = getattr(self._services, method)
         future, ticket = Future(), next(self._tickets)
         try:

@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.05
 
 
 class SimDrain:
-    """Of one process; it ends with it."""
+    """The drain of one process, with which it ends."""
 
     def __init__(self, replica: SimReplica) -> None:
         self._replica = replica

@@ -72,7 +72,7 @@ class LiveGroups:
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
 
     def take_progress(self) -> list[events.RanksHeard]:
-        """As ``LiveGroups.take_progress``."""
+        """What ranks have said since this was asked last, by group."""
         told = []
         for name, live in self.live.items():
             words, live.words = live.words, {}

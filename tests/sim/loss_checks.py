@@ -80,7 +80,7 @@ class LossChecks:
 
 
 def unrecorded(world: World) -> Iterator[str]:
-    """In the end everything that replicas hold is recorded, or found to be in conflict."""
+    """What replicas hold in the end that is neither recorded nor found to be in conflict."""
     state = world.coordinator.state
     for name, since in state.unrecorded_since.items():
         yield f"versions of {name} are not recorded since {world.clock.now - since:.1f} s"

@@ -151,7 +151,7 @@ class SimOperator(Process):
                 self.retention[policy] = number
 
     def _some_replica(self) -> str:
-        """As often as not one that a transfer takes."""
+        """Some replica: as often as not one that a transfer occupies."""
         random, transfers = self.world.random, self.world.coordinator.state.transfers
         taken = sorted({name for transfer in transfers.values() for name in transfer.occupied})
         return random.choice(
@@ -182,7 +182,7 @@ class SimOperator(Process):
         yield self._call("drain", 2.0, replica_id=name, seconds=seconds, reason="old card")
 
     def put_back(self) -> Generator[Any, Any, None]:
-        """In the end every replica is to serve, also those of which a late order comes."""
+        """Have every replica serve in the end, also those of which a late order comes."""
         for _ in range(2):
             yield 4.0
             for name in sorted(self.world.replicas):

@@ -42,7 +42,7 @@ class OperatorChecks:
         self._answers_since: dict[str, float] = {}
 
     def catalog_lost(self) -> None:
-        """With it, what operators had ordered."""
+        """What operators had ordered is lost with the catalog."""
         self._retired.clear()
         self._unheld_since.clear()
         self._world.operator.catalog_lost()
@@ -117,7 +117,7 @@ class OperatorChecks:
                     fail(f"{transfer.transfer_id} goes on, and {name} is out of service")
 
     def _check_asked(self, state: PoolState) -> None:
-        """Of what is served and nobody may send, for as long as somebody lacks it."""
+        """An owner is asked for what is served and nobody may send, while somebody lacks it."""
         after = state.settings.publish_again_after_seconds + _SLACK_SECONDS
         now, unheld = self._world.clock.now, {}
         for policy in state.policies.values():

@@ -28,7 +28,7 @@ class Probes:
                 self._replica.worker.spawn(self._attend(group, rank))
 
     def _attend(self, group: Group, rank: int) -> Generator[Any, Any, None]:
-        """As often as it takes; the worker's threads answer only when they do not hang."""
+        """Attend as often as it takes; the worker's threads answer only when they do not hang."""
         yield self._replica.world.network.delay()
         while self._probe is group:
             closed = Future()

@@ -194,7 +194,7 @@ class SimReplica(Process):
     # -- orders ----------------------------------------------------------------
 
     def serve(self, method: str, args: dict[str, Any], timeout: float) -> tuple[Future, Any]:
-        """See ``network.Server``."""
+        """Take a call from the network, as one that may be late or repeated."""
         future = Future()
         if method == "describe":
             held = self.store.held(args["version"]) is not None

@@ -30,7 +30,7 @@ class Partial:
 
 
 class Store:
-    """Of one replica; receivers are told apart by their index."""
+    """What one replica has; receivers are told apart by their index."""
 
     def __init__(self, num_receivers: int, retain_base: int) -> None:
         self.num_receivers, self.retain_base = num_receivers, retain_base
@@ -49,7 +49,7 @@ class Store:
         return next((base for base in self.bases if base.version == version), None)
 
     def transfer_ids(self) -> tuple[str, ...]:
-        """Of which bytes wait, whole or in part."""
+        """The transfers of which bytes wait, whole or in part."""
         return tuple(dict.fromkeys(transfer_id for transfer_id, _ in (*self.staged, *self.partial)))
 
     def num_held(self, index: int) -> int:

@@ -16,7 +16,7 @@ BackendChoice = Literal["auto", "nccl", "gloo"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """See ``weft.v1.Capabilities``; sizes in bytes."""
+    """What a replica's engine can do, and has room for; sizes in bytes."""
 
     engine_version: str
     """vLLM's version."""

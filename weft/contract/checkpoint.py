@@ -31,10 +31,10 @@ class StoredTensor:
 
     name: str
     dtype: str
-    """As safetensors names it (``BF16``)."""
+    """The element type as safetensors names it (``BF16``)."""
     shape: tuple[int, ...]
     digest: int
-    """Of its bytes; see ``weft.transport.digest.tensor_digest``."""
+    """What ``weft.transport.digest.tensor_digest`` gives of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ def error_from_reason(
 
 
 def with_lost_weights(error: WeftError, replicas: str) -> WeftError:
-    """The same failure of a push, saying what it has cost.
+    """A failure of a push that also says what it has cost.
 
     Args:
         replicas: That had begun to load it in place, for people.

@@ -13,7 +13,7 @@ else:
     _T = TypeVar("_T")
 
     def replace(old: _T, /, **changes: Any) -> _T:
-        """As ``dataclasses.replace``, for classes without ``slots`` and ``__post_init__``.
+        """``dataclasses.replace`` for classes without ``slots`` and ``__post_init__``.
 
         A push is some fifty steps of the coordinator's state, which has thirty fields: the
         standard library's way through ``__init__`` took a tenth of the coordinator's time.

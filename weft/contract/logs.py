@@ -32,5 +32,5 @@ def configure(level: str) -> None:
 
 
 def configure_as_parent() -> None:
-    """In a process that ``weft`` started: as it was told."""
+    """Log as ``weft``, which started this process, told it to."""
     configure(os.environ.get(LEVEL_VARIABLE, "warning"))

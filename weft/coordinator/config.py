@@ -35,7 +35,7 @@ class CoordinatorConfig:
     """How long a member of a transfer that owes the next step may say nothing before it is
     given up for it: its process lives, but the thread that works hangs."""
     sender_stall_seconds: float = Settings.sender_stall_seconds
-    """The same of a trainer, and only while another transfer waits for its replicas."""
+    """How long a trainer may say nothing while another transfer waits for its replicas."""
     max_transfer_seconds: float = Settings.max_transfer_seconds
     """Longest that a push may take from the time that it is its turn; what it waits before
     is bounded by its own deadline alone."""

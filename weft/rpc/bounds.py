@@ -104,7 +104,7 @@ def _text(max_chars: int, *, printable: bool = True, reason: str = "INVALID_REQU
 
 
 def _kept(max_chars: int) -> _Check:
-    """For people: cut, not refused."""
+    """A text for people is cut, not refused."""
 
     def cut(message: Message, field: FieldDescriptor, value: str) -> None:
         if len(value) > max_chars:
@@ -264,7 +264,7 @@ class _Checks:
 
     values: list[tuple[str, FieldDescriptor, _Check]]
     messages: list[tuple[str, FieldDescriptor, _Check]]
-    """Of single messages, which may be absent."""
+    """The checks of single messages, which may be absent."""
 
 
 _CHECKS: dict[type[Message], _Checks] = {}

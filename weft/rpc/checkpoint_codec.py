@@ -15,7 +15,7 @@ _MAX_REASON_CHARS: Final = 500
 
 
 def checkpoint_to_proto(value: Checkpoint) -> registry_pb2.Checkpoint:
-    """As in ReportCheckpoint."""
+    """What a replica was started with, for ReportCheckpoint."""
     return registry_pb2.Checkpoint(
         state=registry_pb2.CheckpointState.ValueType(int(value.state)),
         digest=value.digest,
@@ -30,7 +30,7 @@ def files_to_proto(files: Iterable[FileDigest]) -> list[registry_pb2.CheckpointF
 
 
 def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
-    """As in ReportCheckpoint.
+    """What a replica was started with, from ReportCheckpoint.
 
     Raises:
         InvalidRequestError: A digest that is none, too many files, or no state.

@@ -45,7 +45,7 @@ def dtype_to_proto(dtype: DataType) -> types_pb2.DataType.ValueType:
 
 
 def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
-    """As in Register."""
+    """What a replica can do, for Register."""
     return registry_pb2.Capabilities(
         engine_version=value.engine_version,
         base_fingerprint=value.base_fingerprint,
@@ -68,7 +68,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
 
 
 def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
-    """As in Register.
+    """What a replica can do, from Register.
 
     Raises:
         InvalidRequestError: An element type is unset, or there are no receivers.

@@ -101,7 +101,7 @@ class CheckedChannel:
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, **options: Any
     ) -> Any:
-        """As of ``grpc.aio.Channel``; what it returns is called and awaited."""
+        """A unary method as ``grpc.aio.Channel`` makes one; it is called and awaited."""
         inner = self._channel.unary_unary(
             method, request_serializer, parser(response_deserializer), **options
         )
@@ -114,7 +114,7 @@ class CheckedChannel:
     def unary_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **options: Any
     ) -> Any:
-        """As of ``grpc.aio.Channel``; what it returns is called and iterated."""
+        """A stream as ``grpc.aio.Channel`` makes one; it is called and iterated."""
         inner = self._channel.unary_stream(
             method, request_serializer, parser(response_deserializer), **options
         )

@@ -105,7 +105,7 @@ class Change:
         self.state = replace(self.state, lookups=self.state.lookups | {replica_id})
 
     def looked_up(self, replica_id: str) -> None:
-        """It was."""
+        """Forget that something is being looked up for a replica."""
         self.touched.add(replica_id)
         self.state = replace(self.state, lookups=self.state.lookups - {replica_id})
 

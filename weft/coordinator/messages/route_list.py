@@ -47,7 +47,7 @@ def route_messages(
 
 
 def _part(listed: list[Replica]) -> tuple[inspect_pb2.WatchRoutesResponse, list[Replica]]:
-    """As many routes as one message may hold, and the others."""
+    """Cut off as many routes as one message may hold; answers the rest, too."""
     vectors = Vectors()
 
     def make(replica: Replica) -> inspect_pb2.Route:

@@ -33,7 +33,7 @@ DRAIN_SECONDS: Final = 300.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """For operators."""
+    """What operators may ask for and order."""
 
     def __init__(self, driver: Driver, catalog: Catalog) -> None:
         self._driver = driver

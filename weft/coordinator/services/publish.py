@@ -42,7 +42,7 @@ MAX_WAIT_SECONDS: Final = 3_600.0
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
-    """For trainers: own a policy, push versions, learn what became of them."""
+    """Trainers own policies here, push versions, and learn what became of them."""
 
     def __init__(
         self,

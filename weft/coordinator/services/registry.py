@@ -38,7 +38,7 @@ _HELD_AT_ONCE: Final = 256
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """For replicas: join the pool, stay in it, leave it."""
+    """Replicas join the pool here, stay in it, and leave it."""
 
     def __init__(
         self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: Uploads

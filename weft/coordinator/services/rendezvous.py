@@ -26,7 +26,7 @@ _HELLO_SECONDS: Final = 10.0
 
 
 class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
-    """For the members of side groups; authorised by their ranks' tokens."""
+    """Members of side groups meet here, each authorised by its rank's token."""
 
     def __init__(self, groups: LiveGroups, manifests: LayoutCache) -> None:
         self._groups = groups

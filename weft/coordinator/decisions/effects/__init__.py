@@ -123,7 +123,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class RoutesChanged:
-    """Those who follow the routes are told of these replicas."""
+    """Watchers of the routes are notified of these replicas."""
 
     replica_ids: tuple[str, ...]
 

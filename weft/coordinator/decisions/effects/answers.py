@@ -43,7 +43,7 @@ class RegisterAnswer:
     generation: int
     coordinator_id: str = ""
     refuse_reason: str = ""
-    """As of HeartbeatAnswer."""
+    """Why it must refuse new requests; empty when it must not."""
     order_number: int = 0
 
 
@@ -64,9 +64,9 @@ class HeartbeatAnswer:
     held_wanted: bool = False
     """Whether the next heartbeat is to name all that it holds."""
     generation: int = 0
-    """Of the coordinator, which may have grown."""
+    """The coordinator's generation, which may have grown."""
     order_number: int = 0
-    """Of the newest order to refuse requests, or to take them again."""
+    """The number of the newest order to refuse requests, or to take them again."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RebindBase:
 
     ticket: int
     fingerprint: str
-    """Of the base that is to be let go of."""
+    """The fingerprint of the base that is to be let go of."""
 
 
 OperatorEvent = (

@@ -33,7 +33,7 @@ class RanksHeard:
     group_id: str
     words: Mapping[int, Word] = field(default_factory=dict)
     transfer_id: str = ""
-    """Which ``num_verified`` is of."""
+    """The transfer that ``num_verified`` is of."""
     num_verified: Mapping[int, int] = field(default_factory=dict)
     """Buckets, from the first, that a receiver has reported; of those that reported."""
 

@@ -47,12 +47,13 @@ class Register:
     spilled: frozenset[PolicyVersion] = frozenset()
     drain: DrainNote | None = None
     held: tuple[Heard, ...] = ()
-    """All of it."""
+    """All versions that it holds."""
     last_generation: int = 0
-    """Of coordinators, and of groups: the highest that it was told."""
+    """The highest generation of a coordinator that it was told."""
     last_epoch: int = 0
+    """The highest epoch of a group that it was told."""
     last_coordinator_id: str = ""
-    """Of whom it has the generation."""
+    """The coordinator whose generation that is."""
     checkpoint: Checkpoint = NOT_TOLD
     refusing: str = ""
     """Why it refuses new requests; empty while it is open."""
@@ -90,7 +91,7 @@ class Heartbeat:
     held_complete: bool = False
     refusing: str = ""
     order_number: int = 0
-    """Of the order by which it refuses requests, or takes them."""
+    """The number of the order by which it refuses requests, or takes them."""
 
 
 @dataclass(frozen=True)

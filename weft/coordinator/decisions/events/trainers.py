@@ -67,7 +67,7 @@ class BeginTransfer:
     fencing_token: int
     layout_digest: bytes
     layout: Layout | None
-    """Of that digest; None when no such manifest is known."""
+    """The layout of that digest; None when no such manifest is known."""
     adapter: AdapterSpec | None
     min_replicas: int
     deadline: float

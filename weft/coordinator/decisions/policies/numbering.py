@@ -63,7 +63,7 @@ def replica_registers(change: Change, event: events.Register) -> None:
 
 
 def _leap_all(change: Change) -> None:
-    """Of policies that were not heard of yet, too: others may hold later versions."""
+    """Leap in all policies, and in those not heard of yet: others may hold later versions."""
     floor = max(change.state.number_floor, LEAP)
     if floor > change.state.number_floor:
         change.state = replace(change.state, number_floor=floor)

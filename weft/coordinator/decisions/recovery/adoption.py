@@ -121,7 +121,7 @@ def _newest(policy: Policy) -> int:
 
 
 def _wanted(state: PoolState, policy: Policy, agreed: list[int]) -> list[int]:
-    """Which of these are recorded, ascending: those that would be kept if all were."""
+    """The versions of these to record, ascending: those that would be kept if all were."""
     if policy.kind is PolicyKind.BASE:
         return agreed
     kept = sorted({*policy.versions, *agreed})[-num_retained(policy, state.settings) :]

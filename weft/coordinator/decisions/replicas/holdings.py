@@ -66,7 +66,7 @@ def counted(
 
 
 def _digest_of(state: PoolState, heard: events.Heard) -> bytes | None:
-    """Of the bytes that the catalog has under a number; None where it knows none.
+    """The digest of what the catalog has under a number; None where it knows none.
 
     A push that ended before its commit may have been committed in what a catalog that
     is an older copy has lost: its number is no other's.
@@ -125,7 +125,7 @@ def switched(replica: Replica, version: PolicyVersion) -> Replica:
 
 
 def mistaken_adapters(replica: Replica) -> tuple[HeldVersion, ...]:
-    """Those that a replica has in memory, and is to drop; sorted. A mistaken base goes
+    """Mistaken adapters that a replica has in memory and is to drop; sorted. A base goes
     as another is loaded."""
     found = (h for h in replica.mistaken if not h.spilled and h.version.policy != BASE_POLICY)
     return tuple(sorted(found, key=lambda h: h.version))

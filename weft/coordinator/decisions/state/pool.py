@@ -41,7 +41,7 @@ class Settings:
     stall_seconds: float = 10.0
     """How long a member of a transfer may owe the next step without a word."""
     sender_stall_seconds: float = 60.0
-    """The same of a trainer, where another transfer waits for a replica that it occupies."""
+    """How long a trainer may owe it where another transfer waits for a replica of its push."""
     max_transfer_seconds: float = 3600.0
     """Longest that a push may take once it is its turn."""
     clone_interruptions: int = 3
@@ -104,7 +104,7 @@ class Policy:
     retain: int = 0
     """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
     trained_on: Mapping[int, int] = field(default_factory=dict)
-    """Of an adapter's versions: the version of the base that each was trained on, where
+    """By version of an adapter, the version of the base that it was trained on, where
     that is known. In the catalog with each version's record."""
 
 
@@ -162,14 +162,14 @@ class PoolState:
     """Random for each process."""
     wall_offset_seconds: float = 0.0
     fingerprint: str = ""
-    """Of the pool's base model; durable, empty before the first replica."""
+    """The fingerprint of the pool's base model; durable, empty before the first replica."""
     architecture: str = ""
     checkpoint: BoundCheckpoint | None = None
     """What base@0 is; durable, None until a replica has told it."""
     checkpoint_unseen_since: float | None = None
     """Since when replicas with another checkpoint are there, and none with this one."""
     epoch: int = 0
-    """Of the newest group; durable."""
+    """The newest group's epoch; durable."""
     reference_known: bool = False
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
@@ -208,13 +208,13 @@ class PoolState:
     unrecorded_since: Mapping[str, float] = field(default_factory=dict)
     """By policy, since when a replica holds versions that the catalog does not know."""
     inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
-    """Those of whose facts a holder is asked."""
+    """Unrecorded versions whose facts a holder is asked for."""
     adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
     """The digests of those that were recorded since the start."""
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
-    """Those under whose number replicas held other bytes: by digest, who."""
+    """Versions under whose number replicas hold unlike bytes: who holds which, by digest."""
     order_number: int = 0
-    """Of the newest order to refuse requests, or to take them again."""
+    """The number of the newest order to refuse requests, or to take them again."""
 
     @cached_property
     def vector(self) -> VersionVector:

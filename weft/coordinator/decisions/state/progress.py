@@ -72,7 +72,7 @@ class Watch:
     def heard(
         self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
     ) -> Watch:
-        """The same, once these were heard."""
+        """This watch once these words and reports were heard."""
         return replace(
             self,
             heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
@@ -81,7 +81,7 @@ class Watch:
         )
 
     def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
-        """The same, with what each rank owes now; a debt keeps its beginning."""
+        """This watch with what each rank owes now; a debt keeps its beginning."""
         debts = {
             rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
             for rank, step in steps.items()
@@ -94,7 +94,7 @@ class Watch:
         return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
 
     def forgiven(self, seconds: float) -> Watch:
-        """The same, where so much time did not count."""
+        """This watch as if so much time had not passed."""
         return replace(
             self,
             heard_at={rank: at + seconds for rank, at in self.heard_at.items()},

@@ -34,7 +34,7 @@ class Suspicion:
     """When it may next be told to attend a probe."""
     num_probes: int = 0
     group_id: str = ""
-    """Of the newest probe."""
+    """The newest probe's group."""
     is_told: bool = False
     """Whether it has taken the order to attend that."""
 
@@ -101,7 +101,7 @@ class Replica:
     pins_obeyed: frozenset[int] = frozenset()
     """Versions of the base that it keeps copies of where it holds them."""
     pinned_bytes: int = 0
-    """Of those copies."""
+    """What those copies take up."""
     unrecorded: frozenset[HeldVersion] = frozenset()
     """What it holds and the catalog does not know; see ``adoption``."""
     mistaken: frozenset[HeldVersion] = frozenset()
@@ -112,9 +112,9 @@ class Replica:
     refusing: str = ""
     """Why it refuses new requests, as it said last; empty while it is open."""
     order_number: int = 0
-    """Of the order that it said that by."""
+    """The number of the order by which it said that."""
     order_due: int = 0
-    """Of the newest order that it must have heard to be what it is to be."""
+    """The number of the order that it must have heard before it counts as open."""
 
     @property
     def is_open(self) -> bool:

@@ -85,7 +85,7 @@ class FreshIds:
     nonce: int
     group_id: str
     group_secret: str = field(repr=False)
-    """Of the transfer's first group."""
+    """The secret of the transfer's first group."""
     secret: str = field(repr=False)
     """The secrets of its further groups are derived from it; never sent."""
 
@@ -149,7 +149,7 @@ class Transfer:
     replaced_version: int = 0
     """What was served before the commit point."""
     served_over: int | None = None
-    """Of an adapter that was committed: the version of the base then."""
+    """The version of the base when the adapter was committed; None of a base."""
     switching: frozenset[str] = frozenset()
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()
@@ -187,7 +187,7 @@ class Transfer:
 
     @property
     def transfer_id(self) -> str:
-        """Its name."""
+        """The transfer's name."""
         return self.ids.transfer_id
 
     @property

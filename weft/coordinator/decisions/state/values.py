@@ -69,7 +69,7 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ContentDigest:
-    """See ``weft.v1.ContentDigest``."""
+    """A digest over all bytes of a version, as in ``weft.v1.ContentDigest``."""
 
     algorithm: int
     value: bytes
@@ -78,7 +78,7 @@ class ContentDigest:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """See ``weft.v1.AdapterSpec``; ``config_digest`` is SHA-256 of the config."""
+    """What an adapter is besides its tensors; ``config_digest`` is SHA-256 of the config."""
 
     config_json: str
     config_digest: bytes
@@ -89,7 +89,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCheckpoint:
-    """See ``weft.v1.BoundCheckpoint``."""
+    """What base@0 is in this pool, and whose checkpoint bound it."""
 
     digest: bytes
     base_dtype: DataType
@@ -100,7 +100,7 @@ class BoundCheckpoint:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """See ``weft.v1.VersionFacts``."""
+    """What a holder of a version tells the catalog of it."""
 
     content_digest: ContentDigest
     layout_digest: bytes

@@ -222,7 +222,7 @@ def _try(change: Change, transfer: Transfer, replicas: Sequence[Replica], turns:
 
 
 def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
-    """Those that would drop what is pinned if they were brought this transfer now."""
+    """Replicas that would drop what is pinned if they were brought this transfer now."""
     if transfer.kind is not PolicyKind.BASE or not state.pinned_bases:
         return []
     return [replica for replica in replicas if not obeys_pins(state, replica)]

@@ -37,7 +37,7 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
 
 
 def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
-    """The same for several at once, which cost one new group; the trainer is told of the
+    """Lose several replicas at once, which costs one new group; the trainer is told of the
     first."""
     if transfer.phase is Phase.WAITING:
         return

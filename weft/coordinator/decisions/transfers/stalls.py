@@ -141,7 +141,7 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
 
 
 def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
-    """Those that may be given up. Where nobody would be left, members that load in place
+    """The members that may be given up. Where nobody would be left, members that load in place
     are not: their weights are mixed, and may yet become whole until the deadline."""
     is_anybody_left = any(member.replica_id not in lost for member in group.members)
     if is_anybody_left:

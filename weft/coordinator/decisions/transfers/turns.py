@@ -81,5 +81,5 @@ class Turns:
         return not (name in self._alone and is_joining(self._state, replica))
 
     def free(self, replicas: Sequence[Replica]) -> list[Replica]:
-        """Those of these that a push may take now, in their order."""
+        """The replicas of these that a push may take now, in their order."""
         return [replica for replica in replicas if replica.replica_id not in self.firm]

@@ -23,7 +23,7 @@ class CatalogError(WeftError):
 
 
 def in_use(path: Path) -> CatalogError:
-    """Somebody else has its lock."""
+    """Another process has the catalog's lock."""
     return CatalogError(
         f"{path} is in use by another coordinator: stop that one, or give this one a catalog "
         "of its own",
@@ -45,7 +45,7 @@ def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
 
 
 def unwritable(path: Path, why: str) -> CatalogError:
-    """It cannot be made, opened or written."""
+    """The catalog cannot be made, opened or written."""
     return CatalogError(
         f"the catalog {path} cannot be written: {why}. Nothing that was answered is lost: "
         "mend this and start the coordinator again",

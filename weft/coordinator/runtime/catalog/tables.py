@@ -50,7 +50,7 @@ class Table:
         return ""
 
     def checksum(self, values: Sequence[Any]) -> bytes:
-        """Of a row: BLAKE2b over its table's name and every value, with type and length."""
+        """A row's checksum: BLAKE2b over its table's name and every value, with type and length."""
         parts = [self.name.encode()]
         for value in values:
             kind, data = _encode(value)
