@@ -1,4 +1,12 @@
-"""What must be true, checked after every event; tests/sim/README.md says it in words."""
+"""What must be true, checked after every event.
+
+A version is assigned once. Its commit point is one durable write, after every replica that
+takes part has reported the same digest, which is the sender's, and before the first of
+them serves it. A push that fails before is served nowhere; after it the pool rolls
+forward, and a replica that does not follow is not ready until it is repaired. Replicas
+serve what was committed, in the bytes that were committed, and go back only where the
+pool has decided so. tests/sim/README.md says more.
+"""
 
 from __future__ import annotations
 
