@@ -22,15 +22,14 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     CallCommit,
     CallJoin,
-    CallRestore,
     CallSend,
-    CallSwitch,
     LookUp,
     OpenGroup,
     SaveEpoch,
 )
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.recovery.needs import is_ready, obeys_pins, takes_clones, wants
+from weft.coordinator.decisions.recovery.restores import alias_of, start_restore
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
@@ -227,7 +226,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
     if transfer.purpose is Purpose.CLONE:
         _start_clone(change, transfer, source, replica)
     else:
-        _restore(change, transfer, replica)
+        start_restore(change, transfer, replica)
     return needed
 
 
@@ -284,64 +283,6 @@ def _start_clone(change: Change, transfer: Transfer, source: Replica, replica: R
     )
 
 
-def _restore(change: Change, transfer: Transfer, replica: Replica) -> None:
-    change.put_transfer(
-        replace(
-            transfer,
-            phase=Phase.COMMITTING,
-            create_time=change.state.wall(change.now),
-            commit_at=change.now,
-            ordered_under=change.state.policies[transfer.policy].served_version,
-            targets=(replica.replica_id,),
-            switching=frozenset({replica.replica_id}),
-        )
-    )
-    version, order = transfer.policy_version, _order_to_restore(change, transfer, replica)
-    where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
-    text = f"{version} at {replica.replica_id}, from its {where}"
-    change.announce("restore_begun", transfer.transfer_id, text)
-    change.emit(order)
-
-
-def _order_to_restore(
-    change: Change, transfer: Transfer, replica: Replica
-) -> CallCommit | CallSwitch | CallRestore:
-    ids, version = replica.replica_id, transfer.policy_version
-    if holds(replica, version):
-        return CallSwitch(transfer.transfer_id, ids, replica.incarnation, replica.address, version)
-    assert transfer.content_digest is not None
-    if transfer.staged_by:
-        return CallCommit(
-            transfer.staged_by,
-            ids,
-            replica.incarnation,
-            replica.address,
-            version,
-            transfer.adapter,
-            transfer.content_digest,
-            _alias(change.state, transfer),
-            transfer.layout.digest,
-        )
-    return CallRestore(
-        transfer.transfer_id,
-        ids,
-        replica.incarnation,
-        replica.address,
-        version,
-        transfer.adapter,
-        transfer.content_digest,
-        transfer.layout.digest,
-        _alias(change.state, transfer),
-        change.state.settings.clone_seconds,
-    )
-
-
-def _alias(state: PoolState, transfer: Transfer) -> int:
-    """What an adapter's bare name stands for once the replica has this version."""
-    policy = state.policies[transfer.policy]
-    return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0
-
-
 def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> None:
     """Both have the same digest over everything; it must be the catalog's, too."""
     expected = transfer.content_digest
@@ -375,7 +316,7 @@ def commit_clone(change: Change, transfer: Transfer, digest: ContentDigest) -> N
             transfer.policy_version,
             transfer.adapter,
             expected,
-            _alias(change.state, transfer),
+            alias_of(change.state, transfer),
             transfer.layout.digest,
         )
     )
