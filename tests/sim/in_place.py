@@ -30,7 +30,7 @@ class InPlace:
         self._opened = Future()
 
     def prepare(self, transfer_id: str) -> bool:
-        """A receiver is ready; whether it goes on with what has come of the transfer. What
+        """A receiver is ready; whether it resumes with what has come of the transfer. What
         has come of another one is gone."""
         if transfer_id == self._transfer_id:
             return True

@@ -109,7 +109,7 @@ class Receiver:
             self.stream.up(("failed", transfer_id, error.reason, error.message))
 
     def _keep_prepared(self) -> None:
-        """What was verified: the transfer may go on in another group."""
+        """What was verified: the transfer may resume in another group."""
         if self._prepared is not None:
             self.replica.store.put_partial(self._prepared[1], self.index)
             self._prepared = None

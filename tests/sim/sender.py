@@ -32,7 +32,7 @@ FindGroup = Callable[[str], Generator[Any, Any, Group | None]]
 
 
 class Reformed(Exception):
-    """Members were lost; the transfer goes on in another group."""
+    """Members were lost; the transfer resumes in another group."""
 
 
 class Epoch:
@@ -94,7 +94,7 @@ class Epoch:
         """Send what is not verified yet, each bucket kept until all have it.
 
         Raises:
-            Reformed: The transfer goes on elsewhere.
+            Reformed: The transfer resumes elsewhere.
             WeftError: The transfer or the group has ended.
         """
         transfer_id, num_buckets = sending.transfer_id, sending.layout.num_buckets

@@ -45,7 +45,7 @@ class Change:
         self.effects += [Refuse(ticket, error) for ticket in tickets]
 
     def announce(self, kind: str, subject: str, message: str) -> None:
-        """Tell watchers and the log."""
+        """Notify watchers, and log it."""
         self.effects.append(Announce(kind, subject, message))
 
     def put_replica(self, replica: Replica) -> Replica:

@@ -232,7 +232,7 @@ class LiveGroups:
     # -- what the driver carries out -------------------------------------------
 
     def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
-        """Tell every receiver what comes, and make its manifest available."""
+        """Notify every receiver of what comes, and make its manifest available."""
         live = self._live.get(group_id)
         if live is None:
             return
@@ -255,7 +255,7 @@ class LiveGroups:
         num_buckets: int,
         first_bucket: int,
     ) -> None:
-        """Tell every rank that bytes may flow, and count from here."""
+        """Notify every rank that bytes may flow, and count from here."""
         live = self._live.get(group_id)
         if live is not None:
             live.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
@@ -266,7 +266,7 @@ class LiveGroups:
                 live.links[0].release(transfer_id, first_bucket)
 
     def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
-        """Tell the sender to go on in another group."""
+        """Notify the sender that it is to resume in another group."""
         live = self._live.get(group_id)
         if live is not None and 0 in live.links:
             reform = rendezvous_pb2.Reform(
@@ -275,7 +275,7 @@ class LiveGroups:
             live.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
 
     def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
-        """Tell every rank to give the transfer up."""
+        """Notify every rank that it is to give the transfer up."""
         live = self._live.get(group_id)
         if live is not None:
             abort = rendezvous_pb2.Abort(

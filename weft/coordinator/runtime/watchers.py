@@ -79,7 +79,7 @@ class Feed:
         self._watchers.discard(watcher)
 
     def publish(self, unix_seconds: float, kind: str, subject: str, message: str) -> None:
-        """Tell every watcher."""
+        """Notify every watcher."""
         if self._watchers:
             event = inspect_pb2.WatchEventsResponse(
                 time=timestamp_to_proto(unix_seconds), kind=kind, subject=subject, message=message

@@ -70,7 +70,7 @@ class RankStaged:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """A rank cannot go on."""
+    """A rank fails its transfer."""
 
     group_id: str
     transfer_id: str

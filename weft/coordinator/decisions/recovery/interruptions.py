@@ -2,7 +2,7 @@
 
 A clone is for one replica, a push for all: a push ends the clones of the replicas it goes
 to rather than wait for them. What was verified stays with the target under the same
-transfer, which waits for its turn anew and goes on from there. So that replicas catch up
+transfer, which waits for its turn anew and resumes from there. So that replicas catch up
 under continuous pushes, too, a clone that was ended often or is old goes before them, and
 is not ended again.
 """

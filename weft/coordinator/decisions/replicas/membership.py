@@ -45,7 +45,7 @@ _EVENT_KINDS = {
 
 
 def announce_states(change: Change) -> None:
-    """Tell watchers of the replicas whose state changed."""
+    """Notify watchers of the replicas whose state changed."""
     ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
     for replica_id in ids:
         replica = change.state.replicas.get(replica_id)
@@ -278,7 +278,7 @@ def _remove(change: Change, replica: Replica, why: str) -> None:
 
 
 def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
-    """Abort what it takes part in; after the commit point go on without it."""
+    """Abort what it takes part in; after the commit point continue without it."""
     failure = abort.peer_gone(replica.replica_id, why)
     for transfer in list(change.state.transfers.values()):
         concerned = {*transfer.targets, transfer.source, transfer.replica_id}

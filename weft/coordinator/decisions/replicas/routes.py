@@ -18,7 +18,7 @@ def routes(state: PoolState) -> list[Replica]:
 
 
 def note_changes(before: PoolState, change: Change) -> None:
-    """Tell readers what a step changed; states must have been announced."""
+    """Notify readers of what a step changed; states must have been announced."""
     touched = before.replicas.keys() | change.state.replicas.keys()
     if not change.touched_all:
         touched = touched & change.touched

@@ -127,9 +127,9 @@ class Transfer:
     epoch: int = 0
     targets: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
-    """Replicas that the transfer goes on without, in order of their loss."""
+    """Replicas that the transfer continues without, in order of their loss."""
     losses: Mapping[str, Failure] = field(default_factory=dict)
-    """Why it goes on without them."""
+    """Why it continues without them."""
     prepare_sent: bool = False
     prepared: Mapping[int, int] = field(default_factory=dict)
     """Buckets that each receiver has verified already, by rank."""

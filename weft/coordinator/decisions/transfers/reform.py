@@ -1,8 +1,8 @@
-"""Going on without a lost replica: a new group of the survivors, the same transfer.
+"""Re-forming: a transfer resumes without the replicas it lost, in a new group of survivors.
 
-The sender keeps every bucket until all have verified it, so the survivors go on
+The sender keeps every bucket until all have verified it, so the survivors resume
 from the oldest bucket that one of them lacks and no source is rewound. Whether a
-push may go on is the trainer's choice (``weft.v1.Requirement``), unless it is loaded in
+push may continue is the trainer's choice (``weft.v1.Requirement``), unless it is loaded in
 place (see in_place.py).
 """
 
@@ -28,10 +28,10 @@ from weft.coordinator.decisions.transfers import abort, in_place
 
 
 def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: Failure) -> None:
-    """A replica of an uncommitted transfer is gone: go on without it, or give up.
+    """A replica of an uncommitted transfer is gone: continue without it, or give up.
 
     Args:
-        failure: What the trainer is told if the push cannot go on.
+        failure: What the trainer is told if the push cannot continue.
     """
     lose_replicas(change, transfer, {replica_id: failure})
 

@@ -141,7 +141,7 @@ def _mismatch(member: str, what: str) -> Failure:
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
-    """A rank cannot go on: nor can the transfer, unless it is loaded in place already."""
+    """A rank cannot continue: nor can the transfer, unless it is loaded in place already."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None:
         return
