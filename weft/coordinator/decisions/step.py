@@ -27,7 +27,7 @@ from weft.coordinator.decisions.replicas import (
     routes,
     suspects,
 )
-from weft.coordinator.decisions.replicas.replica_state import reachable
+from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
@@ -259,7 +259,7 @@ def _answer_describers(change: Change) -> None:
     waiting = change.state.target_tickets
     if not waiting:
         return
-    if change.state.reference_known and reachable(change.state):
+    if change.state.reference_known and base_targets(change.state):
         for ticket in waiting:
             change.reply(ticket, Done())
         waiting = {}

@@ -11,7 +11,11 @@ import grpc
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft.contract.names import check_name
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable, shared_backends
+from weft.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    eligible_targets,
+    shared_backends,
+)
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.decisions.step import already_committed, not_its_owner
@@ -74,7 +78,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
         )
         state = self._driver.state
-        replicas = reachable(state)
+        replicas = base_targets(state)
         if not replicas:
             raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
         capabilities = replicas[0].capabilities
@@ -87,8 +91,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
             base_version=state.vector.base,
             base_checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
-            num_replicas=len(in_contact(state)),
-            backends=shared_backends(in_contact(state) or replicas),
+            num_replicas=len(eligible_targets(state)),
+            backends=shared_backends(eligible_targets(state) or replicas),
         )
 
     async def AcquirePolicy(

@@ -27,7 +27,7 @@ from weft.coordinator.decisions.policies.retention import known_policy, requesta
 from weft.coordinator.decisions.recovery import interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_ready, obeys_pins
 from weft.coordinator.decisions.replicas.checkpoints import difference
-from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable
+from weft.coordinator.decisions.replicas.replica_state import base_targets, eligible_targets
 from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
@@ -94,8 +94,8 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
             raise _not_retained(state, policy, f"{version} was retired, or is being")
         if version not in state.copies:
             raise _not_retained(state, policy, f"no replica in contact holds {version}")
-        return [replica for replica in in_contact(state) if holds(replica, version)]
-    replicas = reachable(state)
+        return [replica for replica in eligible_targets(state) if holds(replica, version)]
+    replicas = base_targets(state)
     without = [r for r in replicas if not holds(r, version) and is_ready(state, r)]
     holding = [r for r in replicas if holds(r, version)]
     if not version.version:
@@ -147,7 +147,7 @@ def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
     Returns:
         The replicas that those behind it must wait for.
     """
-    replicas = reachable(change.state)
+    replicas = base_targets(change.state)
     everyone = {replica.replica_id for replica in replicas}
     try:
         if change.now >= transfer.answer_by:

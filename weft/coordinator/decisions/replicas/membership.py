@@ -20,8 +20,8 @@ from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings
 from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
+    eligible_targets,
     explain_state,
-    in_contact,
     is_routable,
     replica_state,
     shared_backends,
@@ -151,7 +151,7 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
     """A replica must have the backend that the pool's weights move over: pushes would
     fail otherwise, or silently take a slower way."""
     offered = event.capabilities.backends
-    others = [r for r in in_contact(state) if r.replica_id != event.replica_id]
+    others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
     used = shared_backends(others)[:1]
     if not offered or not set(used) <= set(offered):
         raise NotReadyError(

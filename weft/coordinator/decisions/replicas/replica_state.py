@@ -95,9 +95,9 @@ def _missing(state: PoolState, replica: Replica) -> str:
     return reason
 
 
-def in_contact(state: PoolState) -> list[Replica]:
-    """Replicas that any push goes to, by id."""
-    return [r for r in reachable(state) if not r.dirty_reason]
+def eligible_targets(state: PoolState) -> list[Replica]:
+    """The eligible targets of any push, by id."""
+    return [r for r in base_targets(state) if not r.dirty_reason]
 
 
 def shared_backends(replicas: Sequence[Replica]) -> list[str]:
@@ -108,8 +108,8 @@ def shared_backends(replicas: Sequence[Replica]) -> list[str]:
     return [b for b in replicas[0].capabilities.backends if all(b in theirs for theirs in rest)]
 
 
-def reachable(state: PoolState) -> list[Replica]:
-    """Those, and the quarantined ones that a base would repair, by id."""
+def base_targets(state: PoolState) -> list[Replica]:
+    """The eligible targets of a base, by id: also the quarantined ones that it would repair."""
     return sorted(
         (
             r

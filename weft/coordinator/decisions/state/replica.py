@@ -123,8 +123,7 @@ class Replica:
 
     @property
     def in_contact(self) -> bool:
-        """Whether it is heard and its weights are whole; ``replica_state.in_contact`` says which
-        of these a push goes to."""
+        """Whether it is heard and its weights are whole; ``eligible_targets`` asks for more."""
         return not self.lost and not self.suspicion and not self.dirty_reason
 
 

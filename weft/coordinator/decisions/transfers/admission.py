@@ -40,7 +40,7 @@ from weft.coordinator.decisions.policies import rollback
 from weft.coordinator.decisions.policies.leases import require_lease
 from weft.coordinator.decisions.recovery import clones, interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_joining, obeys_pins
-from weft.coordinator.decisions.replicas.replica_state import in_contact, reachable
+from weft.coordinator.decisions.replicas.replica_state import base_targets, eligible_targets
 from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
 from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica
@@ -173,8 +173,8 @@ def admit(change: Change) -> None:
     turns = Turns(change.state, change.now)
     # A base also goes to those that it would repair.
     takers = {
-        PolicyKind.ADAPTER: in_contact(change.state),
-        PolicyKind.BASE: reachable(change.state),
+        PolicyKind.ADAPTER: eligible_targets(change.state),
+        PolicyKind.BASE: base_targets(change.state),
     }
     for transfer in turns.waiting():
         if transfer.purpose is not Purpose.PUSH:

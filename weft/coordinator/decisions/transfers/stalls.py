@@ -31,7 +31,7 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.replicas import suspects
-from weft.coordinator.decisions.replicas.replica_state import reachable
+from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Group, Transfer
@@ -173,7 +173,7 @@ def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
     """The replicas that a transfer waits for its turn on."""
     if waiting.replica_id:
         return (waiting.replica_id, waiting.source)
-    return (replica.replica_id for replica in reachable(state))
+    return (replica.replica_id for replica in base_targets(state))
 
 
 def _what(transfer: Transfer, rank: int, now: float) -> str:

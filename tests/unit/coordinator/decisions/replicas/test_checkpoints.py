@@ -21,8 +21,8 @@ from weft.contract.versions import VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.needs import is_ready
 from weft.coordinator.decisions.replicas.replica_state import (
+    eligible_targets,
     explain_state,
-    in_contact,
     replica_state,
 )
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
@@ -122,7 +122,11 @@ def test_how_it_is_served_is_compared_too(changes: dict[str, Any], words: str) -
 
 def test_it_matters_only_while_base_0_is_served() -> None:
     m = _pool(r0=OURS, r1=OTHER, r2=DUMMY)
-    assert {r.replica_id for r in in_contact(m.state)} == {"r0", "r1", "r2"}  # pushes go there
+    assert {r.replica_id for r in eligible_targets(m.state)} == {
+        "r0",
+        "r1",
+        "r2",
+    }  # pushes go there
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     for replica_id in ("r0", "r1", "r2"):

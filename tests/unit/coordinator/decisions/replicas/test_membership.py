@@ -8,8 +8,8 @@ from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
+    eligible_targets,
     explain_state,
-    in_contact,
     shared_backends,
 )
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
@@ -56,7 +56,7 @@ def test_a_pool_that_moves_its_weights_over_nccl_takes_no_replica_without() -> N
 def test_a_pool_over_gloo_takes_a_replica_that_has_more() -> None:
     m = Machine().pool("r0")
     assert isinstance(m.answer(m.register("r1", backends=("nccl", "gloo"))), effects.RegisterAnswer)
-    assert shared_backends(in_contact(m.state)) == ["gloo"]
+    assert shared_backends(eligible_targets(m.state)) == ["gloo"]
 
 
 def test_live_name_is_not_taken_over_until_it_is_silent() -> None:

@@ -7,7 +7,7 @@ import itertools
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, suspects_of
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import explain_state, in_contact
+from weft.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.values import ReplicaState
 
@@ -39,7 +39,7 @@ def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
     assert place is ReplicaState.SUSPECT
     assert why.startswith("r0 makes no progress: its workers did not take the order to join")
     assert "lacks math@1" in why
-    assert [r.replica_id for r in in_contact(m.state)] == ["r1"]
+    assert [r.replica_id for r in eligible_targets(m.state)] == ["r1"]
     assert [(e.kind, e.subject) for e in m.ever(effects.Announce) if "suspect" in e.kind] == [
         ("replica_suspect", "r0")
     ]
@@ -86,7 +86,7 @@ def test_every_receiver_must_answer_the_probe() -> None:
     m.do(events.RankAttends(call.group.group_id, 2))
     assert not suspects_of(m)
     assert call.group.group_id not in m.state.groups
-    assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r1"]
+    assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r1"]
 
 
 def test_a_probe_whose_stream_breaks_is_made_anew() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import GONE, Machine
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import explain_state, in_contact
+from weft.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.decisions.transfers.reform import derived_secret
 from weft.coordinator.messages.wire import group_to_proto
@@ -131,9 +131,9 @@ def test_a_lost_replica_is_no_target_until_it_is_heard_again() -> None:
     _lose(m, ticket, 2)
     replica = m.state.replicas["r1"]
     assert explain_state(m.state, replica)[0] is ReplicaState.LOST
-    assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r2"]
+    assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r2"]
     m.do(events.Heartbeat(0, "r1", replica.incarnation, replica.vector, 0))
-    assert [r.replica_id for r in in_contact(m.state)] == ["r0", "r1", "r2"]
+    assert [r.replica_id for r in eligible_targets(m.state)] == ["r0", "r1", "r2"]
 
 
 def test_no_lost_replica_is_told_to_commit() -> None:
