@@ -135,3 +135,16 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
             + (", or the directory that it was saved in" if directories else "")
         )
     raise InvalidRequestError(f"{method} takes {wanted}, not {type(model).__name__}")
+
+
+def check_open(is_closed: bool) -> None:
+    """Refuse a push of a Publisher that is closed.
+
+    Raises:
+        InvalidRequestError: ``PUBLISHER_CLOSED``.
+    """
+    if is_closed:
+        raise InvalidRequestError(
+            "this Publisher is closed: make another one, or push inside its `with` block",
+            reason="PUBLISHER_CLOSED",
+        )

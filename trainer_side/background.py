@@ -2,60 +2,113 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
+from trainer_side.arguments import check_open
+from trainer_side.params.snapshot import HostMemory
+from trainer_side.pushing import PushOptions
+from trainer_side.ranks import Ranks
+from trainer_side.sources.content import Content
+from weft.contract.errors import TransferTimeoutError, WeftError
 from weft.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 
+#: Pushes of one policy that may wait, each with a copy of the weights on the host.
+MAX_WAITING = 2
 
-@dataclass
-class Waiting:
-    """A push that was asked for."""
 
+class Push(Protocol):
+    """Carries one push out; see ``Pushing.push``."""
+
+    def __call__(
+        self,
+        policy: str,
+        content: Callable[[], Content],
+        options: PushOptions,
+        *,
+        began: float,
+        is_replaced: Callable[[], bool],
+    ) -> PolicyVersion: ...
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A push that was asked for and has not begun."""
+
+    number: int
+    """Of the call; the same on every rank."""
     policy: str
-    run: Callable[[Waiting], PolicyVersion]
+    options: PushOptions
+    began: float
+    """When it was asked for."""
     future: Future[PolicyVersion] = field(default_factory=Future)
+    content: Callable[[], Content] | None = None
+    """Its copy of the weights; None while that is made."""
     is_replaced: bool = False
     """Whether a later push of the policy made it pointless before it began."""
 
 
 class Background:
-    """Runs pushes one after the other on a thread of its own."""
+    """Copies weights and pushes the copies, one after the other, on a thread of its own.
 
-    def __init__(self) -> None:
+    Of each policy at most ``MAX_WAITING`` pushes wait with a copy, beside the one under
+    way: who asks for another blocks until one of them has begun.
+
+    Args:
+        push: Carries one push out; called on the thread.
+        ranks: Of the trainer, over a link of their own: the thread that asks for a push uses
+            it while another push is under way.
+    """
+
+    def __init__(self, push: Push, ranks: Ranks) -> None:
+        self._push, self._ranks = push, ranks
+        self._memory = HostMemory()
+        self._numbers = itertools.count()
         self._condition = threading.Condition()
-        self._queue: deque[Waiting] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._is_running = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def submit(
-        self, policy: str, run: Callable[[Waiting], PolicyVersion], *, replace: bool
+        self, policy: str, content: Callable[[], Content], options: PushOptions, *, replace: bool
     ) -> Future[PolicyVersion]:
-        """Run a push after those that wait.
+        """Copy the weights as they are now, and push the copy after those that wait.
+
+        Collective. Every rank blocks before it copies until there is room at all of them, at
+        most for the push's own time; and then for its copy.
 
         Args:
-            run: Given its place in the queue, which says whether it was replaced.
-            replace: Whether those of the policy that wait are pointless now.
+            content: Looks at the model; its failure is that of the push.
+            replace: Whether those of the policy that wait are pointless now. They give their
+                copies back at once, so this one finds room; they fail at their turn.
+
+        Returns:
+            How the push ended, the same on every rank. TransferTimeoutError where it found
+            no room at one of them in its time: nothing was copied.
         """
-        waiting = Waiting(policy, run)
+        waiting = _Waiting(next(self._numbers), policy, options, time.monotonic())
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
-        with self._condition:
-            if replace:
-                for earlier in self._queue:
-                    if earlier.policy == policy:
-                        earlier.is_replaced = True
-            self._queue.append(waiting)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+        try:
+            self._enter(waiting, replace=replace)
+        except BaseException as error:
+            self._leave(waiting)
+            if not isinstance(error, WeftError):
+                raise
+            waiting.future.set_exception(error)
+            return waiting.future
+        self._copy(waiting, content)
         return waiting.future
 
     def drain(self) -> None:
@@ -64,30 +117,126 @@ class Background:
             self._condition.wait_for(lambda: not self._queue and not self._is_running)
 
     def close(self) -> None:
-        """Drain, and end the thread."""
+        """Drain, end the thread and leave the link."""
         self.drain()
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._ranks.abandon()
+
+    def _enter(self, waiting: _Waiting, *, replace: bool) -> None:
+        """Join the queue and wait for room; all ranks find some, or all raise the error of one."""
+        seconds = waiting.options.timeout_seconds
+        with self._condition:
+            check_open(self._is_closed)
+            self._queue.append(waiting)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
+                self._thread.start()
+            is_room = self._condition.wait_for(
+                lambda: replace or len(self._ahead(waiting)) < MAX_WAITING, seconds
+            )
+        self._ranks.open(waiting.began + seconds)
+        self._ranks.agree(None if is_room else _no_room(waiting))
+        if replace:
+            # The sender says which have not begun: another rank may be behind it, or ahead.
+            numbers = self._ranks.share(lambda: json.dumps(self._replace_ahead(waiting)).encode())
+            self._drop_copies(json.loads(numbers))
+
+    def _leave(self, waiting: _Waiting) -> None:
+        with self._condition:
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+                self._condition.notify_all()
+
+    def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
+        """Those of its policy that wait before this one."""
+        ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
+        return [w for w in ahead if w.policy == waiting.policy and not w.is_replaced]
+
+    def _replace_ahead(self, waiting: _Waiting) -> list[int]:
+        """At the sender: replace those of its policy that wait before this one; their numbers."""
+        with self._condition:
+            replaced = self._ahead(waiting)
+            for earlier in replaced:
+                earlier.is_replaced = True
+            return [earlier.number for earlier in replaced]
+
+    def _drop_copies(self, numbers: Collection[int]) -> None:
+        """Give back the copies of pushes that the sender has replaced: nobody reads them."""
+        with self._condition:
+            for waiting in self._queue:
+                waiting.is_replaced |= waiting.number in numbers
+            self._condition.notify_all()
+        for number in numbers:
+            self._memory.give_back(number)
+
+    def _copy(self, waiting: _Waiting, content: Callable[[], Content]) -> None:
+        """Copy the weights, or keep what prevented it for the push: the other ranks made
+        their copies, and must learn of it in step."""
+        try:
+            kept = content().kept(self._memory.lend(waiting.number))
+        except BaseException as error:
+            self._fill(waiting, partial(_fail, error))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._fill(waiting, lambda: kept)
+
+    def _fill(self, waiting: _Waiting, content: Callable[[], Content]) -> None:
+        with self._condition:
+            waiting.content = content
+            self._condition.notify_all()
+        if waiting.is_replaced:  # by another thread, while this one copied
+            self._memory.give_back(waiting.number)
 
     def _serve(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._queue or self._is_closed)
+                self._condition.wait_for(
+                    lambda: self._queue[0].content if self._queue else self._is_closed
+                )
                 if not self._queue:
                     return
                 waiting = self._queue.popleft()
                 self._is_running = True
+                self._condition.notify_all()
+            self._carry_out(waiting)
+            del waiting
+            with self._condition:
+                self._is_running = False
+                self._condition.notify_all()
+
+    def _carry_out(self, waiting: _Waiting) -> None:
+        assert waiting.content is not None
+        try:
             try:
-                waiting.future.set_result(waiting.run(waiting))
-            except BaseException as error:  # noqa: BLE001 (it is the future's)
-                if not waiting.is_replaced:
-                    _log.warning("the push of %s failed: %s", waiting.policy, error)
-                waiting.future.set_exception(error)
+                version = self._push(
+                    waiting.policy,
+                    waiting.content,
+                    waiting.options,
+                    began=waiting.began,
+                    is_replaced=lambda: waiting.is_replaced,
+                )
             finally:
-                del waiting
-                with self._condition:
-                    self._is_running = False
-                    self._condition.notify_all()
+                self._memory.give_back(waiting.number)
+        except BaseException as error:  # noqa: BLE001 (it is the future's)
+            if not waiting.is_replaced:
+                _log.warning("the push of %s failed: %s", waiting.policy, error)
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(version)
+
+
+def _fail(error: BaseException) -> Content:
+    raise error
+
+
+def _no_room(waiting: _Waiting) -> TransferTimeoutError:
+    return TransferTimeoutError(
+        f"{MAX_WAITING} pushes of {waiting.policy!r} wait already, and none of them began within "
+        f"{waiting.options.timeout_seconds:g} s: this one was given up before its weights were "
+        "copied"
+    )

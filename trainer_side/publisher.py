@@ -6,7 +6,6 @@ and the control plane.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -23,15 +22,15 @@ from trainer_side.arguments import (
     check_data_host,
     check_device,
     check_model,
+    check_open,
     check_ranks,
     check_seconds,
 )
 from trainer_side.backend_selection import Lane
-from trainer_side.background import Background, Waiting
+from trainer_side.background import Background
 from trainer_side.notices import Notices
 from trainer_side.origin import BaseOptions
 from trainer_side.params.choose import Kind
-from trainer_side.params.snapshot import HostMemory
 from trainer_side.pool_client import Delivery
 from trainer_side.progress import reporter_for
 from trainer_side.pushing import Pushing, PushOptions, PushReport
@@ -169,9 +168,7 @@ class Publisher:
             )
         self._pushing = Pushing(self._ranks, self._delivery, bucket_bytes)
         self._lock = threading.Lock()
-        self._background = Background()
-        self._memory = HostMemory()
-        self._borrowers = itertools.count()
+        self._background = Background(self._push_now, ranks_of(ranks))
         #: What the last successful push cost.
         self.last_report: PushReport | None = None
 
@@ -309,11 +306,15 @@ class Publisher:
         """``push_adapter`` of the weights as they are now; returns once they are copied.
 
         Each rank copies what it holds to host memory that is used again, and training
-        may go on at once.
+        may go on at once. At most two pushes of a policy wait, each with such a copy: a
+        further call blocks, alike on every rank and before it copies, until one of them has
+        begun. If none does within this push's ``timeout_seconds``, it ends on every rank with
+        ``TransferTimeoutError``, and nothing was copied.
 
         Args:
             when_busy: "replace" makes earlier pushes of this policy that have not begun
-                fail with ``REPLACED``; "queue" sends them all, in order.
+                fail with ``REPLACED``, and blocks for none of them; "queue" sends them all,
+                in order.
             others: As for ``push_adapter``.
 
         Returns:
@@ -430,11 +431,7 @@ class Publisher:
         timeout_seconds: float | None,
         base: BaseOptions | None = None,
     ) -> PushOptions:
-        if self._is_closed:
-            raise InvalidRequestError(
-                "this Publisher is closed: make another one, or push inside its `with` block",
-                reason="PUBLISHER_CLOSED",
-            )
+        check_open(self._is_closed)
         seconds = self._timeout_seconds
         if timeout_seconds is not None:
             seconds = check_seconds("timeout_seconds", timeout_seconds)
@@ -451,12 +448,25 @@ class Publisher:
         began = time.monotonic()
         try:
             self._background.drain()  # in the order of the calls, on every rank
-            with self._lock:
-                self.last_report = self._pushing.push(policy, content, options, began=began)
-                return self.last_report.version
+            return self._push_now(policy, content, options, began=began)
         except KeyboardInterrupt:
             # Where it was, many calls deep, tells nobody anything.
             raise KeyboardInterrupt(f"a push of {policy} was interrupted") from None
+
+    def _push_now(
+        self,
+        policy: str,
+        content: Callable[[], Content],
+        options: PushOptions,
+        *,
+        began: float,
+        is_replaced: Callable[[], bool] = lambda: False,
+    ) -> PolicyVersion:
+        with self._lock:
+            self.last_report = self._pushing.push(
+                policy, content, options, began=began, is_replaced=is_replaced
+            )
+            return self.last_report.version
 
     def _push_later(
         self,
@@ -466,40 +476,7 @@ class Publisher:
         when_busy: WhenBusy,
     ) -> Future[PolicyVersion]:
         check_choice("when_busy", when_busy, WhenBusy)
-        began = time.monotonic()
-        borrower = next(self._borrowers)
-        kept = _attempt(lambda: content().kept(self._memory.lend(borrower)))
-
-        def run(waiting: Waiting) -> PolicyVersion:
-            try:
-                with self._lock:
-                    self.last_report = self._pushing.push(
-                        policy,
-                        kept,
-                        options,
-                        began=began,
-                        is_replaced=lambda: waiting.is_replaced,
-                    )
-                    return self.last_report.version
-            finally:
-                self._memory.give_back(borrower)
-
-        return self._background.submit(policy, run, replace=when_busy == "replace")
-
-
-def _attempt(make: Callable[[], Content]) -> Callable[[], Content]:
-    """Make it now; hand it, or what prevented it, out later: the other ranks made theirs,
-    and must learn of it in step."""
-    try:
-        content = make()
-    except Exception as error:  # noqa: BLE001 (raised by the push)
-        failure = error
-
-        def fail() -> Content:
-            raise failure
-
-        return fail
-    return lambda: content
+        return self._background.submit(policy, content, options, replace=when_busy == "replace")
 
 
 def _min_replicas(require: Require) -> int:

@@ -1,6 +1,7 @@
 """Pushes beside the training: the weights of the moment of the call, in order."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -109,8 +110,27 @@ def test_host_memory_is_used_again(publisher, gate):
     gate.set()
     for _ in range(3):
         publisher.push_base_async(Model(1)).result(20)
-    buffers = [b for free in publisher._memory._free.values() for b in free]
+    buffers = [b for free in publisher._background._memory._free.values() for b in free]
     assert len(buffers) == len(list(Model(1).parameters()))
+
+
+def test_of_one_policy_two_wait_and_who_asks_for_more_is_held_or_refused(engine, publisher, gate):
+    first = publisher.push_base_async(Model(1))
+    waiting = [publisher.push_base_async(Model(2)), publisher.push_base_async(Model(3))]
+    refused = publisher.push_base_async(Model(4), timeout_seconds=0.3)
+    assert refused.exception(0).reason == "DEADLINE"
+    assert "'base' wait already" in str(refused.exception(0))
+    with ThreadPoolExecutor(1) as caller:
+        held = caller.submit(publisher.push_base_async, Model(5))
+        with pytest.raises(TimeoutError):
+            held.result(0.3)
+        other = publisher.push_adapter_async(peft_of(Model(1)), "of-another-name")
+        gate.set()
+        last = held.result(20)
+    versions = [future.result(20).version for future in (first, *waiting, last)]
+    assert versions == list(range(versions[0], versions[0] + 4))  # no number was burnt
+    assert str(other.result(20)).startswith("of-another-name@")
+    assert same(engine.base, weights(Model(5)))
 
 
 def test_a_failure_is_the_futures(publisher, gate):

@@ -10,6 +10,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.trainers.launch import running_ranks
+from weft.contract.errors import TransferTimeoutError
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
 
@@ -204,6 +205,39 @@ def test_a_send_that_fails_at_a_bucket_ends_every_ranks_gather(tmp_path):
             assert next(iter(found))[0] != "None"
             pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
             trainer.push("base")
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_two_pushes_wait_and_every_rank_holds_or_refuses_the_next(kind, tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights(Model(9)))
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind=kind)
+            trainer.push("base")
+            trainer.do("hold_at", bucket=1)
+            trainer.do("push_async", what="base")
+            until(lambda: (tmp_path / "held").exists())
+            for _ in range(2):
+                trainer.do("train", steps=1)
+                assert all(a["seconds"] < 5 for a in trainer.do("push_async", what="base"))
+            blocked = trainer.do("push_async", what="base", timeout=1.0)
+            assert all(answer["seconds"] >= 1 for answer in blocked)
+            trainer.do("train", steps=1)
+            trainer.do("save", path=str(tmp_path / "whole.pt"))
+            trainer.tell("push_async", what="base")
+            with pytest.raises(TransferTimeoutError):
+                trainer.processes[0].answer(1)
+            (tmp_path / "held").unlink()
+            for process in trainer.processes:
+                assert process.answer(30)["seconds"] > 0.5
+            trainer.do("train", steps=1)  # not what was pushed
+            found = {tuple(answer["outcomes"]) for answer in trainer.do("outcomes")}
+            assert len(found) == 1, found
+            *early, refused, last = next(iter(found))
+            assert [*early, last] == ["base@2", "base@3", "base@4", "base@5"]
+            assert refused.startswith("TransferTimeoutError 2 pushes of 'base' wait already")
+            assert same(engine.base, torch.load(tmp_path / "whole.pt"))
 
 
 def test_a_rank_that_dies_is_told_of_to_the_others(tmp_path):

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import Trainer, wrap
-from trainer_side import Publisher
+from trainer_side import PolicyVersion, Publisher
 from weft.contract.errors import WeftError
 
 
@@ -80,6 +81,7 @@ class Rank:
         self._publisher: Publisher | None = None
         self._trainer: Trainer | None = None
         self._step = 0
+        self._futures: list[Future[PolicyVersion]] = []
 
     def make(
         self,
@@ -186,6 +188,28 @@ class Rank:
         self.train(steps)
         was_done = future.done()
         return {"version": future.result(60).version, "was_done": was_done}
+
+    def push_async(self, what: str, timeout: float = 60.0, **arguments: Any) -> dict[str, Any]:
+        """``push_<what>_async``; for how long the call blocked. See ``outcomes``."""
+        assert self._trainer is not None
+        assert self._publisher is not None
+        began = time.monotonic()
+        method = getattr(self._publisher, f"push_{what}_async")
+        self._futures.append(
+            method(self._trainer.model, timeout_seconds=timeout, **arguments),
+        )
+        return {"seconds": time.monotonic() - began}
+
+    def outcomes(self) -> dict[str, Any]:
+        """How the asynchronous pushes ended, in the order of the calls."""
+        futures, self._futures = self._futures, []
+        errors = [future.exception(60) for future in futures]
+        return {
+            "outcomes": [
+                f"{type(error).__name__} {error}" if error else str(future.result())
+                for future, error in zip(futures, errors, strict=True)
+            ]
+        }
 
     def close(self) -> None:
         """Of the publisher."""
