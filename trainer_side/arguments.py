@@ -56,6 +56,19 @@ def check_count(name: str, value: object) -> int | None:
     return value
 
 
+def check_replicas(require: object) -> int:
+    """How many replicas ``require`` asks for; 0 is all in contact.
+
+    Raises:
+        InvalidRequestError: Neither "all" nor a positive whole number.
+    """
+    if require == "all":
+        return 0
+    if isinstance(require, int) and not isinstance(require, bool) and require >= 1:
+        return require
+    raise InvalidRequestError(f"require={require!r}: use 'all' or a number of replicas, at least 1")
+
+
 def check_choice(name: str, value: object, choices: Any) -> None:
     """Refuse a word that is not among a ``Literal``'s.
 

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal
 
-from trainer_side.arguments import check_open
+from trainer_side.arguments import check_choice, check_open
 from trainer_side.params.snapshot import HostMemory
-from trainer_side.pushing import PushOptions
+from trainer_side.push_request import PushRequest
+from trainer_side.pushing import Pushing
 from trainer_side.ranks import Ranks
 from trainer_side.sources.content import Content
 from weft.contract.errors import TransferTimeoutError, WeftError
@@ -24,22 +25,11 @@ from weft.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 
+#: What becomes of an earlier push of the policy that still waits.
+WhenBusy = Literal["queue", "replace"]
+
 #: Pushes of one policy that may wait, each with a copy of the weights on the host.
 MAX_WAITING = 2
-
-
-class Push(Protocol):
-    """Carries one push out; see ``Pushing.push``."""
-
-    def __call__(
-        self,
-        policy: str,
-        content: Callable[[], Content],
-        options: PushOptions,
-        *,
-        began: float,
-        is_replaced: Callable[[], bool],
-    ) -> PolicyVersion: ...
 
 
 @dataclass(eq=False)
@@ -48,8 +38,7 @@ class _Waiting:
 
     number: int
     """Of the call; the same on every rank."""
-    policy: str
-    options: PushOptions
+    request: PushRequest
     began: float
     """When it was asked for."""
     future: Future[PolicyVersion] = field(default_factory=Future)
@@ -66,13 +55,13 @@ class Background:
     way: who asks for another blocks until one of them has begun.
 
     Args:
-        push: Carries one push out; called on the thread.
+        pushing: Carries the pushes out, on the thread.
         ranks: Of the trainer, over a link of their own: the thread that asks for a push uses
             it while another push is under way.
     """
 
-    def __init__(self, push: Push, ranks: Ranks) -> None:
-        self._push, self._ranks = push, ranks
+    def __init__(self, pushing: Pushing, ranks: Ranks) -> None:
+        self._pushing, self._ranks = pushing, ranks
         self._memory = HostMemory()
         self._numbers = itertools.count()
         self._condition = threading.Condition()
@@ -81,44 +70,56 @@ class Background:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(
-        self, policy: str, content: Callable[[], Content], options: PushOptions, *, replace: bool
-    ) -> Future[PolicyVersion]:
+    def submit(self, request: PushRequest, when_busy: WhenBusy) -> Future[PolicyVersion]:
         """Copy the weights as they are now, and push the copy after those that wait.
 
         Collective. Every rank blocks before it copies until there is room at all of them, at
         most for the push's own time; and then for its copy.
 
         Args:
-            content: Looks at the model; its failure is that of the push.
-            replace: Whether those of the policy that wait are pointless now. They give their
-                copies back at once, so this one finds room; they fail at their turn.
+            request: What is pushed; the failure to look at it is that of the push.
+            when_busy: Whether those of the policy that wait are pointless now ("replace"). They
+                give their copies back at once, so this one finds room; they fail at their turn.
 
         Returns:
             How the push ended, the same on every rank. TransferTimeoutError where it found
             no room at one of them in its time: nothing was copied.
+
+        Raises:
+            InvalidRequestError: ``PUBLISHER_CLOSED``.
         """
-        waiting = _Waiting(next(self._numbers), policy, options, time.monotonic())
+        check_choice("when_busy", when_busy, WhenBusy)
+        waiting = _Waiting(next(self._numbers), request, time.monotonic())
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
+        with self._condition:
+            check_open(self._is_closed)
+            self._queue.append(waiting)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
+                self._thread.start()
         try:
-            self._enter(waiting, replace=replace)
+            self._wait_for_room(waiting, replace_earlier=when_busy == "replace")
         except BaseException as error:
             self._leave(waiting)
             if not isinstance(error, WeftError):
                 raise
             waiting.future.set_exception(error)
-            return waiting.future
-        self._copy(waiting, content)
+        else:
+            self._copy(waiting)
         return waiting.future
 
-    def drain(self) -> None:
-        """Block until nothing runs or waits; each push is bounded by its own deadline."""
+    def wait_idle(self) -> None:
+        """Block until nothing runs or waits; each push is bounded by its own deadline.
+
+        Raises:
+            InvalidRequestError: ``PUBLISHER_CLOSED``.
+        """
         with self._condition:
+            check_open(self._is_closed)
             self._condition.wait_for(lambda: not self._queue and not self._is_running)
 
     def close(self) -> None:
-        """Drain, end the thread and leave the link."""
-        self.drain()
+        """Take no more, push what waits, end the thread and leave the link."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -126,21 +127,16 @@ class Background:
             self._thread.join()
         self._ranks.abandon()
 
-    def _enter(self, waiting: _Waiting, *, replace: bool) -> None:
-        """Join the queue and wait for room; all ranks find some, or all raise the error of one."""
-        seconds = waiting.options.timeout_seconds
+    def _wait_for_room(self, waiting: _Waiting, *, replace_earlier: bool) -> None:
+        """Block until it may copy; all ranks may, or all raise the error of one."""
+        seconds = waiting.request.timeout_seconds
         with self._condition:
-            check_open(self._is_closed)
-            self._queue.append(waiting)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
-                self._thread.start()
             is_room = self._condition.wait_for(
-                lambda: replace or len(self._ahead(waiting)) < MAX_WAITING, seconds
+                lambda: replace_earlier or len(self._ahead(waiting)) < MAX_WAITING, seconds
             )
         self._ranks.open(waiting.began + seconds)
-        self._ranks.agree(None if is_room else _no_room(waiting))
-        if replace:
+        self._ranks.agree(None if is_room else _no_room(waiting.request))
+        if replace_earlier:
             # The sender says which have not begun: another rank may be behind it, or ahead.
             numbers = self._ranks.share(lambda: json.dumps(self._replace_ahead(waiting)).encode())
             self._drop_copies(json.loads(numbers))
@@ -154,7 +150,8 @@ class Background:
     def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
         """Those of its policy that wait before this one."""
         ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
-        return [w for w in ahead if w.policy == waiting.policy and not w.is_replaced]
+        policy = waiting.request.policy
+        return [w for w in ahead if w.request.policy == policy and not w.is_replaced]
 
     def _replace_ahead(self, waiting: _Waiting) -> list[int]:
         """At the sender: replace those of its policy that wait before this one; their numbers."""
@@ -173,11 +170,11 @@ class Background:
         for number in numbers:
             self._memory.give_back(number)
 
-    def _copy(self, waiting: _Waiting, content: Callable[[], Content]) -> None:
+    def _copy(self, waiting: _Waiting) -> None:
         """Copy the weights, or keep what prevented it for the push: the other ranks made
         their copies, and must learn of it in step."""
         try:
-            kept = content().kept(self._memory.lend(waiting.number))
+            kept = waiting.request.content().kept(self._memory.lend(waiting.number))
         except BaseException as error:
             self._fill(waiting, partial(_fail, error))
             if not isinstance(error, Exception):
@@ -211,20 +208,17 @@ class Background:
 
     def _carry_out(self, waiting: _Waiting) -> None:
         assert waiting.content is not None
+        copied = replace(waiting.request, content=waiting.content)
         try:
             try:
-                version = self._push(
-                    waiting.policy,
-                    waiting.content,
-                    waiting.options,
-                    began=waiting.began,
-                    is_replaced=lambda: waiting.is_replaced,
+                version = self._pushing.push(
+                    copied, began=waiting.began, is_replaced=lambda: waiting.is_replaced
                 )
             finally:
                 self._memory.give_back(waiting.number)
         except BaseException as error:  # noqa: BLE001 (it is the future's)
             if not waiting.is_replaced:
-                _log.warning("the push of %s failed: %s", waiting.policy, error)
+                _log.warning("the push of %s failed: %s", waiting.request.policy, error)
             waiting.future.set_exception(error)
         else:
             waiting.future.set_result(version)
@@ -234,9 +228,8 @@ def _fail(error: BaseException) -> Content:
     raise error
 
 
-def _no_room(waiting: _Waiting) -> TransferTimeoutError:
+def _no_room(request: PushRequest) -> TransferTimeoutError:
     return TransferTimeoutError(
-        f"{MAX_WAITING} pushes of {waiting.policy!r} wait already, and none of them began within "
-        f"{waiting.options.timeout_seconds:g} s: this one was given up before its weights were "
-        "copied"
+        f"{MAX_WAITING} pushes of {request.policy!r} wait already, and none of them began within "
+        f"{request.timeout_seconds:g} s: this one was given up before its weights were copied"
     )

@@ -6,7 +6,6 @@ and the control plane.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,24 +20,21 @@ from trainer_side.arguments import (
     check_count,
     check_data_host,
     check_device,
-    check_model,
-    check_open,
     check_ranks,
     check_seconds,
 )
 from trainer_side.backend_selection import Lane
-from trainer_side.background import Background
+from trainer_side.background import Background, WhenBusy
 from trainer_side.notices import Notices
-from trainer_side.origin import BaseOptions
 from trainer_side.params.choose import Kind
 from trainer_side.pool_client import Delivery
 from trainer_side.progress import reporter_for
-from trainer_side.pushing import Pushing, PushOptions, PushReport
+from trainer_side.push_request import PushRequest, PushSettings
+from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
-from trainer_side.sources.content import Content, Model, adapter_content, base_content
+from trainer_side.sources.content import Model
 from weft.contract.capabilities import BackendChoice
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name, check_name
+from weft.contract.names import PolicyVersion, check_name
 from weft.contract.push_defaults import (
     DEFAULT_CONNECT_SECONDS,
     DEFAULT_ON_BASE_CHANGE,
@@ -48,9 +44,6 @@ from weft.contract.push_defaults import (
     Require,
 )
 from weft.transport.host import check_target
-
-#: ``when_busy``: what becomes of an earlier push of the policy that still waits.
-WhenBusy = Literal["queue", "replace"]
 
 
 class Publisher:
@@ -141,21 +134,24 @@ class Publisher:
         check_data_host(data_host)
         check_ranks(ranks)
         check_choice("backend", backend, BackendChoice)
-        check_choice("kind", kind, Kind)
         check_count("bucket_bytes", bucket_bytes)
         check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
             check_callable("progress", progress)
         send_from = check_device(device)
-        self._on_base_change = BaseOptions(on_change=on_base_change).on_change
-        self._require, self._check_finite = _min_replicas(require), check_finite
-        self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
         check_seconds("connect_seconds", connect_seconds)
-        self._is_closed = False
-        self._ranks, self._kind = ranks_of(ranks), kind
+        pushing_ranks = ranks_of(ranks)
+        self._settings = PushSettings(
+            ranks=pushing_ranks,
+            kind=kind,
+            require=require,
+            timeout_seconds=timeout_seconds,
+            check_finite=check_finite,
+            on_base_change=on_base_change,
+        )
         self._notices = Notices(on_publish_again) if on_publish_again else None
         self._delivery: Delivery | None = None
-        if self._ranks.rank == SENDER:
+        if pushing_ranks.rank == SENDER:
             self._delivery = Delivery(
                 coordinator,
                 trainer_id,
@@ -166,11 +162,13 @@ class Publisher:
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
             )
-        self._pushing = Pushing(self._ranks, self._delivery, bucket_bytes)
-        self._lock = threading.Lock()
-        self._background = Background(self._push_now, ranks_of(ranks))
-        #: What the last successful push cost.
-        self.last_report: PushReport | None = None
+        self._pushing = Pushing(pushing_ranks, self._delivery, bucket_bytes)
+        self._background = Background(self._pushing, ranks_of(ranks))
+
+    @property
+    def last_report(self) -> PushReport | None:
+        """What the last push that succeeded cost; None before the first."""
+        return self._pushing.last_report
 
     def push_adapter(
         self,
@@ -206,24 +204,24 @@ class Publisher:
                 (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also
                 where it is not known which base it was trained on, or "ignore"; by default
                 as for ``Publisher``.
-            require, timeout_seconds: As for ``Publisher``, for this push.
+            require: As for ``Publisher``, for this push.
+            timeout_seconds: As for ``Publisher``, for this push.
 
         Returns:
             The version, for example ``math@17``; requests may name it, or ``math``.
 
         Raises:
-            InvalidAdapterError, BaseMismatchError, ...: Refused; nothing changed.
+            InvalidAdapterError: The replicas cannot serve it; nothing changed.
+            BaseMismatchError: It belongs to another base; nothing changed.
             NotFiniteError: A tensor holds NaN or infinity; nothing that is served changed.
-            PeerUnavailableError, TransferTimeoutError, ...: Failed; nothing changed.
+            PeerUnavailableError: A rank or the coordinator is gone; nothing changed.
+            TransferTimeoutError: The deadline passed; ask what happened before pushing again.
+            WeftError: It was refused or failed for another reason; nothing changed.
         """
-        check_adapter_name(policy)
-        base = BaseOptions(version=base_version, on_change=on_base_change or self._on_base_change)
-        options = self._options(check_finite, require, timeout_seconds, base)
-        return self._push(
-            policy,
-            self._adapter(model, cast, adapter_name, check_base),
-            options,
-        )
+        request = self._settings.adapter(
+            model, policy, adapter_name, cast, check_base, base_version, on_base_change
+        ).with_options(check_finite, require, timeout_seconds)
+        return self._push(request)
 
     def push_base(
         self,
@@ -248,8 +246,9 @@ class Publisher:
             InvalidManifestError: Not exactly the served model's tensors.
             WeftError: As for ``push_adapter``.
         """
-        options = self._options(check_finite, require, timeout_seconds)
-        return self._push(BASE_POLICY, self._base(model, cast), options)
+        request = self._settings.base(model, cast)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._push(request)
 
     def push_merged(
         self,
@@ -279,12 +278,9 @@ class Publisher:
             UnsupportedError: A kind of layer that cannot be merged so; names it.
             WeftError: As for ``push_base``.
         """
-        options = self._options(check_finite, require, timeout_seconds)
-        return self._push(
-            BASE_POLICY,
-            self._base(model, cast, adapter_name),
-            options,
-        )
+        request = self._settings.base(model, cast, adapter_name)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._push(request)
 
     # -- beside the training -----------------------------------------------------
 
@@ -321,15 +317,10 @@ class Publisher:
             A future that ends as ``push_adapter`` would, the same on every rank. It
             cannot be cancelled.
         """
-        check_adapter_name(policy)
-        base = BaseOptions(version=base_version, on_change=on_base_change or self._on_base_change)
-        options = self._options(check_finite, require, timeout_seconds, base)
-        return self._push_later(
-            policy,
-            self._adapter(model, cast, adapter_name, check_base),
-            options,
-            when_busy,
-        )
+        request = self._settings.adapter(
+            model, policy, adapter_name, cast, check_base, base_version, on_base_change
+        ).with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)
 
     def push_base_async(
         self,
@@ -342,13 +333,9 @@ class Publisher:
         when_busy: WhenBusy = "queue",
     ) -> Future[PolicyVersion]:
         """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
-        options = self._options(check_finite, require, timeout_seconds)
-        return self._push_later(
-            BASE_POLICY,
-            self._base(model, cast),
-            options,
-            when_busy,
-        )
+        request = self._settings.base(model, cast)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)
 
     def push_merged_async(
         self,
@@ -362,13 +349,9 @@ class Publisher:
         when_busy: WhenBusy = "queue",
     ) -> Future[PolicyVersion]:
         """``push_merged`` of the weights as they are now; see ``push_adapter_async``."""
-        options = self._options(check_finite, require, timeout_seconds)
-        return self._push_later(
-            BASE_POLICY,
-            self._base(model, cast, adapter_name),
-            options,
-            when_busy,
-        )
+        request = self._settings.base(model, cast, adapter_name)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -388,13 +371,8 @@ class Publisher:
         """
         if self._notices is not None:
             self._notices.close()  # what it calls may push until then
-        self._is_closed = True
         self._background.close()
-        with self._lock:
-            self._ranks.abandon()
-            self._pushing.close()
-            if self._delivery is not None:
-                self._delivery.close()
+        self._pushing.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -407,81 +385,11 @@ class Publisher:
     ) -> None:
         self.close()
 
-    # -- how ---------------------------------------------------------------------
-
-    def _base(self, model: Model, cast: bool, merged: str | None = None) -> Callable[[], Content]:
-        if merged is None:
-            check_model(model, "push_base")
-        else:
-            check_model(model, "push_merged", directories=False)
-        return lambda: base_content(model, self._ranks, cast, merged, self._kind)
-
-    def _adapter(
-        self, model: Model, cast: bool, adapter_name: str, check_base: bool
-    ) -> Callable[[], Content]:
-        check_model(model, "push_adapter")
-        return lambda: adapter_content(
-            model, self._ranks, cast, adapter_name, check_base, self._kind
-        )
-
-    def _options(
-        self,
-        check_finite: bool | None,
-        require: Require | None,
-        timeout_seconds: float | None,
-        base: BaseOptions | None = None,
-    ) -> PushOptions:
-        check_open(self._is_closed)
-        seconds = self._timeout_seconds
-        if timeout_seconds is not None:
-            seconds = check_seconds("timeout_seconds", timeout_seconds)
-        return PushOptions(
-            check_finite=self._check_finite if check_finite is None else check_finite,
-            min_replicas=self._require if require is None else _min_replicas(require),
-            timeout_seconds=seconds,
-            base=base or BaseOptions(),
-        )
-
-    def _push(
-        self, policy: str, content: Callable[[], Content], options: PushOptions
-    ) -> PolicyVersion:
+    def _push(self, request: PushRequest) -> PolicyVersion:
         began = time.monotonic()
         try:
-            self._background.drain()  # in the order of the calls, on every rank
-            return self._push_now(policy, content, options, began=began)
+            self._background.wait_idle()  # in the order of the calls, on every rank
+            return self._pushing.push(request, began=began)
         except KeyboardInterrupt:
             # Where it was, many calls deep, tells nobody anything.
-            raise KeyboardInterrupt(f"a push of {policy} was interrupted") from None
-
-    def _push_now(
-        self,
-        policy: str,
-        content: Callable[[], Content],
-        options: PushOptions,
-        *,
-        began: float,
-        is_replaced: Callable[[], bool] = lambda: False,
-    ) -> PolicyVersion:
-        with self._lock:
-            self.last_report = self._pushing.push(
-                policy, content, options, began=began, is_replaced=is_replaced
-            )
-            return self.last_report.version
-
-    def _push_later(
-        self,
-        policy: str,
-        content: Callable[[], Content],
-        options: PushOptions,
-        when_busy: WhenBusy,
-    ) -> Future[PolicyVersion]:
-        check_choice("when_busy", when_busy, WhenBusy)
-        return self._background.submit(policy, content, options, replace=when_busy == "replace")
-
-
-def _min_replicas(require: Require) -> int:
-    if require == "all":
-        return 0
-    if isinstance(require, int) and not isinstance(require, bool) and require >= 1:
-        return require
-    raise InvalidRequestError(f"require={require!r}: use 'all' or a number of replicas, at least 1")
+            raise KeyboardInterrupt(f"a push of {request.policy} was interrupted") from None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from trainer_side.arguments import check_replicas
 from trainer_side.backend_selection import Plan, plan_for
 from trainer_side.lockstep import LedSource, follow
-from trainer_side.origin import BaseOptions, Origin, Origins
+from trainer_side.origin import Origin, Origins
 from trainer_side.outcome import missing_replicas
 from trainer_side.pool_client import Delivery
+from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
@@ -50,7 +53,7 @@ class PushReport:
     staging_seconds: float
     committing_seconds: float
     pause_seconds: float
-    """Longest time a replica held its requests still."""
+    """Longest time that a replica paused generation for."""
     source: str
     """What was read: the kind of trainer and of model that was found."""
     remarks: tuple[str, ...] = ()
@@ -58,48 +61,36 @@ class PushReport:
     that is quantised, ..."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushOptions:
-    """How one push is made; the same on every rank."""
-
-    check_finite: bool | None
-    """None is as ``checks_finite`` says."""
-    min_replicas: int
-    """0 is all in contact."""
-    timeout_seconds: float
-    base: BaseOptions = field(default_factory=BaseOptions)
-    """Of an adapter."""
-
-
 class Pushing:
-    """Carries pushes out, one at a time.
+    """Carries pushes out, one at a time; thread-safe.
 
     Args:
-        ranks: Of the trainer.
-        delivery: At the sender; None elsewhere.
+        ranks: Of the trainer; closed with it.
+        delivery: At the sender, closed with it; None elsewhere.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
     """
 
     def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int | None) -> None:
+        self._lock = threading.Lock()
         self._ranks, self._speaker = ranks, delivery
         self._bucket_bytes = bucket_bytes
         self._origins = Origins()
+        #: What the last push that succeeded cost.
+        self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
         self._plans: Lru[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = Lru(_MAX_PLANS)
 
     def push(
         self,
-        policy: str,
-        content: Callable[[], Content],
-        options: PushOptions,
+        request: PushRequest,
         *,
         began: float,
         is_replaced: Callable[[], bool] = lambda: False,
-    ) -> PushReport:
+    ) -> PolicyVersion:
         """Push; collective, blocks until every replica has switched or failed to.
 
         Args:
-            content: Looks at the model; its failure is that of every rank.
+            request: What is pushed; the failure to look at it is that of every rank.
             began: When it was asked for, ``time.monotonic()``; the deadline counts from now.
             is_replaced: Asked at the sender once the push's turn has come.
 
@@ -107,25 +98,41 @@ class Pushing:
             TransferAbortedError: ``REPLACED``.
             WeftError: The same on every rank; nothing changed.
         """
-        deadline = time.monotonic() + options.timeout_seconds
+        with self._lock:
+            self.last_report = self._push(request, began, is_replaced)
+            return self.last_report.version
+
+    def close(self) -> None:
+        """Wait for the push under way, leave the other ranks and the pool."""
+        with self._lock:
+            self._ranks.abandon()
+            self._origins.close()
+            if self._speaker is not None:
+                self._speaker.close()
+
+    def _push(
+        self, request: PushRequest, began: float, is_replaced: Callable[[], bool]
+    ) -> PushReport:
+        deadline = time.monotonic() + request.timeout_seconds
         ranks = self._ranks
         ranks.open(deadline)
         if ranks.share(lambda: b"replaced" if is_replaced() else b""):
             raise TransferAbortedError(
-                f"a later push of {policy!r} replaced this one before it began; nothing was sent",
+                f"a later push of {request.policy!r} replaced this one before it began; nothing "
+                "was sent",
                 reason="REPLACED",
             )
         target = pb.DescribeTargetResponse.FromString(
             ranks.share(lambda: self._delivery.describe(deadline).SerializeToString())
         )
         with agreeing(ranks):
-            what = content()
+            what = request.content()
             source, adapter = what.source(target)
             manifest = self._plan(target.backends[0], source.metas)
         self._check_same(manifest)
-        finite = checks_finite(options.check_finite, adapter, target.backends[0])
+        finite = checks_finite(request.check_finite, adapter, target.backends[0])
         shared = ranks.share(
-            lambda: self._begin(policy, what, manifest, adapter, target, options, finite, deadline)
+            lambda: self._begin(request, what, manifest, adapter, target, finite, deadline)
         )
         origin, answer = Origin.decode(shared)
         begun = pb.BeginTransferResponse.FromString(answer)
@@ -142,7 +149,7 @@ class Pushing:
         about_base: tuple[str, ...] = ()
         if adapter is None:
             self._origins.pushed(what.base, version.version)
-        elif options.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
+        elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
             about_base = origin.remarks(transfer.served_over_base_version)
         remarks = (*what.remarks, *about_base, *missing_replicas(transfer))
         self._warn(version, remarks, about_base)
@@ -168,10 +175,6 @@ class Pushing:
         )
         return report
 
-    def close(self) -> None:
-        """Stop what goes on in the background."""
-        self._origins.close()
-
     def _warn(
         self, version: PolicyVersion, remarks: tuple[str, ...], about_base: tuple[str, ...]
     ) -> None:
@@ -188,34 +191,33 @@ class Pushing:
 
     def _begin(
         self,
-        policy: str,
+        request: PushRequest,
         what: Content,
         manifest: Manifest,
         adapter: Adapter | None,
         target: pb.DescribeTargetResponse,
-        options: PushOptions,
         finite: bool,
         deadline: float,
     ) -> bytes:
         origin = Origin(None)
         if adapter is not None:
             digest = target.base_checkpoint_digest
-            origin = self._origins.of(what.base, options.base, digest, deadline)
-            if origin.version is None and options.base.on_change == "refuse":
+            origin = self._origins.of(what.base, request.base, digest, deadline)
+            if origin.version is None and request.base.on_change == "refuse":
                 raise BaseMismatchError(
-                    f"on_base_change='refuse' needs to know which base {policy!r} was trained on: "
-                    f"{origin.why}"
+                    f"on_base_change='refuse' needs to know which base {request.policy!r} was "
+                    f"trained on: {origin.why}"
                 )
         begun = self._delivery.begin(
-            policy,
+            request.policy,
             manifest,
             adapter,
             target.backends[0],
             deadline,
-            min_replicas=options.min_replicas,
+            min_replicas=check_replicas(request.require),
             check_finite=finite,
             trained_on=origin.version,
-            refuse_other_base=adapter is not None and options.base.on_change == "refuse",
+            refuse_other_base=adapter is not None and request.base.on_change == "refuse",
         )
         return origin.encode(begun.SerializeToString())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer_side.background import Background
-from trainer_side.pushing import PushOptions
+from trainer_side.push_request import PushRequest
 from trainer_side.ranks import OneRank
 from weft.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
 from weft.contract.names import PolicyVersion
@@ -32,20 +32,29 @@ class Trainer:
     def __init__(self, ranks=None):
         self.copies, self.pushed = [], []
         self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.background = Background(self.push, ranks or OneRank())
+        self.background = Background(self, ranks or OneRank())
 
-    def push(self, policy, content, options, *, began, is_replaced):
+    def push(self, request, *, began, is_replaced):
         if is_replaced():
             raise TransferAbortedError("replaced", reason="REPLACED")
         self.begun.release()
         assert self.gate.acquire(timeout=10)
-        self.pushed.append(content().name)
-        return PolicyVersion(policy, len(self.pushed))
+        self.pushed.append(request.content().name)
+        return PolicyVersion(request.policy, len(self.pushed))
 
-    def ask(self, name, *, policy="math", seconds=10.0, replace=False):
-        options = PushOptions(check_finite=None, min_replicas=0, timeout_seconds=seconds)
+    def ask(self, name, *, policy="math", seconds=10.0, when_busy="queue"):
         content = Content(self.copies, name)
-        return self.background.submit(policy, lambda: content, options, replace=replace)
+        return self.submit(policy, lambda: content, seconds, when_busy)
+
+    def submit(self, policy, content, seconds=10.0, when_busy="queue"):
+        request = PushRequest(
+            policy=policy,
+            content=content,
+            check_finite=None,
+            require="all",
+            timeout_seconds=seconds,
+        )
+        return self.background.submit(request, when_busy)
 
     def ask_until_full(self):
         """One under way and two that wait."""
@@ -115,7 +124,7 @@ def test_a_call_that_finds_no_room_in_its_time_is_a_failed_push_without_a_copy(t
 def test_a_replacing_push_blocks_for_none_of_those_that_it_replaces(trainer):
     first, *waiting = trainer.ask_until_full()
     assert trainer.num_held == 3
-    last = trainer.ask("d", seconds=0.2, replace=True)
+    last = trainer.ask("d", seconds=0.2, when_busy="replace")
     assert trainer.num_held == 2
     other = trainer.ask("e", seconds=0.2)
     assert trainer.num_held == 3
@@ -132,8 +141,7 @@ def test_a_copy_that_fails_is_the_pushs_failure_and_takes_no_place(trainer):
     def fail():
         raise InvalidRequestError("no such adapter")
 
-    options = PushOptions(check_finite=None, min_replicas=0, timeout_seconds=10)
-    future = trainer.background.submit("math", fail, options, replace=False)
+    future = trainer.submit("math", fail)
     trainer.let_go()
     with pytest.raises(InvalidRequestError, match="no such adapter"):
         future.result(10)
@@ -149,7 +157,7 @@ def test_who_blocks_is_served_before_the_background_closes(trainer, caller):
     assert call.result(10).result(10).version == 4
     closing.result(10)
     with pytest.raises(InvalidRequestError, match="closed"):
-        trainer.ask("e").result(0)
+        trainer.ask("e")
 
 
 # -- several ranks --------------------------------------------------------------------
@@ -239,10 +247,10 @@ def test_the_sender_says_which_pushes_are_replaced(ranks, caller):
     on_all(caller, ranks, "ask_until_full")
     ranks[0].let_go()
     assert ranks[0].begun.acquire(timeout=10)
-    on_all(caller, ranks, "ask", "d", replace=True)
+    on_all(caller, ranks, "ask", "d", when_busy="replace")
     for trainer in ranks:
         trainer.let_go(9)
-        trainer.background.drain()
+        trainer.background.wait_idle()
     assert [trainer.pushed for trainer in ranks] == [["a", "b", "d"]] * 2
 
 

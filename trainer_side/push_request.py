@@ -1,0 +1,113 @@
+"""What one push was asked for, checked before anything else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from trainer_side.arguments import check_choice, check_model, check_replicas, check_seconds
+from trainer_side.origin import BaseOptions
+from trainer_side.params.choose import Kind
+from trainer_side.ranks import Ranks
+from trainer_side.sources.content import Content, Model, adapter_content, base_content
+from weft.contract.names import BASE_POLICY, check_adapter_name
+from weft.contract.push_defaults import OnBaseChange, Require
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushRequest:
+    """One push; the same on every rank."""
+
+    policy: str
+    content: Callable[[], Content]
+    """Looks at the model; its failure is that of the push."""
+    check_finite: bool | None
+    """Whether NaN and infinities end the push; None leaves it to ``checks_finite``."""
+    require: Require
+    timeout_seconds: float
+    base: BaseOptions = field(default_factory=BaseOptions)
+    """What the caller said about the base of an adapter."""
+
+    def __post_init__(self) -> None:
+        check_replicas(self.require)
+        check_seconds("timeout_seconds", self.timeout_seconds)
+
+    def with_options(
+        self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
+    ) -> PushRequest:
+        """The same with other options; None leaves one as it is.
+
+        Raises:
+            InvalidRequestError: One of them cannot be right.
+        """
+        return replace(
+            self,
+            check_finite=self.check_finite if check_finite is None else check_finite,
+            require=self.require if require is None else require,
+            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """What a Publisher was told about all its pushes; makes the requests of single ones.
+
+    Raises:
+        InvalidRequestError: One of them cannot be right.
+    """
+
+    ranks: Ranks
+    kind: Kind
+    require: Require
+    timeout_seconds: float
+    check_finite: bool | None
+    on_base_change: OnBaseChange
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, Kind)
+        check_choice("on_base_change", self.on_base_change, OnBaseChange)
+        check_replicas(self.require)
+        check_seconds("timeout_seconds", self.timeout_seconds)
+
+    def adapter(
+        self,
+        model: Model,
+        policy: str,
+        adapter_name: str,
+        cast: bool,
+        check_base: bool,
+        base_version: int | None,
+        on_base_change: OnBaseChange | None,
+    ) -> PushRequest:
+        """The request to push an adapter; see ``Publisher.push_adapter``."""
+        check_adapter_name(policy)
+        base = BaseOptions(version=base_version, on_change=on_base_change or self.on_base_change)
+        check_model(model, "push_adapter")
+        return self._request(
+            policy,
+            lambda: adapter_content(model, self.ranks, cast, adapter_name, check_base, self.kind),
+            base,
+        )
+
+    def base(self, model: Model, cast: bool, merged: str | None = None) -> PushRequest:
+        """The request to push a base, with the adapter ``merged`` in it if one is named; see
+        ``Publisher.push_base``."""
+        if merged is None:
+            check_model(model, "push_base")
+        else:
+            check_model(model, "push_merged", directories=False)
+        return self._request(
+            BASE_POLICY, lambda: base_content(model, self.ranks, cast, merged, self.kind)
+        )
+
+    def _request(
+        self, policy: str, content: Callable[[], Content], base: BaseOptions | None = None
+    ) -> PushRequest:
+        return PushRequest(
+            policy=policy,
+            content=content,
+            check_finite=self.check_finite,
+            require=self.require,
+            timeout_seconds=self.timeout_seconds,
+            base=base or BaseOptions(),
+        )
