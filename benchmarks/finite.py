@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe
-from trainer_side.backend_selection import plan_for
+from trainer_side.backend_selection import bucket_settings
 from trainer_side.finite import check_finite
 from trainer_side.packer import Packer
 from trainer_side.sources.source import CastRule, tensor_source
@@ -37,8 +37,8 @@ def main() -> None:
         for i in range(_NUM_TENSORS)
     }
     source = tensor_source(tensors, CastRule(enabled=False), "benchmark")
-    plan = plan_for(NCCL if on_gpu else GLOO, None)
-    manifest = plan_buckets(source.metas, plan.bucket_bytes, plan.digest_algorithm)
+    settings = bucket_settings(NCCL if on_gpu else GLOO, None)
+    manifest = plan_buckets(source.metas, settings.bucket_bytes, settings.digest_algorithm)
     packer = Packer(manifest, device=device)
 
     def pack(finite: bool) -> None:

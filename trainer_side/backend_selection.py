@@ -1,4 +1,4 @@
-"""Which way a trainer's bytes take, and how they are cut for it."""
+"""Which backend carries a trainer's bytes, and how they are cut for it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DEVICE_BUCKET_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketSettings:
     """How payloads are cut and digested for a backend; the same on every rank."""
 
     bucket_bytes: int
     digest_algorithm: int
 
 
-def plan_for(backend: str, bucket_bytes: int | None) -> Plan:
-    """The plan of a backend; ``bucket_bytes`` as the user chose it, if so."""
+def bucket_settings(backend: str, bucket_bytes: int | None) -> BucketSettings:
+    """The settings of a backend; with ``bucket_bytes`` where the user chose them."""
     if backend == NCCL:
-        return Plan(bucket_bytes or DEVICE_BUCKET_BYTES, WSUM64)
-    return Plan(bucket_bytes or DEFAULT_BUCKET_BYTES, XXH3_64)
+        return BucketSettings(bucket_bytes or DEVICE_BUCKET_BYTES, WSUM64)
+    return BucketSettings(bucket_bytes or DEFAULT_BUCKET_BYTES, XXH3_64)
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The sender's end: which backends it may use, and the accelerator they need.
+class BackendSelection:
+    """Which backends the sender may use, and the accelerator that they need.
 
     Args:
         choice: The best that both sides have, or this one and no other.

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from trainer_side.backend_selection import Lane
+from trainer_side.backend_selection import BackendSelection
 from trainer_side.contact import Contact, data_address
 from trainer_side.leases import Leases
 from trainer_side.progress import ProgressReporter
@@ -49,7 +49,7 @@ _RETRY_SECONDS = 0.5
 _VERDICT_SECONDS = 2.0
 
 
-class Delivery:
+class PoolClient:
     """The coordinator and the side group, as the sender of a trainer uses them.
 
     Used by one thread at a time; leases are renewed on a thread of their own.
@@ -58,7 +58,7 @@ class Delivery:
         coordinator: HOST:PORT.
         trainer_id: Owner of the policies that are pushed.
         data_host: Address that replicas reach this machine by; None finds it out.
-        lane: Which way the bytes take.
+        selection: Which backend carries the bytes, and from where.
         reporter: Shows progress.
         connect_seconds: See ``Contact``.
         takeover, on_wanted: See ``Leases``.
@@ -69,7 +69,7 @@ class Delivery:
         coordinator: str,
         trainer_id: str,
         data_host: str | None,
-        lane: Lane,
+        selection: BackendSelection,
         reporter: ProgressReporter,
         *,
         connect_seconds: float,
@@ -79,7 +79,7 @@ class Delivery:
         self._target = coordinator
         self._data_host = data_host
         self._host = ""
-        self._lane = lane
+        self._selection = selection
         self._reporter = reporter
         self._channel = open_channel(coordinator)
         self._stub = PublishServiceStub(self._channel)
@@ -106,7 +106,7 @@ class Delivery:
             lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
             deadline,
         )
-        target.backends[:] = [self._lane.backend(target.backends)]
+        target.backends[:] = [self._selection.backend(target.backends)]
         return target
 
     @property
@@ -196,7 +196,7 @@ class Delivery:
 
     def _can_reuse(self, sender: Sender, backend: str) -> bool:
         """Whether the group that is kept suits a push; an accelerator may have changed."""
-        wanted = backend, self._lane.device_of(backend)
+        wanted = backend, self._selection.device_of(backend)
         return sender.usable and (sender.ticket.backend, sender.device) == wanted
 
     def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
@@ -264,7 +264,7 @@ class Delivery:
             self._sender = None
         while True:
             try:
-                self._sender = Sender(ticket, self._lane.device_of(ticket.backend))
+                self._sender = Sender(ticket, self._selection.device_of(ticket.backend))
                 return self._sender
             except (StaleEpochError, PeerUnavailableError):
                 moved = self._group_now(begun, ticket.group_id, deadline)

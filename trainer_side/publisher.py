@@ -23,11 +23,11 @@ from trainer_side.arguments import (
     check_ranks,
     check_seconds,
 )
-from trainer_side.backend_selection import Lane
+from trainer_side.backend_selection import BackendSelection
 from trainer_side.background import Background, WhenBusy
 from trainer_side.notices import Notices
 from trainer_side.params.choose import Kind
-from trainer_side.pool_client import Delivery
+from trainer_side.pool_client import PoolClient
 from trainer_side.progress import reporter_for
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
@@ -150,19 +150,19 @@ class Publisher:
             on_base_change=on_base_change,
         )
         self._notices = Notices(on_publish_again) if on_publish_again else None
-        self._delivery: Delivery | None = None
+        self._client: PoolClient | None = None
         if pushing_ranks.rank == SENDER:
-            self._delivery = Delivery(
+            self._client = PoolClient(
                 coordinator,
                 trainer_id,
                 data_host,
-                Lane(backend, send_from),
+                BackendSelection(backend, send_from),
                 reporter_for(progress),
                 connect_seconds=connect_seconds,
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
             )
-        self._pushing = Pushing(pushing_ranks, self._delivery, bucket_bytes)
+        self._pushing = Pushing(pushing_ranks, self._client, bucket_bytes)
         self._background = Background(self._pushing, ranks_of(ranks))
 
     @property
@@ -361,7 +361,7 @@ class Publisher:
         policy takes it out. Does not block. Known at the sender, empty at other ranks:
         a trainer of several broadcasts it, for all must push.
         """
-        return self._delivery.wanted if self._delivery is not None else frozenset()
+        return self._client.wanted if self._client is not None else frozenset()
 
     def close(self) -> None:
         """Wait for pushes under way, release the leases and leave the side group.

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_side.arguments import check_replicas
-from trainer_side.backend_selection import Plan, plan_for
+from trainer_side.backend_selection import BucketSettings, bucket_settings
 from trainer_side.lockstep import LedSource, follow
 from trainer_side.origin import Origin, Origins
 from trainer_side.outcome import missing_replicas
-from trainer_side.pool_client import Delivery
+from trainer_side.pool_client import PoolClient
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
@@ -36,7 +36,7 @@ from weft.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-_MAX_PLANS = 32
+_MAX_MANIFESTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +66,21 @@ class Pushing:
 
     Args:
         ranks: Of the trainer; closed with it.
-        delivery: At the sender, closed with it; None elsewhere.
+        client: At the sender, closed with it; None elsewhere.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
     """
 
-    def __init__(self, ranks: Ranks, delivery: Delivery | None, bucket_bytes: int | None) -> None:
+    def __init__(self, ranks: Ranks, client: PoolClient | None, bucket_bytes: int | None) -> None:
         self._lock = threading.Lock()
-        self._ranks, self._speaker = ranks, delivery
+        self._ranks, self._sender_client = ranks, client
         self._bucket_bytes = bucket_bytes
         self._origins = Origins()
         #: What the last push that succeeded cost.
         self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
-        self._plans: Lru[tuple[Plan, tuple[TensorMeta, ...]], Manifest] = Lru(_MAX_PLANS)
+        self._manifests: Lru[tuple[BucketSettings, tuple[TensorMeta, ...]], Manifest] = Lru(
+            _MAX_MANIFESTS
+        )
 
     def push(
         self,
@@ -107,8 +109,8 @@ class Pushing:
         with self._lock:
             self._ranks.abandon()
             self._origins.close()
-            if self._speaker is not None:
-                self._speaker.close()
+            if self._sender_client is not None:
+                self._sender_client.close()
 
     def _push(
         self, request: PushRequest, began: float, is_replaced: Callable[[], bool]
@@ -123,12 +125,12 @@ class Pushing:
                 reason="REPLACED",
             )
         target = pb.DescribeTargetResponse.FromString(
-            ranks.share(lambda: self._delivery.describe(deadline).SerializeToString())
+            ranks.share(lambda: self._client.describe(deadline).SerializeToString())
         )
         with agreeing(ranks):
             what = request.content()
             source, adapter = what.source(target)
-            manifest = self._plan(target.backends[0], source.metas)
+            manifest = self._manifest(target.backends[0], source.metas)
         self._check_same(manifest)
         finite = checks_finite(request.check_finite, adapter, target.backends[0])
         shared = ranks.share(
@@ -185,9 +187,9 @@ class Pushing:
                 _log.warning("%s: %s", version, remark)
 
     @property
-    def _delivery(self) -> Delivery:
-        assert self._speaker is not None
-        return self._speaker
+    def _client(self) -> PoolClient:
+        assert self._sender_client is not None
+        return self._sender_client
 
     def _begin(
         self,
@@ -208,7 +210,7 @@ class Pushing:
                     f"on_base_change='refuse' needs to know which base {request.policy!r} was "
                     f"trained on: {origin.why}"
                 )
-        begun = self._delivery.begin(
+        begun = self._client.begin(
             request.policy,
             manifest,
             adapter,
@@ -221,13 +223,13 @@ class Pushing:
         )
         return origin.encode(begun.SerializeToString())
 
-    def _plan(self, backend: str, metas: tuple[TensorMeta, ...]) -> Manifest:
-        """The bucket plan of these tensors, kept: the next push has the same."""
-        plan = plan_for(backend, self._bucket_bytes)
-        manifest = self._plans.get((plan, metas))
+    def _manifest(self, backend: str, metas: tuple[TensorMeta, ...]) -> Manifest:
+        """The manifest of these tensors, which is kept: the next push has the same."""
+        settings = bucket_settings(backend, self._bucket_bytes)
+        manifest = self._manifests.get((settings, metas))
         if manifest is None:
-            manifest = plan_buckets(metas, plan.bucket_bytes, plan.digest_algorithm)
-            self._plans.put((plan, metas), manifest)
+            manifest = plan_buckets(metas, settings.bucket_bytes, settings.digest_algorithm)
+            self._manifests.put((settings, metas), manifest)
         return manifest
 
     def _check_same(self, manifest: Manifest) -> None:
@@ -254,7 +256,7 @@ class Pushing:
         ended: list[pb.Transfer] = []
 
         def send() -> bytes:
-            ended.append(self._delivery.carry_out(begun, led, manifest, finite, deadline))
+            ended.append(self._client.carry_out(begun, led, manifest, finite, deadline))
             return ended[0].SerializeToString()
 
         if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):

@@ -145,7 +145,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 def _trainer(strike: Strike) -> None:
     from trainer_side.packer import Packer
-    from trainer_side.pool_client import Delivery
+    from trainer_side.pool_client import PoolClient
     from trainer_side.pushing import Pushing
     from trainer_side.sender import Sender
     from weft.transport.attendance import Attendance
@@ -153,7 +153,7 @@ def _trainer(strike: Strike) -> None:
 
     match strike.point:
         case "before begin":
-            _before(Delivery, "begin", strike)
+            _before(PoolClient, "begin", strike)
         case "in rendezvous":
             _before(SendingRank, "_send_buckets", strike)
         case "at a bucket":
@@ -172,7 +172,7 @@ def _rank(strike: Strike) -> None:
 
     match strike.point:
         case "before begin":
-            _before(pushing.Pushing, "_plan", strike)
+            _before(pushing.Pushing, "_manifest", strike)
         case "in rendezvous":
             _before(pushing, "follow", strike)
         case "at a bucket":

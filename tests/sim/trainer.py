@@ -193,7 +193,7 @@ class SimTrainer(Process):
     def _group_now(
         self, push: Push, layout: Layout, known: str
     ) -> Generator[Any, Any, Group | None]:
-        """The group that the push has now, if it goes on: as ``Delivery._group_now``."""
+        """The group that the push has now, if it goes on: as ``PoolClient._group_now``."""
         token = self.tokens.get(push.policy, 0)
         try:
             begun: BeginAnswer = yield self._begin_call(push, layout, token, "")

@@ -24,9 +24,9 @@ class HostMemory:
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._taken: dict[int, list[tuple[tuple[int, bool], torch.Tensor]]] = {}
 
-    def lend(self, borrower: int) -> Lease:
+    def lend(self, borrower: int) -> SnapshotMemory:
         """Buffers for one snapshot, until ``give_back`` with the same number."""
-        return Lease(self, borrower)
+        return SnapshotMemory(self, borrower)
 
     def take(self, borrower: int, num_bytes: int, *, pinned: bool) -> torch.Tensor:
         """uint8 bytes of a size, shape (num_bytes,)."""
@@ -47,8 +47,8 @@ class HostMemory:
                 self._free.setdefault(key, []).append(buffer)
 
 
-class Lease:
-    """One borrower's way to ``HostMemory``."""
+class SnapshotMemory:
+    """The part of a ``HostMemory`` that one snapshot borrows."""
 
     def __init__(self, memory: HostMemory, borrower: int) -> None:
         self._memory, self._borrower = memory, borrower
@@ -99,7 +99,7 @@ class _Overlaid:
         yield from ((n, t) for n, t in self._params.local() if n not in self._copies.metas)
 
 
-def snapshot(params: Params, names: Collection[str], lease: Lease) -> Params:
+def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
     """The same parameters with copies of what this rank holds of ``names``; the others
     are still read in place.
 
@@ -107,18 +107,18 @@ def snapshot(params: Params, names: Collection[str], lease: Lease) -> Params:
     gathered now, and kept whole at the sender.
     """
     if not isinstance(params, ShardedParams):
-        copies = {name: lease.copy(params.whole(name)) for name in params.metas if name in names}
+        copies = {name: memory.copy(params.whole(name)) for name in params.metas if name in names}
         return _Overlaid(params, copies)
     kept: dict[str, Sharded | Gathered] = {}
     for name, param in params.placed.items():
         if name not in names:
             kept[name] = param
         elif isinstance(param, Sharded):
-            local = None if param.local is None else lease.copy(param.local)
+            local = None if param.local is None else memory.copy(param.local)
             kept[name] = Sharded(param.shape, param.dtype, param.runs, local)
         else:
             whole = param.gather()
             runs = (Run(SENDER, 0, param.shape.numel()),)
-            own = lease.copy(whole) if params.ranks.rank == SENDER else None
+            own = memory.copy(whole) if params.ranks.rank == SENDER else None
             kept[name] = Sharded(param.shape, param.dtype, runs, own)
     return ShardedParams(kept, params.kind, params.ranks)

@@ -12,7 +12,7 @@ from trainer_side.origin import BaseOf
 from trainer_side.params.choose import Kind, Opened, open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
-from trainer_side.params.snapshot import Lease, snapshot
+from trainer_side.params.snapshot import SnapshotMemory, snapshot
 from trainer_side.ranks import Ranks
 from trainer_side.sources.active_adapters import active_remarks
 from trainer_side.sources.adapter_source import Adapter, adapter_of_model, adapter_parameters
@@ -39,7 +39,7 @@ class Content(Protocol):
             WeftError: They cannot be pushed; says why.
         """
 
-    def kept(self, memory: Lease) -> Content:
+    def kept(self, memory: SnapshotMemory) -> Content:
         """The same with copies of the weights as they are now, in ``memory``: training
         may go on. Collective where the framework alone can gather."""
 
@@ -103,7 +103,7 @@ class ModelBase:
             module = module.get_base_model()
         return ModuleSource(module, params, _base_rule(target, self.cast)), None
 
-    def kept(self, memory: Lease) -> ModelBase:
+    def kept(self, memory: SnapshotMemory) -> ModelBase:
         """See ``Content.kept``. Of a PEFT model only what is trained: its base is not."""
         names = set(self.opened.params.metas)
         if self.merged is not None:
@@ -148,7 +148,7 @@ class ModelAdapter:
         )  # fmt: skip
         return adapter.source, adapter
 
-    def kept(self, memory: Lease) -> ModelAdapter:
+    def kept(self, memory: SnapshotMemory) -> ModelAdapter:
         """See ``Content.kept``."""
         names = adapter_parameters(self.opened.params, self.adapter_name)
         params = snapshot(self.opened.params, names, memory)
@@ -184,7 +184,7 @@ class FileBase:
         """See ``Content.source``."""
         return CheckpointSource(self.path, _base_rule(target, self.cast)), None
 
-    def kept(self, memory: Lease) -> FileBase:
+    def kept(self, memory: SnapshotMemory) -> FileBase:
         """See ``Content.kept``: files are not copied."""
         return self
 
@@ -207,7 +207,7 @@ class FileAdapter:
         adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
-    def kept(self, memory: Lease) -> FileAdapter:
+    def kept(self, memory: SnapshotMemory) -> FileAdapter:
         """See ``Content.kept``: files are not copied."""
         return self
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer_side import backend_selection as module
-from trainer_side.backend_selection import DEVICE_BUCKET_BYTES, Lane, plan_for
+from trainer_side.backend_selection import DEVICE_BUCKET_BYTES, BackendSelection, bucket_settings
 from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
 from weft.contract.errors import NotReadyError
 from weft.contract.manifest import WSUM64, XXH3_64
@@ -21,35 +21,36 @@ def gpu(monkeypatch):
 
 
 def test_without_an_accelerator_bytes_take_gloo():
-    assert Lane().backend(BOTH) == "gloo"
-    assert Lane().device_of("nccl") == torch.device("cpu")
+    assert BackendSelection().backend(BOTH) == "gloo"
+    assert BackendSelection().device_of("nccl") == torch.device("cpu")
 
 
 def test_a_pool_from_before_backends_were_told_takes_gloo():
-    assert Lane().backend(()) == "gloo"
+    assert BackendSelection().backend(()) == "gloo"
 
 
 def test_with_one_they_take_what_the_pool_likes_best(gpu):
-    assert Lane().backend(BOTH) == "nccl"
-    assert Lane().backend(("gloo",)) == "gloo"
-    assert Lane("gloo").backend(BOTH) == "gloo"
+    assert BackendSelection().backend(BOTH) == "nccl"
+    assert BackendSelection().backend(("gloo",)) == "gloo"
+    assert BackendSelection("gloo").backend(BOTH) == "gloo"
 
 
 def test_the_device_is_the_current_one_or_as_chosen(gpu):
-    assert Lane().device_of("nccl") == torch.device("cuda", 1)
-    assert Lane(device=torch.device("cuda", 3)).device_of("nccl") == torch.device("cuda", 3)
-    assert Lane(device=torch.device("cuda", 3)).device_of("gloo") == torch.device("cpu")
+    assert BackendSelection().device_of("nccl") == torch.device("cuda", 1)
+    chosen = BackendSelection(device=torch.device("cuda", 3))
+    assert chosen.device_of("nccl") == torch.device("cuda", 3)
+    assert chosen.device_of("gloo") == torch.device("cpu")
 
 
 def test_no_shared_backend_is_refused():
     with pytest.raises(NotReadyError, match="offers nccl, this process has gloo") as caught:
-        Lane().backend(("nccl",))
+        BackendSelection().backend(("nccl",))
     assert caught.value.reason == "BACKEND_MISMATCH"
     with pytest.raises(NotReadyError, match="may use nccl only"):
-        Lane("nccl").backend(BOTH)
+        BackendSelection("nccl").backend(BOTH)
 
 
 def test_buckets_and_digests_suit_the_backend():
-    assert plan_for("gloo", None) == module.Plan(DEFAULT_BUCKET_BYTES, XXH3_64)
-    assert plan_for("nccl", None) == module.Plan(DEVICE_BUCKET_BYTES, WSUM64)
-    assert plan_for("nccl", 2**20).bucket_bytes == 2**20
+    assert bucket_settings("gloo", None) == module.BucketSettings(DEFAULT_BUCKET_BYTES, XXH3_64)
+    assert bucket_settings("nccl", None) == module.BucketSettings(DEVICE_BUCKET_BYTES, WSUM64)
+    assert bucket_settings("nccl", 2**20).bucket_bytes == 2**20
