@@ -1,4 +1,4 @@
-"""What a replica can be told."""
+"""The settings of a replica."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """What ``weft rollout`` was told."""
+    """The options of one replica process."""
 
     agent: AgentConfig
     vllm_args: Sequence[str]

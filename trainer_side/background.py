@@ -1,4 +1,4 @@
-"""Pushes that go on while the trainer trains: one thread, in the order of the calls."""
+"""Pushes beside the training: one thread carries them out, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Waiting:
     """A push that was asked for and has not begun."""
 
     number: int
-    """Of the call; the same on every rank."""
+    """Counts the calls; the same on every rank."""
     request: PushRequest
     began: float
     """When it was asked for."""
@@ -148,13 +148,13 @@ class Background:
                 self._condition.notify_all()
 
     def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
-        """Those of its policy that wait before this one."""
+        """The pushes of its policy that wait before this one."""
         ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
         policy = waiting.request.policy
         return [w for w in ahead if w.request.policy == policy and not w.is_replaced]
 
     def _replace_ahead(self, waiting: _Waiting) -> list[int]:
-        """At the sender: replace those of its policy that wait before this one; their numbers."""
+        """Replace the pushes of its policy before this one, at the sender; their numbers."""
         with self._condition:
             replaced = self._ahead(waiting)
             for earlier in replaced:

@@ -39,7 +39,7 @@ class _Held:
     token: int
     time_to_live_seconds: float
     lost_version: int = 0
-    """As the coordinator said last."""
+    """The version that no replica holds any more, as the coordinator said last; 0 is none."""
     answered_version: int = 0
     """The one that a push has replaced since; an answer on its way may still name it."""
 

@@ -13,7 +13,7 @@ from weft.contract.manifest import Manifest
 
 class LedSource:
     """The sender's source, which the other ranks ``follow``: before each bucket, all
-    learn whether all can go on.
+    learn whether all can continue.
 
     Args:
         source: Collective.
@@ -37,7 +37,7 @@ class LedSource:
 
 
 def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:
-    """What another rank than the sender does for a push: give what it holds.
+    """Give what a rank other than the sender holds, bucket by bucket of a push.
 
     Raises:
         WeftError: What ended the push, as at every rank.

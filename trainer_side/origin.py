@@ -40,7 +40,7 @@ class BaseOf:
 
     @classmethod
     def of(cls, module: Any) -> BaseOf:
-        """Of a base model; transformers' know what they were loaded from."""
+        """Tell it of a base model; those of transformers know what they were loaded from."""
         config = getattr(module, "config", None)
         name = getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")
         revision = getattr(config, "_commit_hash", None)
@@ -61,7 +61,7 @@ class Origin:
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Origin, bytes]:
-        """What ``encode`` made."""
+        """Take apart what ``encode`` made."""
         head, _, rest = data.partition(b"\0")
         return cls(*json.loads(head)), rest
 

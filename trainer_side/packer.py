@@ -104,7 +104,7 @@ class Packer:
     def moved(self, held: range) -> Packer:
         """A packer with fresh buffers that hold the same buckets.
 
-        For a transfer that goes on after its group was abandoned: the old buffers
+        For a transfer that continues after its group was abandoned: the old buffers
         may still be read by operations that nobody can stop.
         """
         packer = Packer(self.manifest, device=self._device)

@@ -275,7 +275,7 @@ class PoolClient:
     def _group_now(
         self, begun: pb.BeginTransferResponse, known: str, deadline: float
     ) -> GroupTicket | None:
-        """The place in the group that a transfer goes on in, if it was re-formed before this
+        """The place in the group that a transfer continues in, if it was re-formed before this
         rank came to the group that it knows: there nobody can tell it any more."""
         if self._request is None:
             return None

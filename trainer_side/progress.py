@@ -16,7 +16,7 @@ class ProgressReporter(Protocol):
     """Gives each push its progress function."""
 
     def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress | None]:
-        """For the length of one push of ``version``."""
+        """The progress function of one push of ``version``, for as long as that takes."""
 
 
 def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter:

@@ -92,9 +92,10 @@ class Publisher:
             version that the pool should serve any more (all were restarted, say), and
             this publisher owns the policy: once each time that is asked, at the sender,
             on a thread of its own, one call after the other. It may push if the trainer
-            has one rank, and until it returns ``close`` waits some seconds; an exception
-            is logged. The weights must not change meanwhile: a trainer that cannot
-            promise that, or has several ranks, looks at ``wanted`` in its loop instead.
+            has one rank; until it returns ``close`` waits some seconds, and the end of the
+            process as long as that takes; an exception is logged. The weights must not
+            change meanwhile: a trainer that cannot promise that, or has several ranks, looks
+            at ``wanted`` in its loop instead.
         check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
             bucket as it is packed. None does so for adapters that are packed on an
             accelerator, where it costs next to nothing, and for nothing else.

@@ -48,7 +48,7 @@ class PushReport:
     num_replicas: int
     """Replicas that served the version when the push ended; ``remarks`` names the others."""
     seconds: float
-    """From the call until every replica had switched, or had failed to."""
+    """Time from the call until every replica had switched, or had failed to."""
     forming_seconds: float
     staging_seconds: float
     committing_seconds: float

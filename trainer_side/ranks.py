@@ -2,7 +2,7 @@
 
 Every rank calls the publisher. Rank 0, the sender, alone speaks to the coordinator and
 to the replicas; the others help to gather. Before each step in which ranks depend on
-each other they *agree*: each says whether it can go on, and if one cannot, all raise
+each other they *agree*: each says whether it can continue, and if one cannot, all raise
 its error instead of waiting in a gather for a rank that will never come.
 
 A gloo group of our own carries this, so that the application's groups are not used,
@@ -66,7 +66,7 @@ class Ranks(Protocol):
         """
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Go on only if all can.
+        """Continue only if every rank can.
 
         Raises:
             BaseException: Here, ``error`` itself; elsewhere that of the lowest rank that
@@ -110,7 +110,7 @@ def ranks_of(together: Together) -> Ranks:
 
 @contextmanager
 def agreeing(ranks: Ranks) -> Iterator[None]:
-    """All go on after this block, or all raise the error of one."""
+    """Let all ranks continue after this block, or all raise the error of one."""
     try:
         yield
     except Exception as error:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _STAND_BY_SECONDS = 1.0
 
-#: The place in the group that a transfer goes on in now, if it is another than this one.
+#: Finds the place in the group that a transfer continues in, if it is another than this one.
 FindGroup = Callable[[str], GroupTicket | None]
 
 
@@ -109,7 +109,7 @@ class Sender:
             progress: See ``Progress``.
             check_finite: Look at each bucket as it was packed for NaN and infinities.
             find_group: Asked with the id of a group that was dropped before this rank came
-                to it: nobody could tell it there where the transfer goes on.
+                to it: nobody could tell it there where the transfer continues.
 
         Returns:
             The content digest.

@@ -32,7 +32,7 @@ def _typed() -> Iterator[None]:
 
 
 def cordon(coordinator: str, replica_id: str, reason: str) -> None:
-    """Take a replica out of service; it goes on receiving pushes.
+    """Take a replica out of service; it still receives pushes.
 
     Raises:
         WeftError: It was refused.
@@ -109,7 +109,7 @@ def _wait_gone(
     before: inspect_pb2.Replica | None,
     until: float,
 ) -> None:
-    """Until the replica, or its process of ``before``, is no longer in the pool."""
+    """Wait until the replica, or its process of ``before``, is no longer in the pool."""
     while (now_is := find()) is not None:
         if before and now_is.address != before.address:
             return  # another process has its name already

@@ -167,7 +167,7 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
 
 
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
-    """That nobody knows whether a replica's base@0 is that of the others, and why."""
+    """Says that nobody knows whether a replica's base@0 is that of the others, and why."""
     known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
@@ -189,7 +189,7 @@ def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:
-    """Those that ever had a version; of many, those first that somebody should look at,
+    """The policies that ever had a version; of many, those first that somebody should look at,
     then those that are owned now."""
     policies = [policy for policy in pool.policies if policy.last_version]
     if more := max(0, len(policies) - _MAX_POLICIES):

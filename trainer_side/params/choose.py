@@ -31,7 +31,7 @@ class Opened:
     module: torch.nn.Module
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
-    """By ``unwrapped_name``, tied ones once."""
+    """Its parameters by ``unwrapped_name``, tied ones once."""
 
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Opened:
@@ -106,7 +106,7 @@ class _Places:
         return _SHARDED["fsdp2"] if self._is_dtensor(param) else ""
 
     def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
-        """Where it is."""
+        """Where the elements of a parameter are."""
         if zero3.is_zero3(param):
             return zero3.of_zero3(param, self._rank_of)
         if self._is_dtensor(param):

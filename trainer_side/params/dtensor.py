@@ -41,7 +41,7 @@ class DTensorPlaces:
         self._holders: dict[tuple[DeviceMesh, int | None], list[int]] = {}
 
     def of(self, param: DTensor) -> Sharded | Gathered:
-        """Where one is.
+        """Where the elements of a DTensor are.
 
         Raises:
             UnsupportedError: Its mesh has ranks that do not push together.

@@ -32,8 +32,9 @@ class Params(Protocol):
         Args:
             names: Which; the same on every rank, in the same order of calls.
             dtypes: What to cast each to; the same on every rank.
-            outs: At the sender: contiguous CPU tensors of those dtypes and the whole
-                shapes to copy into; owned by the caller. None elsewhere.
+            outs: At the sender: contiguous tensors of those dtypes and the whole shapes to
+                copy into, owned by the caller, on the CPU or the accelerator that NCCL sends
+                from. None elsewhere.
 
         Blocks for the copies. Collective where ``is_collective``.
         """

@@ -28,7 +28,7 @@ class Run:
     """Contiguous elements of a parameter that one rank holds."""
 
     rank: int
-    """Of the trainer's ranks."""
+    """Who holds them, as the trainer counts its ranks."""
     begin: int
     """First element in the row-major order of the whole parameter."""
     numel: int
@@ -156,10 +156,10 @@ class _Piece:
 
     param: Sharded
     dtype: torch.dtype
-    """That it travels in."""
+    """What it is cast to before it travels."""
     run: Run
     first: int
-    """Within the run."""
+    """Its first element, counted from the begin of the run."""
     numel: int
     out: torch.Tensor | None
 

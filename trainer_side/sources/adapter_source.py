@@ -25,7 +25,7 @@ class Adapter:
     source: ParamsSource
     config_json: str
     base_fingerprint: str
-    """Of the base it was trained on; empty when that is not known."""
+    """Fingerprint of the base it was trained on; empty when that is not known."""
 
 
 def adapter_of_model(

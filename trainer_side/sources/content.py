@@ -226,7 +226,7 @@ def _base_of(opened: Opened) -> BaseOf:
 def base_content(
     model: Model, ranks: Ranks, cast: bool, merged: str | None = None, kind: Kind = "auto"
 ) -> Content:
-    """What ``push_base`` and ``push_merged`` were handed."""
+    """The content of what ``push_base`` or ``push_merged`` was handed."""
     if isinstance(model, str | Path):
         return FileBase(Path(model), cast)
     return ModelBase.of(model, ranks, cast, merged, kind)
@@ -240,7 +240,7 @@ def adapter_content(
     check_base: bool,
     kind: Kind = "auto",
 ) -> Content:
-    """What ``push_adapter`` was handed."""
+    """The content of what ``push_adapter`` was handed."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
     opened = open_model(model, ranks, kind)

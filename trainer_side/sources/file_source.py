@@ -22,7 +22,7 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """Whether PEFT's save_pretrained wrote it."""
+    """Whether PEFT's save_pretrained wrote a directory."""
     return (path / _ADAPTER_CONFIG).is_file()
 
 

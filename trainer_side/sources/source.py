@@ -36,10 +36,12 @@ class Source(Protocol):
         """Fill ``views[i]`` with tensor ``first + i``, cast to the view's dtype.
 
         Args:
-            first, count: Ascending, gapless ranges; the same on every rank.
-            views: At the sender: ``count`` contiguous CPU tensors of the metas' shapes,
-                owned by the caller. None at the trainer's other ranks, which only give
-                what they hold.
+            first: Where the range begins; ranges ascend without gaps, the same on every rank.
+            count: How many tensors it has.
+            views: At the sender: ``count`` contiguous tensors of the metas' shapes, owned by
+                the caller, on the device that buckets are packed on: CPU, or the
+                accelerator that NCCL sends from. None at the trainer's other ranks, which
+                only give what they hold.
 
         Blocks for the copies.
         """

@@ -1,4 +1,4 @@
-"""What a coordinator can be told."""
+"""The settings of a coordinator."""
 
 from __future__ import annotations
 

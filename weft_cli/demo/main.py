@@ -47,7 +47,7 @@ _ENGINE_ARGS = (
 
 @dataclass
 class _Demo:
-    """What runs, and what was seen."""
+    """The demo's processes, and what was seen of them."""
 
     work: Path
     console: Console
