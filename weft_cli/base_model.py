@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import grpc
 from rich.console import Console
 
-from weft.rpc.channel import open_channel
-from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
+from weft_cli.connection import CALL_SECONDS, connect
 from weft_cli.status import vector_text
 
-_CALL_SECONDS = 10.0
 _NEXT = "the next replica that registers binds the pool to its base model"
 
 
@@ -21,7 +18,7 @@ def show(coordinator: str) -> None:
     Raises:
         WeftError: The coordinator does not answer.
     """
-    with open_channel(coordinator) as channel:
+    with connect(coordinator) as channel:
         found = _get(AdminServiceStub(channel))
     console = Console()
     if not found.base_fingerprint:
@@ -53,14 +50,11 @@ def rebind(coordinator: str) -> None:
     Raises:
         WeftError: It was refused.
     """
-    with open_channel(coordinator) as channel:
+    with connect(coordinator) as channel:
         stub = AdminServiceStub(channel)
         found = _get(stub)
         request = admin_pb2.RebindBaseRequest(base_fingerprint=found.base_fingerprint)
-        try:
-            answer = stub.RebindBase(request, timeout=_CALL_SECONDS)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+        answer = stub.RebindBase(request, timeout=CALL_SECONDS)
     names = ", ".join(f"{v.policy}@{v.version}" for v in answer.retired_versions)
     Console().print(
         f"[bold green]{found.architecture or 'no base model'}[/] "
@@ -70,10 +64,7 @@ def rebind(coordinator: str) -> None:
 
 
 def _get(stub: AdminServiceStub) -> admin_pb2.GetBaseResponse:
-    try:
-        return stub.GetBase(admin_pb2.GetBaseRequest(), timeout=_CALL_SECONDS)
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
+    return stub.GetBase(admin_pb2.GetBaseRequest(), timeout=CALL_SECONDS)
 
 
 def _counted(number: int, noun: str) -> str:

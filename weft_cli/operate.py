@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import grpc
 from rich.console import Console
 
 from weft.contract.errors import InvalidNameError
 from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
-from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2, types_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
-
-_CALL_SECONDS = 10.0
+from weft_cli.connection import CALL_SECONDS, connect
 
 
 def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds: float) -> None:
@@ -23,11 +19,8 @@ def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds
         WeftError: It was refused, or no replica could switch.
     """
     request = admin_pb2.RollbackRequest(policy=policy, to_version=to_version)
-    with open_channel(coordinator) as channel:
-        try:
-            response = AdminServiceStub(channel).Rollback(request, timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+    with connect(coordinator) as channel:
+        response = AdminServiceStub(channel).Rollback(request, timeout=timeout_seconds)
     name = f"{policy}@{to_version}"
     if response.replaced_version == to_version:
         Console().print(f"[bold green]{name}[/] is served already")
@@ -61,13 +54,10 @@ def retire(coordinator: str, version: PolicyVersion) -> None:
         WeftError: It was refused.
     """
     wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
-    with open_channel(coordinator) as channel:
-        try:
-            AdminServiceStub(channel).Retire(
-                admin_pb2.RetireRequest(version=wanted), timeout=_CALL_SECONDS
-            )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+    with connect(coordinator) as channel:
+        AdminServiceStub(channel).Retire(
+            admin_pb2.RetireRequest(version=wanted), timeout=CALL_SECONDS
+        )
     Console().print(f"[bold green]{version}[/] can no longer be requested")
 
 
@@ -78,11 +68,8 @@ def retain(coordinator: str, policy: str, num_versions: int) -> None:
         WeftError: It was refused.
     """
     request = admin_pb2.SetRetentionRequest(policy=policy, num_versions=num_versions)
-    with open_channel(coordinator) as channel:
-        try:
-            response = AdminServiceStub(channel).SetRetention(request, timeout=_CALL_SECONDS)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+    with connect(coordinator) as channel:
+        response = AdminServiceStub(channel).SetRetention(request, timeout=CALL_SECONDS)
     number = response.num_versions
     kept = "the newest version is" if number == 1 else f"the newest {number} versions are"
     Console().print(f"of [bold]{policy}[/] {kept} kept")
@@ -95,12 +82,9 @@ def pin(coordinator: str, version: PolicyVersion, *, pinned: bool) -> None:
         WeftError: It was refused.
     """
     wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
-    with open_channel(coordinator) as channel:
-        try:
-            AdminServiceStub(channel).Pin(
-                admin_pb2.PinRequest(version=wanted, pinned=pinned), timeout=_CALL_SECONDS
-            )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+    with connect(coordinator) as channel:
+        AdminServiceStub(channel).Pin(
+            admin_pb2.PinRequest(version=wanted, pinned=pinned), timeout=CALL_SECONDS
+        )
     word = "is kept until it is unpinned" if pinned else "may be retired"
     Console().print(f"[bold green]{version}[/] {word}")

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import grpc
 from rich.console import Console
 
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto
-from weft.rpc.status import error_from_rpc
 from weft.v1 import admin_pb2, inspect_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.connection import CALL_SECONDS, connect
 
-_CALL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 #: A replica leaves some moments after its time is over.
 _LEAVE_SECONDS = 15.0
-
-
-@contextmanager
-def _typed() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
 
 
 def cordon(coordinator: str, replica_id: str, reason: str) -> None:
@@ -38,8 +26,8 @@ def cordon(coordinator: str, replica_id: str, reason: str) -> None:
         WeftError: It was refused.
     """
     request = admin_pb2.CordonRequest(replica_id=replica_id, reason=reason)
-    with open_channel(coordinator) as channel, _typed():
-        AdminServiceStub(channel).Cordon(request, timeout=_CALL_SECONDS)
+    with connect(coordinator) as channel:
+        AdminServiceStub(channel).Cordon(request, timeout=CALL_SECONDS)
     Console().print(f"[bold]{replica_id}[/] is out of service until it is uncordoned")
 
 
@@ -50,8 +38,8 @@ def quarantine(coordinator: str, replica_id: str, reason: str) -> None:
         WeftError: It was refused.
     """
     request = admin_pb2.QuarantineRequest(replica_id=replica_id, reason=reason)
-    with open_channel(coordinator) as channel, _typed():
-        AdminServiceStub(channel).Quarantine(request, timeout=_CALL_SECONDS)
+    with connect(coordinator) as channel:
+        AdminServiceStub(channel).Quarantine(request, timeout=CALL_SECONDS)
     Console().print(f"[bold]{replica_id}[/] is quarantined until it is uncordoned")
 
 
@@ -62,8 +50,8 @@ def uncordon(coordinator: str, replica_id: str) -> None:
         WeftError: It was refused.
     """
     request = admin_pb2.UncordonRequest(replica_id=replica_id)
-    with open_channel(coordinator) as channel, _typed():
-        answer = AdminServiceStub(channel).Uncordon(request, timeout=_CALL_SECONDS)
+    with connect(coordinator) as channel:
+        answer = AdminServiceStub(channel).Uncordon(request, timeout=CALL_SECONDS)
     if answer.state in (inspect_pb2.REPLICA_STATE_UNSPECIFIED, inspect_pb2.REPLICA_STATE_READY):
         Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
         return
@@ -87,10 +75,10 @@ def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: fl
         replica_id=replica_id, timeout=duration_to_proto(timeout_seconds), reason=reason
     )
     began = time.monotonic()
-    with open_channel(coordinator) as channel, _typed():
+    with connect(coordinator) as channel:
         inspect = InspectServiceStub(channel)
         before = _find(inspect, replica_id)
-        AdminServiceStub(channel).Drain(request, timeout=_CALL_SECONDS)
+        AdminServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
         _wait_gone(
             lambda: _find(inspect, replica_id), before, began + timeout_seconds + _LEAVE_SECONDS
         )
@@ -100,7 +88,7 @@ def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: fl
 
 def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:
     request = inspect_pb2.ListReplicasRequest(replica_ids=[replica_id])
-    response = stub.ListReplicas(request, timeout=_CALL_SECONDS)
+    response = stub.ListReplicas(request, timeout=CALL_SECONDS)
     return next(iter(response.replicas), None)
 
 
