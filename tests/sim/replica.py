@@ -1,6 +1,6 @@
-"""A replica: registration, orders, and an engine that may fail.
+"""A replica: orders, and an engine that may fail.
 
-A model of ``rollout_side``: agent, registration, cloner.
+A model of ``rollout_side``: agent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tests.sim.drain import SimDrain
 from tests.sim.in_place import InPlace
 from tests.sim.probes import Probes
 from tests.sim.receiver import Receiver
+from tests.sim.registration import SimRegistration
 from tests.sim.store import Copy, Store
-from tests.unit.coordinator.decisions.machine import CAPABILITIES, SPEC
+from tests.unit.coordinator.decisions.machine import SPEC
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -76,15 +77,12 @@ class SimReplica(Process):
         self.order = (0, 0)
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
-        self._memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
-        self._pins_told: tuple[int, ...] = ()
-        self._pins: tuple[int, ...] = ()
+        self.memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+        self.pins_told: tuple[int, ...] = ()
+        self.pins: tuple[int, ...] = ()
         self.generation = self.last_epoch = 0
-        self._coordinator_id = ""
-        self._told: frozenset[HeldVersion] = frozenset()
-        self._held_wanted = False
         self._switching: deque[Future] = deque()
-        self.spawn(self._stay_registered())
+        self.spawn(SimRegistration(self).stay())
         self.spawn(self._look_after_memory())
 
     def crash(self) -> None:
@@ -94,85 +92,15 @@ class SimReplica(Process):
 
     def _look_at_memory(self) -> None:
         bases = tuple(base.version.version for base in self.store.bases)
-        self._memory = bases, self.store.transfer_ids()
+        self.memory = bases, self.store.transfer_ids()
 
     def _look_after_memory(self) -> Generator[Any, Any, None]:
         while True:
             yield _REAP_SECONDS
             if not self._switching:
-                self.store.pin_bases(self._pins_told)
+                self.store.pin_bases(self.pins_told)
                 self._look_at_memory()
-                self._pins = self._pins_told
-
-    def _stay_registered(self) -> Generator[Any, Any, None]:
-        interval = 1.0
-        while True:
-            try:
-                if not self.is_known:
-                    interval = yield from self._register()
-                    self.is_known = True
-                note = self.drain.note()
-                held, complete = self.held(), self._held_wanted
-                answer = yield self._call(
-                    "heartbeat",
-                    replica_id=self.name,
-                    incarnation=self.incarnation,
-                    vector=self.vector,
-                    adapter_used_bytes=0,
-                    retained=self._memory[0],
-                    dirty_reason=self.dirty_reason,
-                    staged=self._memory[1],
-                    pins_obeyed=frozenset(self._pins),
-                    drain=note,
-                    held=sorted(held if complete else held - self._told, key=str),
-                    held_complete=complete,
-                    refusing=self.refusing,
-                    order_number=self.order[1],
-                )
-                self._told, self._held_wanted = held, answer.held_wanted
-                self.ready = answer.ready
-                self.generation = max(self.generation, answer.generation)
-                self._obey(self.generation, answer.order_number, answer.refuse_reason)
-                self._pins_told = answer.pinned_bases
-                self.drain.hear(answer, is_noted=note is not None)
-                yield interval
-            except NotFoundError:
-                self.is_known = False
-            except WeftError:
-                yield 1.0
-
-    def _register(self) -> Generator[Any, Any, float]:
-        capabilities = dataclasses.replace(
-            CAPABILITIES,
-            num_receivers=self.kind.num_receivers,
-            loads_in_place=self.kind.in_place,
-        )
-        held = self.held()
-        answer = yield self._call(
-            "register",
-            replica_id=self.name,
-            incarnation=self.incarnation,
-            address=self.name,
-            capabilities=capabilities,
-            vector=self.vector,
-            retained=self._memory[0],
-            dirty_reason=self.dirty_reason,
-            drain=self.drain.note(),
-            held=sorted(held, key=str),
-            last_generation=self.generation,
-            last_epoch=self.last_epoch,
-            last_coordinator_id=self._coordinator_id,
-            refusing=self.refusing,
-        )
-        self._told = held
-        self.world.checks.losses.registered(self, answer.generation)
-        self.generation = max(self.generation, answer.generation)
-        self._coordinator_id = answer.coordinator_id
-        self._obey(self.generation, answer.order_number, answer.refuse_reason)
-        if answer.reference_wanted:
-            fingerprint = CAPABILITIES.base_fingerprint
-            yield self._call("put_reference", fingerprint=fingerprint)
-        return float(answer.heartbeat_seconds)
+                self.pins = self.pins_told
 
     def held(self) -> frozenset[HeldVersion]:
         """What it serves and retains, with its digests."""
@@ -183,13 +111,10 @@ class SimReplica(Process):
                 found[version] = digest
         return frozenset(HeldVersion(version, digest.value) for version, digest in found.items())
 
-    def _obey(self, generation: int, number: int, reason: str) -> None:
+    def obey(self, generation: int, number: int, reason: str) -> None:
         """Refuse requests, or take them again, unless a newer order was heard."""
         if (generation, number) >= self.order:
             self.order, self.refusing = (generation, number), reason
-
-    def _call(self, method: str, **args: Any) -> Future:
-        return self.world.network.call(self, "coordinator", method, 2.0, **args)
 
     # -- orders ----------------------------------------------------------------
 
@@ -226,7 +151,7 @@ class SimReplica(Process):
                 if order.incarnation != self.incarnation:
                     future.set(error=StaleEpochError("another process of it is meant"))
                     return future, None
-                self._obey(args["generation"], order.number, order.reason)
+                self.obey(args["generation"], order.number, order.reason)
                 future.set((self.refusing, self.order[1]))
             case effects.CallRetire():
                 self._drop_mistaken(order.mistaken)
@@ -310,7 +235,7 @@ class SimReplica(Process):
             self._switching.popleft()
             if self._switching and self.alive:
                 self._switching[0].set()
-        return self.vector, self._memory[0]
+        return self.vector, self.memory[0]
 
     def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
         def drop() -> Generator[Any, Any, None]:

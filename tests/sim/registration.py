@@ -1,0 +1,101 @@
+"""How a replica stays in the pool: a model of ``rollout_side.agent.registration``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.clock import Future
+from tests.unit.coordinator.decisions.machine import CAPABILITIES
+from weft.contract.errors import NotFoundError, WeftError
+from weft.coordinator.decisions.state.values import HeldVersion
+
+if TYPE_CHECKING:
+    from tests.sim.replica import SimReplica
+
+
+class SimRegistration:
+    """The registration of one process, and its heartbeats."""
+
+    def __init__(self, replica: SimReplica) -> None:
+        self._replica = replica
+        self._coordinator_id = ""
+        self._told: frozenset[HeldVersion] = frozenset()
+        self._held_wanted = False
+
+    def stay(self) -> Generator[Any, Any, None]:
+        """Register, beat, and register again where that is not known any more."""
+        replica, interval = self._replica, 1.0
+        while True:
+            try:
+                if not replica.is_known:
+                    interval = yield from self._register()
+                    replica.is_known = True
+                note = replica.drain.note()
+                held, complete = replica.held(), self._held_wanted
+                answer = yield self._call(
+                    "heartbeat",
+                    replica_id=replica.name,
+                    incarnation=replica.incarnation,
+                    vector=replica.vector,
+                    adapter_used_bytes=0,
+                    retained=replica.memory[0],
+                    dirty_reason=replica.dirty_reason,
+                    staged=replica.memory[1],
+                    pins_obeyed=frozenset(replica.pins),
+                    drain=note,
+                    held=sorted(held if complete else held - self._told, key=str),
+                    held_complete=complete,
+                    refusing=replica.refusing,
+                    order_number=replica.order[1],
+                )
+                self._told, self._held_wanted = held, answer.held_wanted
+                replica.ready = answer.ready
+                replica.generation = max(replica.generation, answer.generation)
+                replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
+                replica.pins_told = answer.pinned_bases
+                replica.drain.hear(answer, is_noted=note is not None)
+                yield interval
+            except NotFoundError:
+                replica.is_known = False
+            except WeftError:
+                yield 1.0
+
+    def _register(self) -> Generator[Any, Any, float]:
+        replica = self._replica
+        capabilities = dataclasses.replace(
+            CAPABILITIES,
+            num_receivers=replica.kind.num_receivers,
+            loads_in_place=replica.kind.in_place,
+        )
+        held = replica.held()
+        answer = yield self._call(
+            "register",
+            replica_id=replica.name,
+            incarnation=replica.incarnation,
+            address=replica.name,
+            capabilities=capabilities,
+            vector=replica.vector,
+            retained=replica.memory[0],
+            dirty_reason=replica.dirty_reason,
+            drain=replica.drain.note(),
+            held=sorted(held, key=str),
+            last_generation=replica.generation,
+            last_epoch=replica.last_epoch,
+            last_coordinator_id=self._coordinator_id,
+            refusing=replica.refusing,
+        )
+        self._told = held
+        replica.world.checks.losses.registered(replica, answer.generation)
+        replica.generation = max(replica.generation, answer.generation)
+        self._coordinator_id = answer.coordinator_id
+        replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
+        if answer.reference_wanted:
+            fingerprint = CAPABILITIES.base_fingerprint
+            yield self._call("put_reference", fingerprint=fingerprint)
+        return float(answer.heartbeat_seconds)
+
+    def _call(self, method: str, **args: Any) -> Future:
+        network = self._replica.world.network
+        return network.call(self._replica, "coordinator", method, 2.0, **args)
