@@ -164,16 +164,16 @@ def _end(change: Change, transfer: Transfer) -> None:
         transfer, phase=Phase.COMMITTED, end_at=change.now, begin_tickets=(), await_tickets=()
     )
     if not transfer.served_by:
-        is_undone = all_definite(transfer) and unserved.can_be_undone(transfer)
+        is_undone = all_definite(transfer) and unserved.is_replaced_kept(transfer)
         ended = replace(ended, failure=_nobody_serves(transfer, is_undone))
         if is_undone:
             ended = replace(ended, phase=Phase.ABORTED)
             unserved.undo(change, ended)
-        elif unserved.can_be_undone(transfer):
+        elif unserved.is_replaced_kept(transfer):
             unserved.wait_for_reports(change, ended)
     change.end_transfer(ended)
     discard(change, ended.transfer_id, ended.refusals)
-    if ended.served_by or not unserved.can_be_undone(ended):
+    if ended.served_by or not unserved.is_replaced_kept(ended):
         unserved.retire_replaced(change, ended)
     if ended.failure:
         change.refuse(transfer.await_tickets, ended.failure.error())
@@ -199,7 +199,7 @@ def _nobody_serves(transfer: Transfer, is_undone: bool) -> Failure:
         outcome = f"it is withdrawn, {stays}" if transfer.replaced_version else "it is withdrawn"
     else:
         outcome = "it is withdrawn once it is certain that none of them serves it"
-        if not unserved.can_be_undone(transfer):
+        if not unserved.is_replaced_kept(transfer):
             outcome = "what it replaced is gone: push again"
     return Failure(
         "LOAD_FAILED",

@@ -35,7 +35,7 @@ from weft.coordinator.decisions.transfers.refusals import is_definite
 MAX_UNSERVED = 64
 
 
-def can_be_undone(transfer: Transfer) -> bool:
+def is_replaced_kept(transfer: Transfer) -> bool:
     """Whether what a push replaced is still there once it has failed everywhere."""
     return not transfer.loading.intersection(transfer.targets)
 
