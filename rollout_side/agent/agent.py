@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from rollout_side.agent.drain import Drain
-from rollout_side.agent.heartbeat import Holdings, Identity, OrderKey, Told
+from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
 from rollout_side.agent.probe_orders import ProbeOrders
 from rollout_side.agent.registration import Registration
 from rollout_side.agent.serving import Serving
@@ -215,15 +215,15 @@ class Agent:
                 await self._heard.wait()
         self._heard.clear()
 
-    def _told(self, told: Told) -> None:
+    def _take_answer(self, answer: HeartbeatAnswer) -> None:
         self._heard.set()
-        if told.is_draining:
-            self._in_transfer = told.in_transfer
-        if told.drain is not None:
-            self.drain(told.drain.seconds, told.drain.reason)
-        if self.order_refusal(told.order, told.refuse_reason):
+        if answer.is_draining:
+            self._in_transfer = answer.in_transfer
+        if answer.drain is not None:
+            self.drain(answer.drain.seconds, answer.drain.reason)
+        if self.order_refusal(answer.order, answer.refuse_reason):
             self.hurry()
-        self._pins_told = told.pins
+        self._pins_told = answer.pins
 
     def _close(self, reason: str) -> None:
         self._closed = reason
@@ -260,8 +260,8 @@ class Agent:
         def fail(error: WeftError) -> None:
             loop.call_soon_threadsafe(refused.set_result, error)
 
-        def hear(told: Told) -> None:
-            loop.call_soon_threadsafe(self._told, told)
+        def hear(answer: HeartbeatAnswer) -> None:
+            loop.call_soon_threadsafe(self._take_answer, answer)
 
         def obey(order: OrderKey, reason: str) -> None:
             loop.call_soon_threadsafe(self.order_refusal, order, reason)
@@ -277,7 +277,7 @@ class Agent:
             identity,
             current=self._holdings,
             on_failed=fail,
-            on_told=hear,
+            on_answer=hear,
             on_ordered=obey,
         )
         self.registration = registration

@@ -64,7 +64,7 @@ class OrderKey:
 
 
 @dataclass(frozen=True)
-class Told:
+class HeartbeatAnswer:
     """What the coordinator answered to a heartbeat."""
 
     drain: Draining | None
@@ -81,14 +81,14 @@ class Told:
     """Versions of the base whose copies are to be kept."""
 
 
-def told_from_proto(
+def answer_from_proto(
     response: pb.HeartbeatResponse, is_draining: bool, coordinator_generation: int
-) -> Told:
+) -> HeartbeatAnswer:
     """An answer to a heartbeat, which said whether the replica drains."""
     drain = None
     if response.HasField("drain"):
         drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
-    return Told(
+    return HeartbeatAnswer(
         drain,
         is_draining,
         response.in_transfer,

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from rollout_side.agent.heartbeat import (
+    HeartbeatAnswer,
     Holdings,
     Identity,
     OrderKey,
-    Told,
+    answer_from_proto,
     drain_to_proto,
     held_to_proto,
-    told_from_proto,
 )
 from rollout_side.config import AgentConfig
 from weft.contract.checkpoint import READING, Checkpoint
@@ -69,7 +69,7 @@ class Registration:
         on_failed: Called once, on this object's thread, if the pool refuses the
             replica for good (another base model, no backend in common, or its id
             stays taken).
-        on_told: Called on this object's thread with the answer to each heartbeat.
+        on_answer: Called on this object's thread with the answer to each heartbeat.
         on_ordered: Called on it with what was said at registration of refusing requests.
     """
 
@@ -80,7 +80,7 @@ class Registration:
         *,
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
-        on_told: Callable[[Told], None],
+        on_answer: Callable[[HeartbeatAnswer], None],
         on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
     ) -> None:
         #: Set while the coordinator knows this process.
@@ -90,13 +90,13 @@ class Registration:
         #: Of the coordinator that was registered with last; only grows.
         self.coordinator_generation = 0
         self._config, self._identity = config, identity
-        self._current, self._on_failed, self._on_told = current, on_failed, on_told
+        self._current, self._on_failed, self._on_answer = current, on_failed, on_answer
         self._on_ordered = on_ordered
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
         # What the coordinator knows of, and whether it wants to hear all of it.
-        self._told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+        self._held_told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
         self._held_wanted = False
         # Why the coordinator could not answer; empty since it did.
         self._trouble = ""
@@ -237,7 +237,7 @@ class Registration:
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
         self._told_checkpoint = now.checkpoint
-        self._told, self._trouble = now.held, ""
+        self._held_told, self._trouble = now.held, ""
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
@@ -280,7 +280,7 @@ class Registration:
             order_number=now.order_number,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
-        self._told, self._held_wanted = now.held, response.held_versions_wanted
+        self._held_told, self._held_wanted = now.held, response.held_versions_wanted
         # It grows where another replica has heard of a later coordinator.
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
@@ -296,7 +296,7 @@ class Registration:
             self.ready.clear()
         is_draining = now.drain is not None
         if not self._stopping:
-            self._on_told(told_from_proto(response, is_draining, self.coordinator_generation))
+            self._on_answer(answer_from_proto(response, is_draining, self.coordinator_generation))
         return is_draining
 
     def _to_tell(
@@ -305,7 +305,7 @@ class Registration:
         """What a heartbeat names: all of a version where any of it is new."""
         if self._held_wanted:
             return held
-        new = {(version, spilled) for version, _, spilled in held ^ self._told}
+        new = {(version, spilled) for version, _, spilled in held ^ self._held_told}
         return frozenset(one for one in held if (one[0], one[2]) in new)
 
     def _leave(self) -> None:

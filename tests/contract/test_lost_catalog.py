@@ -169,7 +169,7 @@ def _registration(server: grpc.Server, registry: Registry, failed: list[WeftErro
         identity,
         current=lambda: Holdings(VersionVector(), memory, ""),
         on_failed=failed.append,
-        on_told=lambda told: None,
+        on_answer=lambda told: None,
     )
 
 

@@ -75,20 +75,20 @@ class RequestGate:
         """Refuse requests until ``mark_clean``."""
         if reason != self.dirty_reason:
             self.dirty_reason = reason
-            self._tell_tracker()
+            self._notify_tracker()
             _log.error("the engine is dirty and refuses requests: %s", reason)
 
     def mark_clean(self) -> None:
         """A base has loaded whole."""
         self.dirty_reason = ""
-        self._tell_tracker()
+        self._notify_tracker()
 
     def close(self, reason: str) -> None:
         """Refuse new requests for another reason; none where it is empty."""
         self._closed = reason
-        self._tell_tracker()
+        self._notify_tracker()
 
-    def _tell_tracker(self) -> None:
+    def _notify_tracker(self) -> None:
         dirty = self.dirty_reason
         repair = f"the replica's weights are being repaired: {dirty}" if dirty else ""
         self._tracker.refuse_reason = repair or self._closed

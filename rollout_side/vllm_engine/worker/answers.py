@@ -50,7 +50,7 @@ def guarded(
             error = caught
         # Before the answer: who has it may look at once.
         if (state := getattr(self, "weft_state", None)) is not None:
-            state.tell_holdings()
+            state.notify_holdings()
         seconds = time.perf_counter() - begin
         rank = int(getattr(self, "rank", -1))
         if error is None:

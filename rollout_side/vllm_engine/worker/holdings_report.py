@@ -20,7 +20,7 @@ _STOP_SECONDS = 2.0
 
 
 class HoldingsReport:
-    """Writes what is held when it has changed: at once where ``tell`` is called, else by a
+    """Writes what is held when it has changed: at once where ``notify`` is called, else by a
     thread that looks. Usable from any thread.
 
     Args:
@@ -48,7 +48,7 @@ class HoldingsReport:
         self._write_change()
         self._thread.start()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Write what is held unless it was written, and look often for a while: what calls
         this may have begun something. Never raises."""
         self._write_change()

@@ -53,10 +53,10 @@ class WorkerState:
     load: InPlaceLoad | None = None
     """The base that is loaded in place, or was and waits for its commit."""
 
-    def tell_holdings(self) -> None:
+    def notify_holdings(self) -> None:
         """Have the replica's process know what is held now; never raises."""
         if self.report is not None:
-            self.report.tell()
+            self.report.notify()
 
     def check_idle(self) -> None:
         """Refuse to touch weights beside a loader that did not end when it was told to.

@@ -12,7 +12,7 @@ import torch
 from rollout_side.agent import drain as drain_module
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.drain import Draining
-from rollout_side.agent.heartbeat import OrderKey, Told
+from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
 from rollout_side.main import _Stop
 from tests.doubles.engine import EngineDouble
@@ -48,8 +48,10 @@ def agent(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 def _told(agent: Agent, **changes: Any) -> None:
     fields = {"drain": None, "is_draining": False, "in_transfer": False}
-    agent._told(
-        Told(**fields | {"refuse_reason": "", "order": OrderKey(0, 0), "pins": ()} | changes)
+    agent._take_answer(
+        HeartbeatAnswer(
+            **fields | {"refuse_reason": "", "order": OrderKey(0, 0), "pins": ()} | changes
+        )
     )
 
 

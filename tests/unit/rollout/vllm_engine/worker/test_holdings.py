@@ -169,17 +169,17 @@ def test_what_another_thread_changes_is_told_soon_and_what_a_call_changes_at_onc
     assert page.read().staged_transfer_ids == ()  # told before the answer was
     state.report.close()
     state.store.reserve("u", 2 * MANIFEST.wire_bytes, adapter=False)
-    state.tell_holdings()  # the thread has ended, calls still tell
+    state.notify_holdings()  # the thread has ended, calls still tell
     assert page.read().staging_bytes == 2 * MANIFEST.wire_bytes
 
 
 def test_a_page_whose_process_is_gone_fails_no_call(page: HoldingsPage) -> None:
     state = _state(page)
     assert state.report is not None
-    state.report.tell()
+    state.report.notify()
     page.close()
     state.store.reserve("t", MANIFEST.wire_bytes, adapter=False)
-    state.tell_holdings()
+    state.notify_holdings()
     assert page.read().staging_bytes == 0
     with pytest.raises(OSError, match="/proc/"):
         HoldingsWriter(page.path)
