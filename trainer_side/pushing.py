@@ -12,7 +12,6 @@ from trainer_side.arguments import check_replicas
 from trainer_side.backend_selection import BucketSettings, bucket_settings
 from trainer_side.lockstep import LedSource, follow
 from trainer_side.origin import Origin, Origins
-from trainer_side.outcome import missing_replicas
 from trainer_side.pool_client import PoolClient
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
@@ -278,3 +277,24 @@ def checks_finite(wanted: bool | None, adapter: Adapter | None, backend: str) ->
     one core; ``python -m benchmarks.finite``), so there it must be asked for.
     """
     return (adapter is not None and backend == NCCL) if wanted is None else wanted
+
+
+def missing_replicas(transfer: pb.Transfer) -> tuple[str, ...]:
+    """Who does not serve a push that was committed, and why, a sentence each."""
+    if not transfer.replica_ids:
+        count = len(transfer.serving_replica_ids)
+        return (
+            "the coordinator was restarted before it had told how the push ended: it is "
+            f"committed, and {count} of the replicas in contact by then served it; the others "
+            "catch up",
+        )
+    before = set(transfer.lost_replica_ids)
+    return tuple(
+        f"{refusal.replica_id} does not serve it: {_when(refusal.replica_id in before)}, "
+        f"{refusal.message} [{refusal.reason}]"
+        for refusal in transfer.refusals
+    )
+
+
+def _when(before_commit: bool) -> str:
+    return "it was lost before the commit" if before_commit else "it did not switch at the commit"

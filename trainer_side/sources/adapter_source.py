@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
+
 from trainer_side.params.choose import Opened
 from trainer_side.params.params import Params
 from trainer_side.sources.adapter_config import config_in_names
@@ -67,6 +69,34 @@ def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
         for own in params.metas
         if (name := adapter_tensor_name(own, adapter_name)) is not None
     }
+
+
+def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]:
+    """How the trainer's own forward differs from what the pushed adapter will answer.
+
+    Args:
+        model: A PEFT model, unwrapped; its first adapted layer stands for all, since PEFT
+            switches them together.
+        adapter_name: The adapter that is pushed.
+    """
+    layer: Any = next(
+        (module for module in model.modules() if hasattr(module, "_disable_adapters")), None
+    )
+    if layer is None:
+        return ()
+    if layer._disable_adapters:
+        return (
+            f"adapter {adapter_name!r} was pushed, but adapters are disabled in the trainer: its "
+            "own answers are those of the base alone",
+        )
+    active = list(layer.active_adapters)
+    if active == [adapter_name]:
+        return ()
+    named = ", ".join(map(repr, active)) or "none"
+    return (
+        f"adapter {adapter_name!r} was pushed, but the trainer computes with {named}: say "
+        "adapter_name= if that is what should be served",
+    )
 
 
 def config_to_json(config: Any) -> str:

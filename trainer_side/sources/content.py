@@ -14,8 +14,12 @@ from trainer_side.params.merged import MergedParams
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, snapshot
 from trainer_side.ranks import Ranks
-from trainer_side.sources.active_adapters import active_remarks
-from trainer_side.sources.adapter_source import Adapter, adapter_of_model, adapter_parameters
+from trainer_side.sources.adapter_source import (
+    Adapter,
+    active_remarks,
+    adapter_of_model,
+    adapter_parameters,
+)
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.names import adapter_tensor_name, unwrapped_name
