@@ -302,11 +302,12 @@ class Publisher:
     ) -> Future[PolicyVersion]:
         """``push_adapter`` of the weights as they are now; returns once they are copied.
 
-        Each rank copies what it holds to host memory that is used again, and training
-        may go on at once. At most two pushes of a policy wait, each with such a copy: a
-        further call blocks, alike on every rank and before it copies, until one of them has
-        begun. If none does within this push's ``timeout_seconds``, it ends on every rank with
-        ``TransferTimeoutError``, and nothing was copied.
+        The ranks wait for each other; then each copies what it holds to host memory that is
+        used again, and training may continue at once. At most two pushes of a policy wait,
+        each with such a copy: a further call blocks, alike on every rank and before it
+        copies, until one of them has begun. If none does within this push's
+        ``timeout_seconds``, it ends on every rank with ``TransferTimeoutError``, and nothing
+        was copied.
 
         Args:
             when_busy: "replace" makes earlier pushes of this policy that have not begun
