@@ -63,7 +63,7 @@ def watch(change: Change) -> None:
         if version.version in found.get(version.policy, ())
     }
     change.state = replace(change.state, unrecorded_since=since, inquiries=inquiries)
-    for name in found.keys() - before.keys():
+    for name in sorted(found.keys() - before.keys()):
         held = ", ".join(f"{name}@{number}" for number in sorted(found[name])[-4:])
         seconds = change.state.settings.publish_again_after_seconds
         change.announce(
