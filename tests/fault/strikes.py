@@ -197,16 +197,16 @@ def _replica(strike: Strike) -> None:
 
 
 def _worker(strike: Strike) -> None:
-    import rollout_side.receive.receiver
+    from rollout_side.receive import group_receiver
 
     match strike.point:
         case "before begin" if strike.signal == HANG:
             # The thread that will receive, before it does anything of the push.
-            _before(rollout_side.receive.receiver._Group, "_prepare", strike)
+            _before(group_receiver.GroupReceiver, "_prepare", strike)
         case "before begin":
             threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
         case "in rendezvous":
-            _before(rollout_side.receive.receiver, "Membership", strike)
+            _before(group_receiver, "Membership", strike)
         case _:
             _receiving(strike)
 

@@ -5,6 +5,8 @@ Budget: 40 s. ``WEFT_FAULT_CASES`` sets how many.
 
 import datetime
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -29,3 +31,21 @@ def test_case(role, point, signum, tmp_path):
         assert outcome.recovery_seconds > 0
     finally:
         case.close()
+
+
+_ARM_ALL = """
+import os
+from tests.fault.strikes import CASES, ROLES, Strike
+for role, point, signal in CASES:
+    ROLES[role].arm(Strike(role, point, signal, "/nonexistent"))
+print(len(CASES), flush=True)
+os._exit(0)  # what was armed is of no use to this process's own end
+"""
+
+
+def test_every_case_comes_to_its_point():
+    """The sample is small, and a function that was renamed would be found days later."""
+    armed = subprocess.run(
+        [sys.executable, "-c", _ARM_ALL], capture_output=True, text=True, timeout=120
+    )
+    assert armed.stdout.split() == [str(len(CASES))], armed.stderr
