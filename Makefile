@@ -51,7 +51,7 @@ test: install  ## All tests but the matrix (13 minutes on 2 cores).
 test-fast: install  ## Tests without an engine (about a minute).
 	$(BIN)/python -m pytest tests/unit tests/sim tests/contract
 
-sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 10 minutes on 2 cores).
+sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 18 minutes on 2 cores).
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
 
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (6 minutes).
@@ -60,7 +60,7 @@ matrix: install  ## Every kind of model and rank, and every example, with real v
 fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-fault: install  ## The whole kill matrix on real processes; writes its table (8 minutes).
+fault: install  ## The whole kill matrix on real processes; writes its table (20 minutes).
 	$(BIN)/python -m tests.fault
 
 fault-vllm: install  ## A part of it with real vLLM, engine and worker processes struck (4 minutes).
