@@ -18,9 +18,8 @@ from trainer_side.backend_selection import bucket_settings
 from trainer_side.finite import check_finite
 from trainer_side.packer import Packer
 from trainer_side.sources.source import CastRule, tensor_source
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import GLOO, NCCL
-from weft.contract.manifest import Manifest
+from weft.contract.manifest import Manifest, plan_buckets
 
 _NUM_TENSORS, _TOTAL_BYTES, _ROUNDS = 448, 175_000_000, 11
 

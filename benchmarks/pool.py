@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.values import Layout

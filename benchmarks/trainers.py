@@ -33,8 +33,7 @@ from trainer_side.params.params import WholeParams
 from trainer_side.ranks import SENDER, ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft.contract.bucket_plan import plan_buckets
-from weft.contract.manifest import Manifest
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.tensors import DataType
 from weft.rpc.codec import dtype_to_proto
 from weft.v1 import publish_pb2 as pb

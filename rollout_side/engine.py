@@ -12,7 +12,7 @@ from weft.contract.checkpoint import Checkpoint
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
+from weft.contract.tensors import Reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
 from weft.contract.capabilities import GLOO, NCCL, BackendChoice
 from weft.contract.errors import NotReadyError
-from weft.contract.manifest import WSUM64, XXH3_64
+from weft.contract.manifest import DEFAULT_BUCKET_BYTES, WSUM64, XXH3_64
 from weft.transport.backends import available_backends
 from weft.transport.group import CPU
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
-from weft.transport.host import local_address_towards, split_target
+from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from trainer_side.arguments import check_choice
+from weft.checkpoints.digest_cache import DigestCache
+from weft.checkpoints.files import local_model_dir, weight_files
+from weft.checkpoints.reader import CheckpointReader
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
 from weft.contract.lru import Lru
 from weft.contract.names import provenance
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange
-from weft.transport.checkpoint import CheckpointReader
-from weft.transport.checkpoint_files import local_model_dir, weight_files
-from weft.transport.digest_cache import DigestCache
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.
 _MAX_CHECKPOINTS = 4

@@ -43,7 +43,7 @@ from weft.contract.push_defaults import (
     OnBaseChange,
     Require,
 )
-from weft.transport.host import check_target
+from weft.rpc.channel import check_target
 
 
 class Publisher:

@@ -18,7 +18,6 @@ from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
 from trainer_side.sources.source import Source
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import (
     BaseMismatchError,
@@ -27,7 +26,7 @@ from weft.contract.errors import (
     TransferAbortedError,
 )
 from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
 from weft.rpc.codec import version_from_proto

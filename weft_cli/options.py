@@ -8,7 +8,7 @@ import typer
 
 from weft.contract.errors import InvalidRequestError
 from weft.coordinator.config import CoordinatorConfig
-from weft.transport.host import check_target
+from weft.rpc.channel import check_target
 
 #: Where a coordinator listens that was not told to listen elsewhere.
 DEFAULT_COORDINATOR = CoordinatorConfig.listen

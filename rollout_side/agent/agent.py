@@ -20,7 +20,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import StaleEpochError, WeftError
-from weft.transport.host import local_address_towards, split_target
+from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 

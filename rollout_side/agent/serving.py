@@ -22,8 +22,7 @@ from weft.contract.errors import (
     NotReadyError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 
 _log = logging.getLogger(__name__)
 

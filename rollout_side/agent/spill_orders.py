@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rollout_side.engine import Engine, SpillOrder
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 
 
 class SpillOrders:

@@ -14,7 +14,7 @@ from rollout_side.memory.working_threads import WorkingThreads
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft.contract.group import GroupTicket
 from weft.rpc.channel import open_channel
-from weft.transport.attendance import Attendance
+from weft.transport.member import Attendance
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 

@@ -11,7 +11,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.agent import serve
 from tests.doubles.engine import EngineDouble
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.channel import open_aio_channel

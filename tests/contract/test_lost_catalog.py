@@ -22,8 +22,7 @@ from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
 from tests.doubles.trainer import FakeTrainer
 from weft.contract.errors import BaseMismatchError, CapacityError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_to_proto

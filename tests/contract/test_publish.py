@@ -15,7 +15,6 @@ from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
@@ -24,6 +23,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
+from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks

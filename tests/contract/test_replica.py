@@ -19,8 +19,7 @@ from tests.contract.served_replica import BASE_1, MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from weft.contract.errors import TransferTimeoutError
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import AdapterVersions
+from weft.contract.names import AdapterVersions, PolicyVersion
 from weft.rpc.codec import vector_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc

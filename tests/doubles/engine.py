@@ -26,8 +26,7 @@ from weft.contract.checkpoint import not_compared
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType
+from weft.contract.tensors import DataType, Reference
 from weft.transport.group import num_parked_groups
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
-from weft.contract.manifest import Manifest
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.manifest import Manifest, plan_buckets
+from weft.contract.tensors import DataType, Reference, TensorMeta
 from weft.v1 import types_pb2
 
 BF16 = DataType.BFLOAT16

@@ -19,8 +19,7 @@ from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.contract.capabilities import Capabilities
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType
+from weft.contract.tensors import DataType, Reference
 
 BASE = PolicyVersion("base", 3)
 TICKET = GroupTicket(

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from trainer_side.packer import Packer
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import PeerUnavailableError
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import content_digest

@@ -25,9 +25,9 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 

@@ -148,7 +148,7 @@ def _trainer(strike: Strike) -> None:
     from trainer_side.pool_client import PoolClient
     from trainer_side.pushing import Pushing
     from trainer_side.sender import Sender
-    from weft.transport.attendance import Attendance
+    from weft.transport.member import Attendance
     from weft.transport.sender import SendingRank
 
     match strike.point:

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.rpc.channel import open_aio_channel

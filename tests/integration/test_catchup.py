@@ -15,7 +15,7 @@ from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
 from weft.contract.errors import LoadFailedError
-from weft.contract.versions import AdapterVersions
+from weft.contract.names import AdapterVersions
 from weft.v1 import inspect_pb2 as pb
 
 DIRTY = LoadFailedError("mixed", metadata={"dirty": "true"})

@@ -16,11 +16,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
+from weft.checkpoints.digest_cache import DigestCache
+from weft.checkpoints.reader import read_checkpoint
 from weft.contract.errors import BaseMismatchError, LeaseFencedError, PolicyOwnedError
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import AdapterVersions
-from weft.transport.checkpoint import read_checkpoint
-from weft.transport.digest_cache import DigestCache
+from weft.contract.names import AdapterVersions, PolicyVersion
 
 
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):

@@ -13,8 +13,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
 from weft.contract.errors import NotFoundError, NotReadyError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import AdapterVersions
+from weft.contract.names import AdapterVersions, PolicyVersion
 from weft_cli.main import app
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import WeftError
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import BASE_POLICY
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.transfer import Group

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import AdapterVersions
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy
 from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState

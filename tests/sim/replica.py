@@ -28,8 +28,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.state.transfer import Group

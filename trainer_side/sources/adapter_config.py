@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from weft.contract.adapter import MAX_CONFIG_BYTES, named_value, parse_config
+from weft.contract.adapter_config import MAX_CONFIG_BYTES, named_value, parse_config
 from weft.contract.errors import InvalidAdapterError
 
 _ALL_LINEAR = "all-linear"

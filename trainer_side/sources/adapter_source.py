@@ -15,9 +15,9 @@ from trainer_side.sources.adapter_config import config_in_names
 from trainer_side.sources.module_source import reference_metas
 from trainer_side.sources.names import adapter_tensor_name, base_name_in_peft
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft.contract.adapter import check_settings, parse_config
+from weft.contract.adapter_config import check_settings, parse_config
 from weft.contract.errors import InvalidAdapterError
-from weft.contract.reference import base_fingerprint
+from weft.contract.tensors import base_fingerprint
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.contract.bucket_plan import layer_of
+from weft.contract.manifest import layer_of
 
 _log = logging.getLogger(__name__)
 

@@ -7,40 +7,18 @@ vLLM 0.26 to 0.32 and PEFT 0.21; each has a test.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.contract.adapter_numbers import check_numbers
-from weft.contract.adapter_types import check_types, shown
+from weft.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
-from weft.contract.reference import Reference, is_output_layer
-from weft.contract.tensors import TensorMeta, shape_text
-
-#: Longest adapter_config.json, in bytes.
-MAX_CONFIG_BYTES = 2**20
+from weft.contract.tensors import Reference, TensorMeta, is_output_layer, shape_text
 
 _PREFIX = "base_model.model."
-# Of a module: what means nothing else as a regular expression ("." aside).
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Starts that leave an ordinary LoRA behind; any other (PiSSA, OLoRA, CorDA,
-# LoftQ...) changes the base weights at initialisation.
-_PLAIN_STARTS = {"gaussian", "eva", "orthogonal"}
-# Settings whose mere presence changes what the adapter means, with what to do.
-_REFUSED = {
-    "use_dora": "DoRA is not served by vLLM: push it merged (it has no plain delta)",
-    "lora_bias": "lora_bias is not served by vLLM: train without it or push it merged",
-    "modules_to_save": "modules_to_save is not served by vLLM: push the whole model merged",
-    "trainable_token_indices": "vLLM silently ignores trainable_token_indices: push it merged",
-    "alora_invocation_tokens": "activated LoRA is not served by vLLM",
-    "layer_replication": "layer_replication is not served by vLLM",
-    "use_qalora": "QA-LoRA is not served by vLLM",
-    "use_bdlora": "block-diagonal LoRA is not served by vLLM",
-}
 
 
 def check_adapter(
@@ -70,94 +48,11 @@ def check_adapter(
         )
     config = parse_config(config_json)
     check_settings(config)
-    _check_names(config)
+    check_names(config)
     ranks = _check_tensors(metas, reference, capabilities)
     _check_rank(config, ranks, capabilities)
     _check_experts(ranks, reference, capabilities)
     _check_complete(config, ranks, reference)
-
-
-def parse_config(config_json: str) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises:
-        InvalidAdapterError: Not a JSON object of a LoRA config, or too long.
-    """
-    if len(config_json.encode()) > MAX_CONFIG_BYTES:
-        raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
-    try:
-        config = json.loads(config_json)
-    except ValueError as error:
-        raise InvalidAdapterError(f"the adapter config is not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidAdapterError("the adapter config is nested too deeply") from None
-    if not isinstance(config, dict):
-        raise InvalidAdapterError("the adapter config is not a JSON object")
-    if config.get("peft_type") != "LORA":
-        raise InvalidAdapterError(
-            f"peft_type is {shown(config.get('peft_type'))}; only LORA can be served"
-        )
-    if not _is_positive_int(config.get("r")):
-        raise InvalidAdapterError(f"r is {shown(config.get('r'))}; it must be a positive integer")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise InvalidAdapterError(
-            f"lora_alpha is {shown(config.get('lora_alpha'))}; it must be a number"
-        )
-    check_types(config)
-    check_numbers(config)
-    return config
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse variants by the config alone; a trainer asks before it gathers a tensor.
-
-    Raises:
-        InvalidAdapterError: Names the setting, and what to do.
-    """
-    for key, advice in _REFUSED.items():
-        if config.get(key):
-            raise InvalidAdapterError(
-                f"{key}={shown(config[key])}: {advice}", metadata={"setting": key}
-            )
-    if config.get("bias", "none") != "none":
-        raise InvalidAdapterError(
-            f"bias={shown(config['bias'])}: trained biases are not served by vLLM; use bias='none'",
-            metadata={"setting": "bias"},
-        )
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        raise InvalidAdapterError(
-            f"init_lora_weights={shown(start)} changes the base weights; convert it to a plain "
-            "LoRA with PEFT's path_initial_model_for_weight_conversion, or push it merged",
-            metadata={"setting": "init_lora_weights"},
-        )
-
-
-def _check_names(config: Mapping[str, Any]) -> None:
-    """Refuse regular expressions: matching one can take for ever, and PEFT's own rule for
-    them needs the trainer's model. Publishers send names in place of them."""
-    for setting in ("target_modules", "exclude_modules"):
-        if config.get(setting) and isinstance(config[setting], str):
-            raise _pattern(setting, config[setting], "a list of modules")
-    for setting in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(setting) or {}
-        if not isinstance(patterns, Mapping):
-            raise _pattern(setting, str(patterns), "a map of modules to numbers")
-        for name in patterns:
-            if not _PLAIN_NAME.fullmatch(name):
-                raise _pattern(setting, name, "the name of a module, or the end of one")
-
-
-def _pattern(setting: str, given: str, wanted: str) -> InvalidAdapterError:
-    return InvalidAdapterError(
-        f"{setting} has {given[:80]!r}; it must be {wanted}, without patterns (a Publisher puts "
-        "the names that they match in their place)",
-        metadata={"setting": setting},
-    )
 
 
 def _check_tensors(
@@ -238,19 +133,6 @@ def _check_rank(
             f"rank {largest} is above the replicas' --max-lora-rank {capabilities.max_lora_rank}",
             metadata={"max_lora_rank": str(capabilities.max_lora_rank)},
         )
-
-
-def named_value(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value for a module: of the first name that is the module's, or that it ends with
-    from a "." on. PEFT's rule, for names; O(components of the name).
-
-    Source: peft.utils.other.get_pattern_key.
-    """
-    parts = module.split(".")
-    ends = {end for i in range(len(parts)) if (end := ".".join(parts[i:])) in values}
-    if len(ends) > 1:
-        return next(value for name, value in values.items() if name in ends)
-    return values[ends.pop()] if ends else default
 
 
 def _check_experts(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from weft.contract.adapter import MAX_CONFIG_BYTES
+from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.errors import error_from_reason
 from weft.contract.group import MAX_GROUP_SIZE, MAX_RECEIVERS
 

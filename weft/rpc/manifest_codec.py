@@ -21,8 +21,7 @@ from weft.contract.manifest import (
     check_num_tensors,
     make_manifest,
 )
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.tensors import DataType, Reference, TensorMeta
 from weft.rpc.codec import CHUNK_ENTRIES, chunk_ranges, dtype_to_proto
 from weft.v1 import types_pb2
 

@@ -18,7 +18,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyp
 
 from weft.contract.errors import NotReadyError
 from weft.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
-from weft.rpc.interceptor import ErrorInterceptor
+from weft.rpc.inbound import ErrorInterceptor
 from weft.rpc.reflection import add_reflection
 
 _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name

@@ -22,7 +22,6 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft.rpc.inbound import InvalidResponseError
 
 #: ``ErrorInfo.domain`` of every failure that Weft reports.
 DOMAIN: Final = "weft"
@@ -40,6 +39,14 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 # Tells gRPC's own retries to leave a typed failure alone: only a broken
 # connection is worth a blind second try.
 _NO_BLIND_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
+
+
+class InvalidResponseError(grpc.RpcError):
+    """A server's answer that cannot be taken; ``error`` is the typed failure."""
+
+    def __init__(self, error: WeftError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 def status_from_error(error: WeftError) -> status_pb2.Status:

@@ -1,21 +1,163 @@
-"""Joining a side group: channel, store, process group and stream as one thing."""
+"""A rank's place in a side group: channel, store, process group and stream as one thing.
+
+On the stream reports go up and directions come down. The thread that works speaks on it,
+never the stream's own: so one that hangs is silent, and is found out. A long step is
+therefore cut so that the thread can speak in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 import torch
 
-from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.errors import (
+    PeerUnavailableError,
+    StaleEpochError,
+    TransferTimeoutError,
+    WeftError,
+)
 from weft.contract.group import GroupTicket
+from weft.contract.lru import Lru
+from weft.contract.manifest import Manifest
 from weft.rpc.channel import open_channel
-from weft.transport.attendance import Attendance
+from weft.rpc.manifest_codec import manifest_from_chunks
+from weft.rpc.status import error_from_rpc
 from weft.transport.group import SideGroup
-from weft.transport.progress import Progress
 from weft.transport.rendezvous_store import RendezvousStore
+from weft.transport.speaking import SPEAK_SECONDS
 from weft.v1 import rendezvous_pb2 as pb
+from weft.v1 import types_pb2
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+
+_log = logging.getLogger(__name__)
+
+# Reports are a few dozen bytes, at most three a bucket; one that cannot be queued
+# means that the stream is dead.
+_MAX_QUEUED = 10_000
+_WELCOME_SECONDS = 10.0
+
+
+class Attendance:
+    """One rank's Attend stream, open as long as its group is kept.
+
+    ``on_message`` is called on the stream's own thread for every direction but the
+    welcome, and must not block; ``on_closed`` once, on the same thread, when the
+    stream ends for any reason but ``close``.
+    """
+
+    def __init__(
+        self,
+        stub: RendezvousServiceStub,
+        credential: pb.GroupCredential,
+        rank: int,
+        *,
+        on_message: Callable[[pb.AttendResponse], None],
+        on_closed: Callable[[WeftError], None],
+    ) -> None:
+        self._queue: queue.Queue[pb.AttendRequest | None] = queue.Queue(_MAX_QUEUED)
+        self._on_message, self._on_closed = on_message, on_closed
+        self._closing = False
+        self._welcome = threading.Event()
+        self._error: WeftError | None = None
+        #: ``time.monotonic()`` when the rank said something last.
+        self.sent_at = time.monotonic()
+        hello = pb.Hello(credential=credential, rank=rank)
+        self._queue.put_nowait(pb.AttendRequest(hello=hello))
+        self._call = stub.Attend(self._requests())
+        self._thread = threading.Thread(target=self._read, name=f"weft-attend-{rank}", daemon=True)
+        self._thread.start()
+
+    def wait_welcome(self, timeout_seconds: float = _WELCOME_SECONDS) -> None:
+        """Block until the coordinator attends this rank.
+
+        Raises:
+            TransferTimeoutError: It did not in time.
+            WeftError: It refused.
+        """
+        if not self._welcome.wait(timeout_seconds):
+            raise TransferTimeoutError(
+                f"the coordinator did not answer on the group's stream in {timeout_seconds:.0f} s"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def send(self, request: pb.AttendRequest) -> None:
+        """Report; returns at once. Reports after the stream's end are dropped: the
+        coordinator has taken the rank for dead by then."""
+        self.sent_at = time.monotonic()
+        try:
+            self._queue.put_nowait(request)
+        except queue.Full:
+            self._call.cancel()
+
+    def close(self) -> None:
+        """End the stream and its thread; blocks at most 5 s."""
+        self._closing = True
+        self._queue.put(None)
+        self._call.cancel()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _requests(self) -> Iterator[pb.AttendRequest]:
+        while (request := self._queue.get()) is not None:
+            yield request
+
+    def _read(self) -> None:
+        error: WeftError = StaleEpochError("the coordinator closed the group's stream")
+        try:
+            for response in self._call:
+                if response.HasField("welcome"):
+                    self._welcome.set()
+                else:
+                    self._on_message(response)
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+        except Exception as unexpected:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("a direction from the coordinator could not be followed")
+            error = WeftError(f"internal error on the group's stream: {unexpected!r}")
+            self._call.cancel()
+        self._error = error
+        self._queue.put(None)
+        self._welcome.set()
+        if not self._closing:
+            self._on_closed(error)
+
+
+class Progress:
+    """Says what a rank does; any of its threads may call it.
+
+    Nothing is sent where the rank has sent something else less than ``SPEAK_SECONDS``
+    ago: a push that is fast is told by its buckets alone.
+
+    Args:
+        attendance: The rank's stream.
+    """
+
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def say(
+        self,
+        activity: pb.Activity.ValueType,
+        transfer_id: str = "",
+        bucket: int = 0,
+        done: int = 0,
+        total: int = 0,
+    ) -> None:
+        """Say it, if it is time to; returns at once. See ``weft.v1.Progress``."""
+        if time.monotonic() - self._attendance.sent_at < SPEAK_SECONDS:
+            return
+        progress = pb.Progress(
+            transfer_id=transfer_id, activity=activity, bucket=bucket, done=done, total=total
+        )
+        self._attendance.send(pb.AttendRequest(progress=progress))
+
 
 # How long one store call may wait for another member's key while connecting.
 _FORMING_SECONDS = 30.0
@@ -85,3 +227,50 @@ class Membership:
     def _closed(self, error: WeftError) -> None:
         self.group.abort(error)
         self._user_on_closed(error)
+
+
+#: Layouts kept: one for the base and one for each of some adapters.
+MAX_KEPT = 32
+
+
+class FetchedManifests:
+    """Least-recently-used manifests of one process; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: Lru[bytes, Manifest] = Lru(MAX_KEPT)
+
+    def get(
+        self,
+        layout_digest: bytes,
+        stub: RendezvousServiceStub,
+        credential: pb.GroupCredential,
+        timeout_seconds: float,
+        speak: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """The manifest, from memory or (blocking) from the coordinator.
+
+        Args:
+            speak: Called with each part that comes.
+
+        Raises:
+            NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
+            InvalidManifestError: What came is not what the digest names.
+        """
+        manifest = self._kept.get(layout_digest)
+        if manifest is None:
+            request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
+            try:
+                responses = stub.GetManifest(request, timeout=timeout_seconds)
+                manifest = manifest_from_chunks(_spoken(responses, speak))
+            except grpc.RpcError as error:
+                raise error_from_rpc(error) from error
+            self._kept.put(layout_digest, manifest)
+        return manifest
+
+
+def _spoken(
+    responses: Iterable[pb.GetManifestResponse], speak: Callable[[], None]
+) -> Iterator[types_pb2.ManifestChunk]:
+    for response in responses:
+        speak()
+        yield response.chunk

@@ -1,4 +1,4 @@
-"""How a thread that works for long speaks in between; see ``progress``."""
+"""How a thread that works for long speaks in between; see ``member.Progress``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_la
 from weft.contract.errors import LoadFailedError
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference, check_base
+from weft.contract.tensors import Reference, check_base
 
 _Bucket = tuple[int, torch.Tensor]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.contract.capabilities import Capabilities
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType
+from weft.contract.tensors import DataType, Reference
 
 
 def data_type(torch_dtype: object) -> DataType:

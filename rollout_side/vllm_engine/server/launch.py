@@ -24,11 +24,11 @@ from rollout_side.vllm_engine.server.unknown_models import explain_unknown_model
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.checkpoints.files import local_model_dir
 from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.reference import Reference
-from weft.transport.checkpoint_files import local_model_dir
+from weft.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 

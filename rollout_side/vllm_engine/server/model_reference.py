@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoints.files import weight_files
 from weft.contract.errors import UnsupportedError
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.checkpoint_files import weight_files
+from weft.contract.tensors import DataType, Reference, TensorMeta
 
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

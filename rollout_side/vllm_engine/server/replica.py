@@ -32,7 +32,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
+from weft.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.checkpoints.digest_cache import DigestCache
+from weft.checkpoints.files import local_model_dir, weight_files
+from weft.checkpoints.reader import CheckpointReader
 from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState, not_compared
-from weft.transport.checkpoint import CheckpointReader
-from weft.transport.checkpoint_files import local_model_dir, weight_files
-from weft.transport.digest_cache import DigestCache
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.bucket_plan import layer_of, plan_buckets
 from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
 from weft.contract.manifest import (
     ALIGN_BYTES,
@@ -17,8 +16,10 @@ from weft.contract.manifest import (
     align_up,
     check_num_tensors,
     check_trailer,
+    layer_of,
     make_manifest,
     pack_trailer,
+    plan_buckets,
 )
 from weft.contract.tensors import DataType, TensorMeta
 

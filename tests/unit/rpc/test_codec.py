@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType, TensorMeta
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.manifest import plan_buckets
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft.contract.tensors import DataType, Reference, TensorMeta
 from weft.rpc import codec
 from weft.rpc.channel import MAX_MESSAGE_BYTES
 from weft.rpc.manifest_codec import (

@@ -5,9 +5,8 @@ import torch
 
 from trainer_side import backend_selection as module
 from trainer_side.backend_selection import DEVICE_BUCKET_BYTES, BackendSelection, bucket_settings
-from weft.contract.bucket_plan import DEFAULT_BUCKET_BYTES
 from weft.contract.errors import NotReadyError
-from weft.contract.manifest import WSUM64, XXH3_64
+from weft.contract.manifest import DEFAULT_BUCKET_BYTES, WSUM64, XXH3_64
 
 BOTH = ("nccl", "gloo")
 

@@ -8,8 +8,8 @@ import torch
 from trainer_side.packer import Packer
 from trainer_side.pushing import checks_finite
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import NotFiniteError
+from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType
 
 KEEP = CastRule(enabled=False)

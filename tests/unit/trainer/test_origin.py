@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from trainer_side.origin import BaseOf, BaseOptions, Origin, Origins
 from trainer_side.sources.file_source import base_of_dir
+from weft.checkpoints import reader
+from weft.checkpoints.digest_cache import DigestCache
+from weft.checkpoints.reader import read_checkpoint
 from weft.contract.errors import InvalidRequestError
-from weft.transport import checkpoint
-from weft.transport.checkpoint import read_checkpoint
-from weft.transport.digest_cache import DigestCache
 
 WARN, REFUSE = BaseOptions(), BaseOptions(on_change="refuse")
 
@@ -83,13 +83,13 @@ def test_a_push_does_not_wait_for_the_disk_unless_it_must(
     origins: Origins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, digest, gate = BaseOf(None, str(tmp_path)), save(tmp_path), threading.Event()
-    read = checkpoint.digest_file
+    read = reader.digest_file
 
     def slowly(path: Path, stop: threading.Event) -> Any:
         assert gate.wait(20)
         return read(path, stop)
 
-    monkeypatch.setattr(checkpoint, "digest_file", slowly)
+    monkeypatch.setattr(reader, "digest_file", slowly)
     assert "still being read" in origins.of(base, WARN, digest, soon()).why
     assert "still being read" in origins.of(base, REFUSE, digest, time.monotonic()).why
     gate.set()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.contract.group import GroupTicket
+from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport import sender
 from weft.transport.digest import content_digest

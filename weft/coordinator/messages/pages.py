@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, TypeVar
 from google.protobuf.message import Message
 
 from weft.contract.errors import InvalidRequestError
-from weft.contract.versions import VersionVector
+from weft.contract.names import VersionVector
 from weft.rpc.codec import vector_to_proto
 from weft.v1 import types_pb2
 

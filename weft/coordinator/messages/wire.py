@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from weft.contract.adapter import MAX_CONFIG_BYTES
+from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import BeginAnswer

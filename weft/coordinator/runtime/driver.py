@@ -23,8 +23,7 @@ from weft.coordinator.decisions.step import step
 from weft.coordinator.decisions.transfers.preflight import check_fit
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.live_groups import LiveGroups
-from weft.coordinator.runtime.lookup import describe_held, look_up
-from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
+from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
 from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 

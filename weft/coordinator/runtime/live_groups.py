@@ -1,4 +1,4 @@
-"""The live side groups: their stores, their rank streams, and their watermarks.
+"""All live side groups: who may use them, what their ranks say, and what they are told.
 
 The hot path (a report for every bucket and receiver) ends here: only what a
 decision needs becomes an event.
@@ -6,7 +6,6 @@ decision needs becomes an event.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Final
 
@@ -25,46 +24,12 @@ from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout
 from weft.coordinator.messages.wire import group_to_proto
 from weft.coordinator.runtime.key_value_store import KeyValueStore
-from weft.coordinator.runtime.rank_link import RankLink
-from weft.coordinator.runtime.watermark import Watermark
+from weft.coordinator.runtime.live_group import LiveGroup, RankLink, Watermark, token_digest
 from weft.rpc.codec import duration_to_proto, version_to_proto
 from weft.v1 import rendezvous_pb2, types_pb2
 
 _MAX_REMEMBERED: Final = 256
-_MAX_LAYOUTS: Final = 8
 _MAX_ID: Final = 128
-
-
-class _LiveGroup:
-    """A live group."""
-
-    def __init__(self, group: Group) -> None:
-        self.group_id = group.group_id
-        # By digest, so that how long a look-up takes tells nothing of a token.
-        self.ranks = {_digest(group.token_of(rank)): rank for rank in range(group.size)}
-        self.size = group.size
-        self.store = KeyValueStore()
-        self.links: dict[int, RankLink] = {}
-        self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
-        self.watermark: Watermark | None = None
-        self.words: dict[int, Word] = {}
-        self.num_told: dict[int, int] = {}
-
-    def take_progress(self) -> events.RanksHeard | None:
-        """What its ranks have said, and verified, since this was asked last; None if nothing."""
-        words, self.words = self.words, {}
-        transfer_id, new = "", dict[int, int]()
-        if (mark := self.watermark) is not None:
-            transfer_id, told = mark.transfer_id, self.num_told
-            new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
-            told.update(new)
-        if not words and not new:
-            return None
-        return events.RanksHeard(self.group_id, words, transfer_id, new)
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
 
 
 class LiveGroups:
@@ -76,12 +41,12 @@ class LiveGroups:
 
     def __init__(self, post: Callable[[events.Event], None]) -> None:
         self._post = post
-        self._live: dict[str, _LiveGroup] = {}
+        self._live: dict[str, LiveGroup] = {}
         self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
 
     def open_group(self, group: Group) -> None:
         """Let the members in."""
-        self._live[group.group_id] = _LiveGroup(group)
+        self._live[group.group_id] = LiveGroup(group)
 
     def drop_group(self, group_id: str, why: str) -> None:
         """Close the store and the streams with EPOCH_FENCED."""
@@ -98,13 +63,13 @@ class LiveGroups:
         for group_id in list(self._live):
             self.drop_group(group_id, why)
 
-    def _authorised(self, group_id: str, token: str) -> tuple[_LiveGroup, int]:
+    def _authorised(self, group_id: str, token: str) -> tuple[LiveGroup, int]:
         """A group, and the rank that the token is of."""
         live = self._live.get(group_id)
         if live is None:
             why = self._dropped.get(group_id) or "it is not known here (any more)"
             raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
-        rank = live.ranks.get(_digest(token))
+        rank = live.ranks.get(token_digest(token))
         if rank is None:
             raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
         return live, rank
@@ -285,7 +250,7 @@ class LiveGroups:
 
     def _send(
         self,
-        live: _LiveGroup,
+        live: LiveGroup,
         message: rendezvous_pb2.AttendResponse,
         *,
         receivers_only: bool = False,

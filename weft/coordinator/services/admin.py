@@ -14,7 +14,7 @@ from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.lookup import fresh_ids
+from weft.coordinator.runtime.manifests import fresh_ids
 from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,

@@ -39,7 +39,7 @@ from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
 from weft.rpc.codec import vector_to_proto, version_to_proto
-from weft.rpc.interceptor import on_call_end
+from weft.rpc.inbound import on_call_end
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -29,8 +29,7 @@ from weft.coordinator.messages.wire import (
 )
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.lookup import fresh_ids
-from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
+from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fresh_ids
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.codec import dtype_to_proto, duration_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder

@@ -10,11 +10,11 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import InvalidRequestError, NotFoundError, WeftError
+from weft.coordinator.runtime.live_group import RankLink
 from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache
-from weft.coordinator.runtime.rank_link import RankLink
 from weft.rpc.codec import duration_from_proto
-from weft.rpc.interceptor import on_call_end
+from weft.rpc.inbound import on_call_end
 from weft.v1 import rendezvous_pb2, rendezvous_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]

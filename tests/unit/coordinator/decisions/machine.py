@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 from typing import Any, TypeVar
 
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion
+from weft.contract.manifest import plan_buckets
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.contract.tensors import DataType, TensorMeta
-from weft.contract.versions import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.state.pool import PoolState, Settings

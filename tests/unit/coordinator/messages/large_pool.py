@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState

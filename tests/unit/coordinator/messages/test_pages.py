@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.coordinator.messages.large_pool import large_pool
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
 from weft.coordinator.messages.route_list import route_messages

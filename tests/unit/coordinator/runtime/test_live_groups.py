@@ -16,8 +16,8 @@ from weft.contract.errors import (
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.transfer import Group, Member
 from weft.coordinator.messages.wire import group_to_proto
+from weft.coordinator.runtime.live_group import Watermark
 from weft.coordinator.runtime.live_groups import LiveGroups
-from weft.coordinator.runtime.watermark import Watermark
 
 
 def test_the_watermark_is_the_slowest_receiver() -> None:

@@ -14,11 +14,10 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.manifest import plan_buckets
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.contract.versions import AdapterVersions
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (4,))])
 BASE = PolicyVersion("base", 1)

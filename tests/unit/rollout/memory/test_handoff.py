@@ -15,7 +15,6 @@ from rollout_side.memory import handoff as handoff_module
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.receive.in_place import InPlaceLoad
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
@@ -25,6 +24,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import content_digest

@@ -11,9 +11,8 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import WSUM64, pack_trailer
+from weft.contract.manifest import WSUM64, pack_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import payload_digest

@@ -8,9 +8,8 @@ import torch
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.receive.clone_source import CopiedBuckets
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
-from weft.contract.manifest import TRAILER_BYTES, check_trailer
+from weft.contract.manifest import TRAILER_BYTES, check_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import payload_digest

@@ -11,9 +11,8 @@ from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import CapacityError
-from weft.contract.manifest import pack_trailer
+from weft.contract.manifest import pack_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import payload_digest

@@ -6,7 +6,7 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, bucket_starts
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import content_digest, payload_digest

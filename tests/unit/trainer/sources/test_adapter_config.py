@@ -17,11 +17,11 @@ from trainer_side.sources.adapter_config import config_in_names, named_config
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import adapter_of_dir
 from trainer_side.sources.source import CastRule
-from weft.contract.adapter import MAX_CONFIG_BYTES, check_adapter, named_value
+from weft.contract.adapter import check_adapter
+from weft.contract.adapter_config import MAX_CONFIG_BYTES, named_value
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError
-from weft.contract.reference import Reference
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.tensors import DataType, Reference, TensorMeta
 
 KEEP = CastRule(None, {})
 

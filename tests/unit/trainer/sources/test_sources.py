@@ -16,9 +16,8 @@ from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.sources.source import CastRule, tensor_source
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer
+from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer, plan_buckets
 from weft.contract.tensors import DataType
 
 KEEP = CastRule(enabled=False)

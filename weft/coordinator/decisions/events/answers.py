@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.pool import FitKey
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord

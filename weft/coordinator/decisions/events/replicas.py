@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.decisions.state.values import HeldVersion, VersionRecord
 

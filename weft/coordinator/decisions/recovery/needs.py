@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import AdapterVersions
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
 from weft.coordinator.decisions.policies.retention import kept_versions
 from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.contract.versions import VersionVector
+from weft.contract.names import VersionVector
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import RoutesChanged
 from weft.coordinator.decisions.state.pool import PoolState

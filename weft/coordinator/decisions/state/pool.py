@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 
 from weft.contract.capabilities import Capabilities
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import (

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.values import HeldVersion, ReplicaState
 
 

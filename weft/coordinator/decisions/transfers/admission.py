@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.contract.adapter import parse_config
+from weft.contract.adapter_config import parse_config
 from weft.contract.errors import (
     CapacityError,
     InvalidAdapterError,

@@ -17,7 +17,7 @@ from weft.contract.frozen import replace
 from weft.contract.group import MAX_GROUP_SIZE
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY, name_in_the_way
-from weft.contract.reference import Reference, check_base
+from weft.contract.tensors import Reference, check_base
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CheckFit

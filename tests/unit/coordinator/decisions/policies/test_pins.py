@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import Phase

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED

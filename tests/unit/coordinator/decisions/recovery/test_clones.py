@@ -21,7 +21,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
     standing_of,
 )
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, ReplicaState
 

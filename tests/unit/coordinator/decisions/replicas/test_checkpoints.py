@@ -16,8 +16,8 @@ from weft.contract.checkpoint import (
     FileDigest,
     not_compared,
 )
+from weft.contract.names import VersionVector
 from weft.contract.tensors import DataType
-from weft.contract.versions import VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.recovery.needs import is_ready
 from weft.coordinator.decisions.replicas.replica_state import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
     eligible_targets,

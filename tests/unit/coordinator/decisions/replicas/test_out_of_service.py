@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.versions import VersionVector
+from weft.contract.names import VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import explain_state

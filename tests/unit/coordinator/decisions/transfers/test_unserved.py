@@ -13,8 +13,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.names import PolicyVersion
-from weft.contract.versions import VersionVector
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState, VersionState

@@ -17,7 +17,7 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import AdapterEntry, StagedVersion
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 

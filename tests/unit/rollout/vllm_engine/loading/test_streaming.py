@@ -29,11 +29,10 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     rename,
     staged,
 )
-from weft.contract.bucket_plan import plan_buckets
 from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft.contract.manifest import WSUM64, Manifest
+from weft.contract.manifest import WSUM64, Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference
+from weft.contract.tensors import Reference
 from weft.transport.digest import payload_digest
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))

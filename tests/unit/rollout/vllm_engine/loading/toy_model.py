@@ -12,7 +12,7 @@ from torch import nn
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn
-from weft.contract.bucket_plan import plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.started_with import StartedWith
+from weft.checkpoints.digest_cache import DigestCache
 from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
-from weft.transport.digest_cache import DigestCache
 
 
 def settled(started_with: StartedWith) -> Checkpoint:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from weft.checkpoints.digest_cache import DigestCache, Identity
+from weft.checkpoints.safetensors_file import Stopped, digest_file
 from weft.contract.checkpoint import (
     MAX_FILES,
     READING,
@@ -24,8 +26,6 @@ from weft.contract.checkpoint import (
     not_compared,
 )
 from weft.contract.errors import InvalidRequestError
-from weft.transport.digest_cache import DigestCache, Identity
-from weft.transport.safetensors_file import Stopped, digest_file
 
 _log = logging.getLogger(__name__)
 

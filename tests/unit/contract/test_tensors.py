@@ -3,10 +3,8 @@
 import pytest
 
 from weft.contract.errors import InvalidManifestError
-from weft.contract.names import PolicyVersion
-from weft.contract.reference import Reference, base_fingerprint, check_base
-from weft.contract.tensors import DataType, TensorMeta
-from weft.contract.versions import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft.contract.tensors import DataType, Reference, TensorMeta, base_fingerprint, check_base
 
 BF16, F32 = DataType.BFLOAT16, DataType.FLOAT32
 METAS = (TensorMeta("a.weight", BF16, (4, 2)), TensorMeta("b.weight", BF16, (3,)))

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.transport.wsum64 import by_definition
+from weft.checkpoints import digest_cache, safetensors_file
+from weft.checkpoints.digest_cache import DigestCache, Identity
+from weft.checkpoints.files import local_model_dir, weight_files
+from weft.checkpoints.reader import CheckpointReader, read_checkpoint
+from weft.checkpoints.safetensors_file import Stopped, digest_file
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
-from weft.transport import digest_cache, safetensors_file
-from weft.transport.checkpoint import CheckpointReader, read_checkpoint
-from weft.transport.checkpoint_files import local_model_dir, weight_files
 from weft.transport.digest import tensor_digest
-from weft.transport.digest_cache import DigestCache, Identity
-from weft.transport.safetensors_file import Stopped, digest_file
 
 NO_CACHE = DigestCache(None)
 TENSORS = {
@@ -140,7 +140,7 @@ def test_a_file_that_is_known_is_not_read_again(
     known = read(path, cache=DigestCache.of_user())
     link = tmp_path / "link.safetensors"
     link.symlink_to(path)
-    monkeypatch.setattr("weft.transport.checkpoint.digest_file", None)  # would raise
+    monkeypatch.setattr("weft.checkpoints.reader.digest_file", None)  # would raise
     assert read(path, cache=DigestCache.of_user()) == known
     assert read(link, cache=DigestCache.of_user()).digest == known.digest
     monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_a_file_that_changes_while_it_is_read(
         os.utime(file, ns=(1, 1))
         return digest_file(file, stop)
 
-    monkeypatch.setattr("weft.transport.checkpoint.digest_file", touch)
+    monkeypatch.setattr("weft.checkpoints.reader.digest_file", touch)
     with pytest.raises(InvalidRequestError, match="changed while it was read"):
         read(path)
 

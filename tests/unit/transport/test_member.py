@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from weft.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft.transport import progress, speaking
+from weft.transport import member, speaking
 from weft.transport.group import CPU, Operation, SideGroup
-from weft.transport.progress import Progress
+from weft.transport.member import Progress
 from weft.v1 import rendezvous_pb2 as pb
 
 
@@ -27,7 +27,7 @@ class Stream:
 
 def test_nothing_is_said_right_after_something_was(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, now = Stream(), 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(member.time, "monotonic", lambda: now)
     said = Progress(stream)  # type: ignore[arg-type]
     for step in range(40):
         now = 100.0 + step * 0.1

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: their files, what these hold, and what is remembered of them."""
