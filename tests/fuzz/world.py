@@ -179,12 +179,11 @@ class World:
                     await asyncio.sleep(0.01)  # until it has caught up
         pushes = [t for t in self.state.transfers.values() if t.transfer_id != self.transfer_id]
         for transfer in pushes:  # those that requests have begun, or have waiting
+            token = transfer.purpose.fencing_token
             abort = publish_pb2.AbortTransferRequest(
-                transfer_id=transfer.transfer_id,
-                policy=transfer.policy,
-                fencing_token=max(0, transfer.fencing_token),
+                transfer_id=transfer.transfer_id, policy=transfer.policy, fencing_token=token or 0
             )
-            if transfer.uncommitted and transfer.fencing_token >= 0:
+            if transfer.uncommitted and token is not None:
                 await self._publish.AbortTransfer(abort, timeout=_CALL_SECONDS)
 
     def known(self) -> Mapping[str, Sequence[Any]]:

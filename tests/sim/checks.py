@@ -24,7 +24,6 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
-    Purpose,
     ReplicaState,
     VersionState,
 )
@@ -142,7 +141,7 @@ class Checks:
             return  # it died meanwhile
         for transfer in state.transfers.values():
             switching = beat.replica_id in transfer.switching
-            if switching and transfer.purpose in (Purpose.PUSH, Purpose.ROLLBACK):
+            if switching and not transfer.replica_id:
                 return  # until its own switch it serves what it should
         # What was said last may be older, or newer, than what it serves now.
         if pool.missing_from(beat.vector) and pool.missing_from(replica.vector):

@@ -82,7 +82,7 @@ class LeaseChecks:
         now = self._world.clock.now
         if lease is None or lease.expires_at <= now:
             fail(f"{record.version} was assigned without a lease")
-        elif transfer.fencing_token != lease.fencing_token or (
+        elif transfer.purpose.fencing_token != lease.fencing_token or (
             lease.fencing_token < self._newest_token.get(policy.name, 0)
         ):
             fail(f"{record.version} was assigned under an old lease")

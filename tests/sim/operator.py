@@ -17,7 +17,7 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import RollbackAnswer
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft.coordinator.decisions.state.values import ReplicaState
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -132,8 +132,8 @@ class SimOperator(Process):
         """What replicas switch from, at the worst moment: they may go back to it."""
         for _ in range(200):
             for transfer in self.world.coordinator.state.transfers.values():
-                if transfer.phase is Phase.COMMITTING and transfer.replaced_version:
-                    return PolicyVersion(transfer.policy, transfer.replaced_version)
+                if transfer.may_be_undone and transfer.served_before:
+                    return PolicyVersion(transfer.policy, transfer.served_before)
             yield 0.02
         return None
 

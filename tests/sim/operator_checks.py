@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from tests.sim.lease_checks import fail
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import is_routable
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import Phase, Purpose
+from weft.coordinator.decisions.state.values import Phase
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _SLACK_SECONDS = 3.0
 #: For a replica that is in contact: calls and answers that are lost and late, a few times.
 _ENFORCED_SECONDS = 15.0
-_CHANGES = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
 def out_of_transfers(state: PoolState, replica: Replica) -> bool:
@@ -97,7 +97,7 @@ class OperatorChecks:
         """A policy changes once at a time."""
         under_way: dict[str, str] = {}
         for transfer in state.transfers.values():
-            if transfer.purpose not in _CHANGES or transfer.phase is Phase.WAITING:
+            if transfer.replica_id or transfer.phase is Phase.WAITING:
                 continue
             other = under_way.setdefault(transfer.policy, transfer.transfer_id)
             if other != transfer.transfer_id:
@@ -106,7 +106,7 @@ class OperatorChecks:
     def _check_clones(self, state: PoolState) -> None:
         """None goes on to a replica that is out of service, or from one that is quarantined."""
         for transfer in state.transfers.values():
-            if transfer.purpose is not Purpose.CLONE or not transfer.uncommitted:
+            if not isinstance(transfer.purpose, Clone) or not transfer.uncommitted:
                 continue
             for name in transfer.occupied:
                 replica = state.replicas[name]

@@ -30,8 +30,7 @@ from weft.contract.errors import (
 )
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.recovery import restart
-from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.transfer import Group, switch_id
 from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:
@@ -297,7 +296,7 @@ class SimReplica(Process):
         """Whether nobody waits for an order any more: its coordinator has died, or gave
         this replica up."""
         transfers = self.world.coordinator.state.transfers
-        restore = restart.restore_id(transfer_id, self.name)
+        restore = switch_id(transfer_id, self.name)
         transfer = transfers.get(transfer_id) or transfers.get(restore)
         return transfer is None or self.name not in transfer.switching
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
+from weft.coordinator.decisions.purposes.push import Push
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import Phase, Purpose
+from weft.coordinator.decisions.state.values import Phase
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push
@@ -47,30 +48,30 @@ class StallChecks:
         is_source = name == transfer.source
         members = [member for member in group.members if member.replica_id == name]
         ranks = {m.first_rank + index for m in members for index in range(m.num_receivers)}
-        if transfer.phase is Phase.FORMING and not transfer.prepare_sent:
+        if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
             return not ({0} if is_source else ranks) <= group.attending
         if transfer.phase is Phase.FORMING:
-            return not ranks <= transfer.prepared.keys()
-        first = min(transfer.prepared.values())
+            return not ranks <= transfer.attempt.prepared.keys()
+        first = min(transfer.attempt.prepared.values())
         data = self._world.data.get((group.group_id, transfer.transfer_id))
         num_sent = first + (data.num_sent if data else 0)
-        told = transfer.watch.num_verified
+        told = transfer.attempt.watch.num_verified
         verified = {rank: told.get(rank, first) for rank in range(group.size)}
         if is_source:
             return all(verified[rank] >= num_sent for rank in range(1, group.size))
         if num_sent == transfer.layout.num_buckets:
-            return not ranks <= transfer.staged.keys()
-        return any(verified[rank] < num_sent for rank in ranks - transfer.staged.keys())
+            return not ranks <= transfer.attempt.staged.keys()
+        return any(verified[rank] < num_sent for rank in ranks - transfer.attempt.staged.keys())
 
     def _check_trainer(self, state: PoolState, transfer: Transfer) -> None:
         trainer = self._world.trainers.get(transfer.trainer_id)
-        if trainer is None or transfer.purpose is not Purpose.PUSH:
+        if trainer is None or not isinstance(transfer.purpose, Push):
             return
         others_wait = [
             other.transfer_id
             for other in state.transfers.values()
             if other.phase is Phase.WAITING
-            and other.purpose is Purpose.PUSH
+            and isinstance(other.purpose, Push)
             and self._world.clock.now - other.begin_at > _SLACK_SECONDS
         ]
         longest = self._world.settings.sender_stall_seconds + _SLACK_SECONDS

@@ -10,8 +10,9 @@ import pytest
 from tests.sim.replica import Kind
 from tests.sim.trainer import SimTrainer
 from tests.sim.world import World
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import ReplicaState
 
 #: Pushes under way when a replica comes, and when the clone of its base has its turn.
 _MORE_PUSHES = 5
@@ -77,9 +78,9 @@ def test_between_the_pushes_of_one_trainer_a_clone_ends_after_three(seed: int) -
     (base,) = [
         t
         for t in world.coordinator.state.history.values()
-        if t.purpose is Purpose.CLONE and t.policy == "base"
+        if isinstance(t.purpose, Clone) and t.policy == "base"
     ]
-    assert base.num_interruptions <= world.settings.clone_interruptions
+    assert base.purpose.num_interruptions <= world.settings.clone_interruptions
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -8,9 +8,11 @@ from tests.sim.lease_checks import fail
 from tests.sim.operator_checks import out_of_transfers
 from weft.contract.names import BASE_POLICY, is_replica_sender
 from weft.coordinator.decisions import effects
+from weft.coordinator.decisions.purposes.clone import Clone
+from weft.coordinator.decisions.purposes.rollback import Rollback
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import ContentDigest, Phase, Purpose
+from weft.coordinator.decisions.state.values import ContentDigest, Phase
 
 if TYPE_CHECKING:
     from tests.sim.receiver import Receiver
@@ -58,13 +60,13 @@ class TransferChecks:
             for replica_id in transfer.targets
         )
         # What is loaded in place already is committed by those that are left.
-        wanted = 1 if transfer.loading else transfer.min_replicas
+        wanted = 1 if transfer.loading else transfer.purpose.min_replicas
         if num_staged < len(transfer.targets) or num_staged < wanted:
             fail(f"{record.version} was committed with {num_staged} replicas that have it")
         was_begun_by = self._begun.get(transfer.transfer_id)
-        required = [name for name in was_begun_by or () if name in transfer.required]
+        required = [name for name in was_begun_by or () if name in transfer.purpose.required]
         lacking = set(required).difference(transfer.targets)
-        if transfer.require_all and not transfer.loading and lacking:
+        if transfer.purpose.require_all and not transfer.loading and lacking:
             fail(f"{record.version} requires all and was committed without one")
         if transfer.lost:
             self._world.trace("coordinator", f"{record.version} is committed by the survivors")
@@ -97,7 +99,7 @@ class TransferChecks:
     def _check_rollbacks(self, before: PoolState, state: PoolState) -> None:
         """The pool goes back to a base only if it goes on serving."""
         for transfer in state.transfers.values():
-            if transfer.purpose is not Purpose.ROLLBACK or transfer.phase is not Phase.COMMITTING:
+            if not isinstance(transfer.purpose, Rollback) or transfer.phase is not Phase.COMMITTING:
                 continue
             old = before.transfers.get(transfer.transfer_id)
             if transfer.policy != BASE_POLICY or (old and old.phase is Phase.COMMITTING):
@@ -114,12 +116,12 @@ class TransferChecks:
         rollbacks = [
             transfer
             for transfer in (*new, *state.transfers.values())
-            if transfer.purpose is Purpose.ROLLBACK and transfer.phase >= Phase.COMMITTING
+            if isinstance(transfer.purpose, Rollback) and transfer.phase >= Phase.COMMITTING
         ]
         for ended in new:
             version = ended.policy_version
             others = [t for t in rollbacks if t.policy == version.policy and t is not ended]
-            if ended.purpose is not Purpose.ROLLBACK or not ended.failure or others:
+            if not isinstance(ended.purpose, Rollback) or not ended.failure or others:
                 continue  # or another one began in the same step
             stands = state.policies[version.policy].served_version == version.version
             followers = [
@@ -139,8 +141,10 @@ class TransferChecks:
         for transfer in state.transfers.values():
             if transfer.phase >= Phase.COMMITTED:
                 fail(f"{transfer.transfer_id} ended and is still under way")
-            if transfer.num_interruptions > state.settings.clone_interruptions:
-                fail(f"{transfer.transfer_id} was ended {transfer.num_interruptions} times")
+            if isinstance(transfer.purpose, Clone):
+                num_interruptions = transfer.purpose.num_interruptions
+                if num_interruptions > state.settings.clone_interruptions:
+                    fail(f"{transfer.transfer_id} was ended {num_interruptions} times")
             for replica_id in transfer.occupied:
                 if replica_id in held:
                     fail(f"{transfer.transfer_id} and {held[replica_id]} are both on {replica_id}")

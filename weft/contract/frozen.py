@@ -35,6 +35,7 @@ else:
 
     @cache
     def _names(cls: type) -> tuple[str, ...]:
-        if hasattr(cls, "__post_init__") or hasattr(cls, "__slots__"):
+        has_slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)  # ABC has none
+        if hasattr(cls, "__post_init__") or has_slots:
             raise TypeError(f"{cls.__name__} is not replaced without its __init__")
         return tuple(field.name for field in fields(cls))

@@ -9,7 +9,14 @@ from collections.abc import Iterable
 
 from weft.contract.errors import WeftError
 from weft.contract.frozen import replace
-from weft.coordinator.decisions.effects import Announce, Answer, Effect, Refuse, Reply
+from weft.coordinator.decisions.effects import (
+    Announce,
+    Answer,
+    Effect,
+    Refuse,
+    Reply,
+    SaveEpoch,
+)
 from weft.coordinator.decisions.state.pool import FitKey, Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Transfer
@@ -67,6 +74,13 @@ class Change:
         self.touched_all |= old is None or old.versions != policy.versions
         self.state = replace(self.state, policies={**self.state.policies, policy.name: policy})
 
+    def next_epoch(self) -> int:
+        """The epoch of a new group; durable before the group is opened."""
+        epoch = self.state.epoch + 1
+        self.state = replace(self.state, epoch=epoch)
+        self.effects.append(SaveEpoch(epoch))
+        return epoch
+
     def put_group(self, group: Group) -> None:
         """Add or replace a group."""
         self.state = replace(self.state, groups={**self.state.groups, group.group_id: group})
@@ -87,8 +101,22 @@ class Change:
         transfers = {k: v for k, v in self.state.transfers.items() if k != transfer_id}
         self.state = replace(self.state, transfers=transfers)
 
-    def end_transfer(self, transfer: Transfer) -> None:
-        """Move a transfer from those under way to the history."""
+    def end_transfer(self, transfer: Transfer, answer: Answer | None = None) -> Transfer:
+        """Move a transfer from those under way to the history, and tell who waits for it.
+
+        Args:
+            transfer: As it ended; those that wait are refused if it has a failure.
+            answer: What they get otherwise; by default the transfer.
+
+        Returns:
+            The transfer as it is remembered.
+        """
+        tickets = (*transfer.begin_tickets, *transfer.await_tickets)
+        transfer = replace(transfer, end_at=self.now, begin_tickets=(), await_tickets=())
+        if transfer.failure:
+            self.refuse(tickets, transfer.failure.error())
+        for ticket in () if transfer.failure else tickets:
+            self.reply(ticket, answer or transfer)
         if transfer.replica_id:  # what the pool serves is the same
             self.touched.add(transfer.replica_id)
         else:
@@ -99,6 +127,7 @@ class Change:
         while len(history) > MAX_HISTORY:
             del history[next(iter(history))]
         self.state = replace(self.state, history=history)
+        return transfer
 
     def look_up(self, replica_id: str) -> None:
         """Remember that something is being looked up for a replica."""

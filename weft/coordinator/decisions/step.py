@@ -16,8 +16,9 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, Effect
-from weft.coordinator.decisions.policies import leases, retention, rollback
-from weft.coordinator.decisions.recovery import adoption, clones, interruptions, republish
+from weft.coordinator.decisions.policies import leases, retention
+from weft.coordinator.decisions.purposes import begin, rollback
+from weft.coordinator.decisions.recovery import adoption, catch_up, republish
 from weft.coordinator.decisions.replicas import (
     base_binding,
     checkpoints,
@@ -30,15 +31,15 @@ from weft.coordinator.decisions.replicas import (
 from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
+from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import (
     abort,
-    admission,
     commit,
     discard,
     preflight,
     staging,
     stalls,
+    turns,
     unserved,
 )
 
@@ -62,8 +63,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         unserved.decide(change)
     if state.history is not change.state.history:
         _schedule_after(change, state)
-    interruptions.end_unwanted(change)
-    admission.admit(change)
+    turns.end_unwanted(change)
+    turns.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
@@ -86,7 +87,7 @@ def _apply(change: Change, event: events.Event) -> None:
             if change.now >= change.state.retire_at:
                 retention.retire(change)
             adoption.watch(change)
-            clones.schedule(change)
+            catch_up.schedule(change)
             republish.watch(change)
             checkpoints.watch(change)
         case events.CallerGone():
@@ -101,7 +102,7 @@ def _apply(change: Change, event: events.Event) -> None:
             tickets = {**change.state.target_tickets, event.ticket: event.deadline}
             change.state = replace(change.state, target_tickets=tickets)
         case events.BeginTransfer():
-            admission.begin(change, event)
+            begin.begin(change, event)
         case events.AwaitTransfer():
             _await_transfer(change, event)
         case events.AbortTransfer():
@@ -136,7 +137,7 @@ def _apply(change: Change, event: events.Event) -> None:
             staging.rank_failed(change, event)
         case events.JoinAnswered():
             if not suspects.join_answered(change, event):
-                admission.join_answered(change, event)
+                staging.join_answered(change, event)
         case events.LoadAnswered():
             staging.load_answered(change, event)
         case events.CommitAnswered():
@@ -149,7 +150,7 @@ def _apply(change: Change, event: events.Event) -> None:
             discard.discard_answered(change, event)
             unserved.discard_answered(change, event)
         case events.LookedUp():
-            clones.looked_up(change, event)
+            catch_up.looked_up(change, event)
         case events.HeldDescribed():
             adoption.described(change, event)
         case events.Rollback():
@@ -177,7 +178,7 @@ def _schedule_after(change: Change, before: PoolState) -> None:
     clones, of which there may be many, not every time."""
     ended = [t for name, t in change.state.history.items() if name not in before.history]
     if change.now >= change.state.schedule_at or any(not t.replica_id for t in ended):
-        clones.schedule(change)
+        catch_up.schedule(change)
 
 
 def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
@@ -213,9 +214,9 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
 
 
 def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
-    """Whether it is a push of that policy under that token: each policy counts its own."""
+    """Whether it was begun under that token of that policy: each policy counts its own."""
     given = (event.policy, event.fencing_token)
-    return transfer.purpose is Purpose.PUSH and given == (transfer.policy, transfer.fencing_token)
+    return given == (transfer.policy, transfer.purpose.fencing_token)
 
 
 def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:

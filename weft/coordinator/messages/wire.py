@@ -204,7 +204,7 @@ def transfer_to_proto(
             )
             for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
         ],
-        served_over_base_version=transfer.served_over,
+        served_over_base_version=transfer.purpose.served_over,
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.state.pool import PoolState, Settings
-from weft.coordinator.decisions.state.values import Phase, Purpose, VersionState
+from weft.coordinator.decisions.state.values import Phase, VersionState
 from weft.coordinator.runtime.catalog.database import Catalog
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
@@ -183,14 +184,14 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def groups_are_bounded(self) -> None:
-        clones = [t for t in self.m.state.transfers.values() if t.purpose is Purpose.CLONE]
+        clones = [t for t in self.m.state.transfers.values() if isinstance(t.purpose, Clone)]
         groups = [g for g in self.m.state.groups.values() if not g.is_probe]  # one a suspect
         assert len(groups) <= 2 + len(clones)
 
     @invariant()
     def clones_are_of_what_is_committed(self) -> None:
         for transfer in self.m.state.transfers.values():
-            if transfer.purpose is Purpose.CLONE and transfer.phase is Phase.FORMING:
+            if isinstance(transfer.purpose, Clone) and transfer.phase is Phase.FORMING:
                 record = self.catalog.find_version(transfer.policy_version)
                 assert record is not None
                 assert record.content_digest == transfer.content_digest

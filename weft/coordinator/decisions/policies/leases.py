@@ -17,7 +17,7 @@ from weft.coordinator.decisions.effects import Done, LeaseAnswer, SavePolicy
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
-from weft.coordinator.decisions.state.values import Failure, PolicyKind, Purpose
+from weft.coordinator.decisions.state.values import Failure, PolicyKind
 from weft.coordinator.decisions.transfers import abort
 
 
@@ -142,8 +142,8 @@ def _expire(
 def _abort_transfers(change: Change, policy: str, why: str) -> None:
     failure = Failure("LEASE_FENCED", f"the push of {policy!r} was given up: {why}")
     for transfer in list(change.state.transfers.values()):
-        pushed = transfer.purpose is Purpose.PUSH and transfer.policy == policy
-        if pushed and transfer.uncommitted:
+        is_leased = transfer.purpose.fencing_token is not None and transfer.policy == policy
+        if is_leased and transfer.uncommitted:
             abort.abort(change, transfer, failure)
 
 

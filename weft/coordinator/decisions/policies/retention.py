@@ -29,9 +29,7 @@ from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings, n
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
-    Phase,
     PolicyKind,
-    Purpose,
     VersionRecord,
     VersionState,
 )
@@ -54,23 +52,18 @@ def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
     """The versions that are kept, and those that would be if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
-        if transfer.policy == policy.name and may_be_undone(transfer):
-            brought = {transfer.version} if transfer.purpose is Purpose.PUSH else set()
+        if transfer.policy == policy.name and transfer.may_be_undone:
+            brought = {transfer.version} if transfer.purpose.brings_version else set()
             versions = tuple(v for v in policy.versions if v not in brought)
-            before = replace(policy, versions=versions, served_version=transfer.replaced_version)
+            before = replace(policy, versions=versions, served_version=transfer.served_before)
             kept |= kept_versions(before, state.settings)
     for version, case in state.unserved.items():
         if version.policy == policy.name:
             others = tuple(v for v in policy.versions if v != version.version)
-            replaced = case.transfer.replaced_version
+            replaced = case.transfer.served_before
             before = replace(policy, versions=others, served_version=replaced)
             kept |= kept_versions(before, state.settings)
     return kept
-
-
-def may_be_undone(transfer: Transfer) -> bool:
-    """Whether a policy goes back to what it served if no replica can follow."""
-    return transfer.phase is Phase.COMMITTING and not transfer.replica_id
 
 
 def requestable(state: PoolState, policy: Policy) -> list[int]:
@@ -164,8 +157,8 @@ def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
 
 
 def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
-    pushed = transfer.purpose is Purpose.PUSH and transfer.policy_version == version
-    return pushed and may_be_undone(transfer)
+    is_new = transfer.purpose.brings_version and transfer.policy_version == version
+    return is_new and transfer.may_be_undone
 
 
 def retire_version(change: Change, event: events.RetireVersion) -> None:
@@ -207,9 +200,9 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
 
 def _may_return(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a policy may go back to a version, since what replaced it is not served yet."""
-    pending = [t for t in state.transfers.values() if may_be_undone(t)]
+    pending = [t for t in state.transfers.values() if t.may_be_undone]
     pending += [case.transfer for case in state.unserved.values()]
-    return any(PolicyVersion(t.policy, t.replaced_version) == version for t in pending)
+    return any(PolicyVersion(t.policy, t.served_before) == version for t in pending)
 
 
 def set_retention(change: Change, event: events.SetRetention) -> None:
@@ -265,7 +258,7 @@ def retire(change: Change) -> None:
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is undone: until then nothing leaves for it.
-    undecided = {t.policy for t in state.transfers.values() if may_be_undone(t)}
+    undecided = {t.policy for t in state.transfers.values() if t.may_be_undone}
     undecided |= {version.policy for version in state.unserved}
     kept = {
         policy.name: frozenset(policy.versions)

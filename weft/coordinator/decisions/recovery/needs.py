@@ -7,8 +7,8 @@ from weft.coordinator.decisions.policies.retention import kept_versions
 from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def lacks(state: PoolState, replica: Replica) -> list[str]:
@@ -22,28 +22,24 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
     lacking = state.vector.missing_from(replica.vector)
     lacking += [str(v) for h in mistaken_adapters(replica) if str(v := h.version) not in lacking]
     for transfer in state.transfers.values():
-        if transfer.purpose is Purpose.CLONE and replica.replica_id in transfer.loading:
+        if transfer.replica_id and replica.replica_id in transfer.loading:
             lacking = sorted({*lacking, str(transfer.policy_version)})
         elif replica.replica_id in transfer.switching:
-            if transfer.purpose in _FORWARD:
+            if not transfer.replica_id:  # what it brings is served as soon as it ends
                 lacking = [name for name in lacking if name != str(transfer.policy_version)]
             else:
                 served = state.policies[transfer.policy].served_version
                 name = str(PolicyVersion(transfer.policy, served))
-                if served != transfer.ordered_under and name not in lacking:
+                if served != transfer.served_before and name not in lacking:
                     lacking = [*lacking, name]
     return lacking
-
-
-#: What serves the pool's version as soon as it ends; others only repair one replica.
-_FORWARD = (Purpose.PUSH, Purpose.ROLLBACK)
 
 
 def is_changing(state: PoolState, policy: str) -> bool:
     """Whether a push or a rollback of a policy is under way, whichever replicas are
     concerned: the next one would decide without knowing how it ends."""
     return any(
-        t.policy == policy and t.purpose in _FORWARD and t.phase is not Phase.WAITING
+        t.policy == policy and not t.replica_id and t.phase is not Phase.WAITING
         for t in state.transfers.values()
     )
 
@@ -112,8 +108,7 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     when it will be brought in a moment."""
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
-            own = "what it has staged" if transfer.staged_by else _own(replica, version)
-            return f", which comes from {transfer.source or own}"
+            return f", which comes from {transfer.purpose.origin(replica, version)}"
     if version in state.copies and not takes_clones(state, replica):
         return ", which it is sent when it is put back into service"
     backoff = replica.backoffs.get(version)
@@ -126,10 +121,6 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     if version not in state.copies:
         return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
     return ""
-
-
-def _own(replica: Replica, version: PolicyVersion) -> str:
-    return "its own copy" if holds(replica, version) else "its spill directory"
 
 
 def who_publishes(state: PoolState, policy: str) -> str:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.contract.names import BASE_POLICY, replica_sender
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallDiscard
+from weft.coordinator.decisions.purposes.repair import repair
+from weft.coordinator.decisions.purposes.restore import Restore
 from weft.coordinator.decisions.recovery.needs import wants
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
-from weft.coordinator.decisions.state.values import (
-    Layout,
-    PolicyKind,
-    Purpose,
-    VersionRecord,
-    VersionState,
-)
+from weft.coordinator.decisions.state.transfer import FreshIds, Transfer, switch_id
+from weft.coordinator.decisions.state.values import Layout, VersionRecord, VersionState
 
 
 def restore_or_discard(
@@ -33,7 +28,7 @@ def restore_or_discard(
     Repeated with every heartbeat until it is gone; both orders are idempotent.
     """
     for transfer_id, record in sorted(staged.items()):
-        name = restore_id(transfer_id, replica.replica_id)
+        name = switch_id(transfer_id, replica.replica_id)
         if transfer_id in change.state.transfers or name in change.state.transfers:
             continue
         # What ended under this coordinator was offered to the replica, which refused
@@ -46,35 +41,16 @@ def restore_or_discard(
             change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
 
 
-def restore_id(transfer_id: str, replica_id: str) -> str:
-    """What the switch of one replica to what it has staged is named: each waits for its turn."""
-    return f"{transfer_id}.{replica_id}"
-
-
 def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> Transfer:
-    digest, version = record.content_digest, record.version
+    digest = record.content_digest
     assert digest is not None
-    return Transfer(
-        ids=FreshIds(name, 0, "", "", ""),
-        request_id="",
-        policy=version.policy,
-        kind=PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER,
-        trainer_id=replica_sender(replica.replica_id),
-        session_id="",
-        fencing_token=-1,
-        layout=Layout(None, record.layout_digest, digest.size_bytes, digest.size_bytes, 0),
-        adapter=record.adapter,
-        min_replicas=1,
-        backend="",
-        wanted_group_id="",
-        begin_at=now,
-        deadline=float("inf"),
-        answer_by=float("inf"),
-        version=version.version,
-        content_digest=digest,
-        purpose=Purpose.RESTORE,
-        replica_id=replica.replica_id,
-        staged_by=record.transfer_id,
+    size = digest.size_bytes
+    return repair(
+        Restore(replica_id=replica.replica_id, staged_by=record.transfer_id),
+        FreshIds(name, 0, "", "", ""),
+        record,
+        Layout(None, record.layout_digest, size, size, 0),
+        now,
     )
 
 

@@ -15,7 +15,7 @@ import hashlib
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallJoin, OpenGroup, SaveEpoch
+from weft.coordinator.decisions.effects import CallJoin, OpenGroup
 from weft.coordinator.decisions.state.replica import Replica, Suspicion
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
 from weft.coordinator.decisions.transfers import abort
@@ -70,8 +70,7 @@ def _probe(change: Change, replica: Replica, suspicion: Suspicion) -> None:
 
 
 def _new_group(change: Change, replica: Replica, suspicion: Suspicion) -> Group:
-    epoch = change.state.epoch + 1
-    change.state = replace(change.state, epoch=epoch)
+    epoch = change.next_epoch()
     name, count = replica.replica_id, suspicion.num_probes
     seed = f"{suspicion.secret}.probe.{name}.{count}"
     group = Group(
@@ -85,7 +84,7 @@ def _new_group(change: Change, replica: Replica, suspicion: Suspicion) -> Group:
         is_probe=True,
     )
     change.put_group(group)
-    change.emit(SaveEpoch(epoch), OpenGroup(group))
+    change.emit(OpenGroup(group))
     return group
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.progress import Watch
+from weft.coordinator.decisions.state.purpose import Purpose
 from weft.coordinator.decisions.state.values import (
+    NOTHING,
     AdapterSpec,
     ContentDigest,
     Failure,
     Layout,
     Phase,
     PolicyKind,
-    Purpose,
 )
 
 
@@ -29,6 +30,20 @@ class Member:
     incarnation: str
     first_rank: int
     num_receivers: int
+
+
+def members_of(replicas: Iterable[tuple[str, str, int]]) -> tuple[Member, ...]:
+    """Places in a group: the sender is rank 0, receivers follow in the given order.
+
+    Args:
+        replicas: Replica id, incarnation and number of receivers of each.
+    """
+    members: list[Member] = []
+    rank = 1
+    for replica_id, incarnation, num_receivers in replicas:
+        members.append(Member(replica_id, incarnation, rank, num_receivers))
+        rank += num_receivers
+    return tuple(members)
 
 
 @dataclass(frozen=True)
@@ -89,36 +104,55 @@ class FreshIds:
     secret: str = field(repr=False)
     """The secrets of its further groups are derived from it; never sent."""
 
+    def group(self, nth: int) -> tuple[str, str]:
+        """The name and the secret of a transfer's nth group, from 0 on: a secret as
+        unguessable as its own, which no member of any group is ever told."""
+        if not nth:
+            return self.group_id, self.group_secret
+        secret = hashlib.sha256(f"{self.secret}.{nth}".encode()).hexdigest()
+        return f"{self.group_id}.{nth}", secret
+
+
+def switch_id(transfer_id: str, replica_id: str) -> str:
+    """What one replica's switch to what a former transfer staged is named: each waits for
+    its turn."""
+    return f"{transfer_id}.{replica_id}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the ranks of a transfer's present group have said; a new group begins anew."""
+
+    prepare_sent: bool = False
+    prepared: Mapping[int, int] = field(default_factory=dict)
+    """Buckets that each receiver has verified already, by rank."""
+    staged: Mapping[int, ContentDigest] = field(default_factory=dict)
+    pausing: frozenset[str] = frozenset()
+    """Replicas that load in place and have not answered yet that they have paused
+    generation."""
+    watch: Watch = field(default_factory=Watch)
+    """What the ranks say of their work."""
+    accusations: Mapping[int, Failure] = field(default_factory=dict)
+    """Ranks that say a peer is gone, without knowing which (see staging.py)."""
+    judge_at: float = 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One attempt to bring one version to the pool."""
+    """One attempt to have replicas serve one version: what all purposes have in common."""
 
     ids: FreshIds
-    request_id: str
+    purpose: Purpose
+    """What it is for, with what only transfers of that purpose have."""
     policy: str
     kind: PolicyKind
     trainer_id: str
-    session_id: str
-    fencing_token: int
-    layout: Layout
-    adapter: AdapterSpec | None
-    min_replicas: int
-    require_all: bool = True
-    """Whether the loss of one of ``required`` fails the push."""
-    required: frozenset[str] = frozenset()
-    """Replicas that were ready when it took its turn (all that take part, if none was);
-    the others take part as long as they can, and catch up otherwise."""
-    refuse_other_base: bool = False
-    """Whether an adapter is refused over another base than it was trained on."""
-    check_finite: bool = False
-    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
-    backend: str
-    wanted_group_id: str
+    """Who sends: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
+    layout: Layout = NOTHING
+    adapter: AdapterSpec | None = None
+    backend: str = ""
     begin_at: float
-    deadline: float
-    answer_by: float
-    """When BeginTransfer must have been answered, at most ``deadline``."""
+    deadline: float = float("inf")
     phase: Phase = Phase.WAITING
     waits_for: str = "its turn"
     version: int = 0
@@ -130,26 +164,15 @@ class Transfer:
     """Replicas that the transfer continues without, in order of their loss."""
     losses: Mapping[str, Failure] = field(default_factory=dict)
     """Why it continues without them."""
-    prepare_sent: bool = False
-    prepared: Mapping[int, int] = field(default_factory=dict)
-    """Buckets that each receiver has verified already, by rank."""
-    staged: Mapping[int, ContentDigest] = field(default_factory=dict)
+    attempt: Attempt = field(default_factory=Attempt)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
-    pausing: frozenset[str] = frozenset()
-    """Replicas of these that have not answered yet that they have paused generation."""
-    watch: Watch = field(default_factory=Watch)
-    """What the ranks of this epoch say of their work."""
-    admitted_at: float = 0.0
-    """When it was its turn."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0
     content_digest: ContentDigest | None = None
-    replaced_version: int = 0
-    """What was served before the commit point."""
-    served_over: int | None = None
-    """The version of the base when the adapter was committed; None of a base."""
+    served_before: int = 0
+    """What its policy served when it came to its commit point."""
     switching: frozenset[str] = frozenset()
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()
@@ -160,22 +183,18 @@ class Transfer:
     """Why the others did not."""
     pause_seconds: float = 0.0
     failure: Failure | None = None
-    accusations: Mapping[int, Failure] = field(default_factory=dict)
-    """Ranks that say a peer is gone, without knowing which (see staging.py)."""
-    judge_at: float = 0.0
     begin_tickets: tuple[int, ...] = ()
     await_tickets: tuple[int, ...] = ()
-    purpose: Purpose = Purpose.PUSH
-    source: str = ""
-    """The replica that sends a clone."""
-    replica_id: str = ""
-    """The replica that a clone or a restore is for."""
-    staged_by: str = ""
-    """The transfer of a former coordinator that staged what a restore switches to."""
-    ordered_under: int = 0
-    """What its policy served when the replica of a clone or a restore was told to switch."""
-    num_interruptions: int = 0
-    """How often a clone was ended for the sake of a push."""
+
+    @property
+    def replica_id(self) -> str:
+        """The only replica that it is for; empty where it changes what the pool serves."""
+        return self.purpose.replica_id
+
+    @property
+    def source(self) -> str:
+        """The replica that sends it; empty where a trainer does, or nobody."""
+        return self.purpose.source
 
     @property
     def occupied(self) -> tuple[str, ...]:
@@ -199,3 +218,8 @@ class Transfer:
     def uncommitted(self) -> bool:
         """Whether it can still be aborted with nothing changed in what is served."""
         return self.phase < Phase.COMMITTING
+
+    @property
+    def may_be_undone(self) -> bool:
+        """Whether its policy goes back to what it served if no replica can follow."""
+        return self.phase is Phase.COMMITTING and not self.replica_id

@@ -54,19 +54,6 @@ class Phase(enum.IntEnum):
     ABORTED = 5
 
 
-class Purpose(enum.IntEnum):
-    """What a transfer is for."""
-
-    PUSH = 0
-    """A trainer brings a new version to the pool."""
-    CLONE = 1
-    """A replica brings a version to another that lacks it."""
-    RESTORE = 2
-    """A replica switches to what it holds itself."""
-    ROLLBACK = 3
-    """The pool goes back to a version that all hold."""
-
-
 @dataclass(frozen=True)
 class ContentDigest:
     """A digest over all bytes of a version, as in ``weft.v1.ContentDigest``."""
@@ -155,6 +142,10 @@ class Layout:
             manifest.wire_bytes,
             len(manifest.buckets),
         )
+
+
+#: Of a transfer that moves no bytes.
+NOTHING = Layout(None, b"", 0, 0, 0)
 
 
 @dataclass(frozen=True)

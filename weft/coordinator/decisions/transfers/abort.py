@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import DropGroup, SaveVersion, SendAbort
-from weft.coordinator.decisions.recovery import backoff
-from weft.coordinator.decisions.state.records import record_of
+from weft.coordinator.decisions.effects import DropGroup, SendAbort
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, VersionState
+from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import in_place
 from weft.coordinator.decisions.transfers.discard import discard
 
@@ -21,38 +19,16 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     """
     assert transfer.uncommitted
     failure = in_place.with_price(transfer, failure)
-    error = failure.error()
-    change.refuse((*transfer.begin_tickets, *transfer.await_tickets), error)
     if transfer.phase is Phase.WAITING:
+        change.refuse((*transfer.begin_tickets, *transfer.await_tickets), failure.error())
         change.drop_transfer(transfer.transfer_id)
         return
-    ended = replace(
-        transfer,
-        phase=Phase.ABORTED,
-        failure=failure,
-        end_at=change.now,
-        begin_tickets=(),
-        await_tickets=(),
-    )
-    change.end_transfer(ended)
-    if transfer.purpose is not Purpose.PUSH:
-        backoff.note(change, transfer.replica_id, transfer.policy_version, transfer.source, failure)
-    else:
-        _record(change, ended)
+    ended = change.end_transfer(replace(transfer, phase=Phase.ABORTED, failure=failure))
     change.emit(SendAbort(transfer.group_id, transfer.transfer_id, failure))
     close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
     discard(change, transfer.transfer_id, transfer.targets)
     in_place.abandon(change, transfer, transfer.targets, failure)
-    change.announce(
-        "clone_failed" if transfer.purpose is Purpose.CLONE else "transfer_aborted",
-        transfer.transfer_id,
-        f"{transfer.policy_version}: {failure.message} [{failure.reason}]",
-    )
-
-
-def _record(change: Change, ended: Transfer) -> None:
-    # Not at once: a restart ends a version that is STAGING in the same way.
-    change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
+    transfer.purpose.on_aborted(change, ended)
 
 
 def close_group(change: Change, group_id: str, why: str) -> None:

@@ -33,9 +33,8 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
     It is told again in a new group; if it loads already it answers at once.
     """
     ordered = {replica.replica_id}
-    change.put_transfer(
-        replace(transfer, loading=transfer.loading | ordered, pausing=transfer.pausing | ordered)
-    )
+    attempt = replace(transfer.attempt, pausing=transfer.attempt.pausing | ordered)
+    change.put_transfer(replace(transfer, loading=transfer.loading | ordered, attempt=attempt))
     change.emit(
         CallLoad(
             transfer.transfer_id,

@@ -110,12 +110,16 @@ def check_names(state: PoolState, policy: str) -> None:
             )
 
 
-def check_room(state: PoolState, transfer: Transfer, replicas: Iterable[Replica]) -> None:
+def check_room(
+    state: PoolState, transfer: Transfer, replicas: Iterable[Replica], *, check_finite: bool
+) -> None:
     """Refuse what a replica has no room, no backend or another base for; cheap.
 
+    Args:
+        check_finite: Whether the sender gives up at the first value that is not finite.
+
     Raises:
-        BaseMismatchError: The adapter names another base than the pool's, or was trained
-            on another version of it and is not to be served over this one.
+        BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
         UnsupportedError: What is sent is to be checked, and is loaded before it can be.
@@ -130,9 +134,6 @@ def check_room(state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
                 "adapter_fingerprint": spec.base_fingerprint,
             },
         )
-    mismatch = other_base(state, transfer)
-    if mismatch is not None:
-        raise mismatch.error()
     need, size = transfer.layout.wire_bytes, 1
     for replica in replicas:
         size += replica.capabilities.num_receivers
@@ -151,7 +152,7 @@ def check_room(state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
                 metadata={"replica": replica.replica_id},
             )
         if in_place.loads_in_place(replica, transfer.kind):
-            if transfer.check_finite:
+            if check_finite:
                 raise _checked_too_late(replica)
             continue
         if transfer.kind is PolicyKind.BASE:
@@ -170,11 +171,10 @@ def check_room(state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
             )
 
 
-def other_base(state: PoolState, transfer: Transfer) -> Failure | None:
-    """Why an adapter that is to be served over the base it was trained on alone is refused;
-    asked when it begins and at its commit point, between which a base may have come."""
-    spec, base = transfer.adapter, state.vector.base
-    if spec is None or not transfer.refuse_other_base or spec.trained_on_base_version == base:
+def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:
+    """Why an adapter is refused that is to be served over the base it was trained on alone."""
+    base = state.vector.base
+    if spec.trained_on_base_version == base:
         return None
     trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
     remedy = (
@@ -184,7 +184,7 @@ def other_base(state: PoolState, transfer: Transfer) -> Failure | None:
     )
     return Failure(
         "BASE_MISMATCH",
-        f"the adapter {transfer.policy!r} was trained on base@{trained_on}, the pool serves "
+        f"the adapter {policy!r} was trained on base@{trained_on}, the pool serves "
         f"base@{base}: {remedy}",
         {"trained_on_base_version": str(trained_on), "base_version": str(base)},
     )

@@ -1,4 +1,4 @@
-"""From a formed group to the commit point: attend, prepare, start, staged.
+"""From a group to the commit point: join, attend, prepare, start, staged.
 
 When a peer dies, the others often see its broken connection before we see its
 broken stream. A rank that reports PEER_GONE therefore accuses nobody by name,
@@ -15,11 +15,22 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import SendPrepare, SendStart
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase, Purpose
-from weft.coordinator.decisions.transfers import abort, in_place, reform
-from weft.coordinator.decisions.transfers.commit import commit
+from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
+from weft.coordinator.decisions.transfers import abort, in_place, reform, stalls
 
 JUDGE_AFTER_SECONDS = 0.5
+
+
+def join_answered(change: Change, event: events.JoinAnswered) -> None:
+    """A replica that cannot be told to join is gone."""
+    transfer = change.state.transfers.get(event.transfer_id)
+    if event.failure and transfer and transfer.phase is Phase.FORMING:
+        if event.failure.reason == "DEADLINE":
+            stalls.order_not_taken(change, transfer, event.replica_id, event.failure.message)
+            return
+        why = f"it could not be told to join: {event.failure.message}"
+        failure = abort.peer_gone(event.replica_id, why)
+        reform.lose_replica(change, transfer, event.replica_id, failure)
 
 
 def rank_attends(change: Change, event: events.RankAttends) -> None:
@@ -50,19 +61,21 @@ def _named(state: PoolState, group_id: str, transfer_id: str) -> tuple[Transfer,
 def prepare_if_complete(change: Change, transfer: Transfer) -> None:
     """Once all attend, tell receivers what comes."""
     group = change.state.groups[transfer.group_id]
-    if transfer.phase is Phase.FORMING and not transfer.prepare_sent and group.complete:
-        transfer = change.put_transfer(replace(transfer, prepare_sent=True))
+    attempt = transfer.attempt
+    if transfer.phase is Phase.FORMING and not attempt.prepare_sent and group.complete:
+        attempt = replace(attempt, prepare_sent=True)
+        transfer = change.put_transfer(replace(transfer, attempt=attempt))
         change.emit(SendPrepare(group.group_id, transfer, transfer.deadline - change.now))
 
 
 def rank_prepared(change: Change, event: events.RankPrepared) -> None:
     """Once all receivers are ready, bytes may flow."""
     found = _named(change.state, event.group_id, event.transfer_id)
-    if found is None or not found[0].prepare_sent or event.rank == 0:
+    if found is None or not found[0].attempt.prepare_sent or event.rank == 0:
         return
     transfer, group = found
-    prepared = {**transfer.prepared, event.rank: event.num_verified}
-    transfer = replace(transfer, prepared=prepared)
+    prepared = {**transfer.attempt.prepared, event.rank: event.num_verified}
+    transfer = replace(transfer, attempt=replace(transfer.attempt, prepared=prepared))
     if transfer.phase is Phase.FORMING and len(prepared) == group.size - 1:
         start_at = transfer.start_at or change.now
         transfer = replace(transfer, phase=Phase.STAGING, start_at=start_at)
@@ -92,9 +105,10 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
 def load_answered(change: Change, event: events.LoadAnswered) -> None:
     """A replica that cannot load in place, or cannot be told to, is lost to the push."""
     transfer = change.state.transfers.get(event.transfer_id)
-    if transfer and event.replica_id in transfer.pausing:
-        pausing = transfer.pausing - {event.replica_id}
-        transfer = change.put_transfer(replace(transfer, pausing=pausing))
+    if transfer and event.replica_id in transfer.attempt.pausing:
+        pausing = transfer.attempt.pausing - {event.replica_id}
+        attempt = replace(transfer.attempt, pausing=pausing)
+        transfer = change.put_transfer(replace(transfer, attempt=attempt))
     if event.failure and transfer and transfer.uncommitted:
         why = f"{event.replica_id} does not load in place: {event.failure.message}"
         failure = Failure(event.failure.reason, why, {"member": event.replica_id})
@@ -108,7 +122,7 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
         return
     transfer, group = found
     member = group.member_name(event.rank)
-    known = next(iter(transfer.staged.items()), None)
+    known = next(iter(transfer.attempt.staged.items()), None)
     if wrong := _not_of_its_layout(transfer, event.digest):
         abort.abort(change, transfer, _mismatch(member, wrong))
     elif known and known[1] != event.digest:
@@ -118,10 +132,11 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
         )
         abort.abort(change, transfer, _mismatch(member, what))
     else:
-        staged = {**transfer.staged, event.rank: event.digest}
-        transfer = change.put_transfer(replace(transfer, staged=staged))
+        staged = {**transfer.attempt.staged, event.rank: event.digest}
+        attempt = replace(transfer.attempt, staged=staged)
+        transfer = change.put_transfer(replace(transfer, attempt=attempt))
         if len(staged) == group.size:
-            commit(change, transfer, event.digest)
+            transfer.purpose.on_staged(change, transfer, event.digest)
 
 
 def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
@@ -149,14 +164,19 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
     member = group.member_name(event.rank)
     failure = Failure(event.reason or "INTERNAL", f"{member}: {event.message}", {"member": member})
     if failure.reason != "PEER_GONE":
-        if event.rank and (transfer.loading or member not in transfer.required):
+        may_do_without = transfer.loading or not transfer.purpose.requires(member)
+        if event.rank and may_do_without:
             reform.lose_replica(change, transfer, member, failure)
         else:
             abort.abort(change, transfer, failure)
         return
-    judge_at = transfer.judge_at or change.now + JUDGE_AFTER_SECONDS
-    accusations = {**transfer.accusations, event.rank: failure}
-    change.put_transfer(replace(transfer, accusations=accusations, judge_at=judge_at))
+    attempt = transfer.attempt
+    attempt = replace(
+        attempt,
+        accusations={**attempt.accusations, event.rank: failure},
+        judge_at=attempt.judge_at or change.now + JUDGE_AFTER_SECONDS,
+    )
+    change.put_transfer(replace(transfer, attempt=attempt))
 
 
 def rank_gone(change: Change, event: events.RankGone) -> None:
@@ -170,7 +190,7 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
         abort.close_group(change, event.group_id, f"{member} left it: {event.why}")
         return
     change.put_group(replace(group, attending=group.attending - {event.rank}))
-    if event.rank in transfer.accusations:
+    if event.rank in transfer.attempt.accusations:
         return  # it gave up because of another; judge() will tell
     failure = abort.peer_gone(member, event.why)
     if event.rank == 0:  # without its sender no push goes on
@@ -184,8 +204,9 @@ def watch_deadlines(change: Change) -> None:
     for transfer in list(change.state.transfers.values()):
         if transfer.phase not in (Phase.FORMING, Phase.STAGING):
             continue
-        if transfer.accusations and change.now >= transfer.judge_at:
-            abort.abort(change, transfer, next(iter(transfer.accusations.values())))
+        attempt = transfer.attempt
+        if attempt.accusations and change.now >= attempt.judge_at:
+            abort.abort(change, transfer, next(iter(attempt.accusations.values())))
         elif change.now >= transfer.deadline:
             abort.abort(change, transfer, _deadline(change.state, transfer))
 
@@ -193,16 +214,13 @@ def watch_deadlines(change: Change) -> None:
 def _deadline(state: PoolState, transfer: Transfer) -> Failure:
     group = state.groups[transfer.group_id]
     everyone = frozenset(range(group.size))
-    if not transfer.prepare_sent:
+    if not transfer.attempt.prepare_sent:
         what, missing = "did not join the group", everyone - group.attending
     elif transfer.phase is Phase.FORMING:
-        what, missing = "did not get ready", everyone - frozenset(transfer.prepared) - {0}
+        what, missing = "did not get ready", everyone - frozenset(transfer.attempt.prepared) - {0}
     else:
-        what, missing = "did not finish", everyone - frozenset(transfer.staged)
+        what, missing = "did not finish", everyone - frozenset(transfer.attempt.staged)
     names = list(dict.fromkeys(group.member_name(rank) for rank in sorted(missing)))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    longest = state.settings.max_transfer_seconds
-    why = "the push's time was up"
-    if transfer.purpose is Purpose.PUSH and transfer.deadline >= transfer.admitted_at + longest:
-        why = f"the push took longer than the coordinator's --max-transfer-seconds ({longest:g})"
+    why = transfer.purpose.time_is_up(state, transfer)
     return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})

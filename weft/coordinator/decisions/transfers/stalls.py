@@ -35,8 +35,8 @@ from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.transfer import Group, Transfer
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose
-from weft.coordinator.decisions.transfers import abort, reform
+from weft.coordinator.decisions.state.values import Failure, Phase
+from weft.coordinator.decisions.transfers import reform
 
 _SENDER = 0
 
@@ -44,10 +44,10 @@ _SENDER = 0
 def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
     """The ranks that owe the next step, and that step for people."""
     ranks = range(group.size)
-    if transfer.phase is Phase.FORMING and not transfer.prepare_sent:
+    if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
         return {rank: "join the group" for rank in ranks if rank not in group.attending}
     if transfer.phase is Phase.FORMING:
-        return {rank: "get ready" for rank in ranks[1:] if rank not in transfer.prepared}
+        return {rank: "get ready" for rank in ranks[1:] if rank not in transfer.attempt.prepared}
     if transfer.phase is not Phase.STAGING:
         return {}
     return _owed_while_bytes_flow(transfer, group)
@@ -55,26 +55,27 @@ def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
 
 def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
     num_buckets, receivers = transfer.layout.num_buckets, range(1, group.size)
-    first = min(transfer.prepared.values(), default=0)
-    verified = {rank: transfer.watch.num_verified.get(rank, first) for rank in receivers}
-    word = transfer.watch.words.get(_SENDER)
+    attempt = transfer.attempt
+    first = min(attempt.prepared.values(), default=0)
+    verified = {rank: attempt.watch.num_verified.get(rank, first) for rank in receivers}
+    word = attempt.watch.words.get(_SENDER)
     num_sent = max(word.bucket if word else 0, *verified.values())
     steps = {}
     for rank, count in verified.items():
-        if rank in transfer.staged or group.member_name(rank) in transfer.pausing:
+        if rank in attempt.staged or group.member_name(rank) in attempt.pausing:
             continue  # while its engine is told to pause generation, it can do nothing
         if count >= num_buckets:
             steps[rank] = "stage what it has"
         elif count < num_sent:
             steps[rank] = f"verify bucket {count}"
-    if _SENDER not in transfer.staged and min(verified.values()) >= num_sent:
+    if _SENDER not in attempt.staged and min(verified.values()) >= num_sent:
         steps[_SENDER] = f"send bucket {num_sent}" if num_sent < num_buckets else "end"
     return steps
 
 
 def stalled(transfer: Transfer, group: Group, now: float, seconds: float) -> list[int]:
     """The ranks that have owed a step for so long without a word, ascending."""
-    watch = transfer.watch
+    watch = transfer.attempt.watch
     return [r for r in range(group.size) if r in watch.debts and watch.silence(r, now) >= seconds]
 
 
@@ -85,8 +86,7 @@ def heard(change: Change, event: events.RanksHeard) -> None:
             ours = ("", transfer.transfer_id)
             words = {r: word for r, word in event.words.items() if word.transfer_id in ours}
             verified = event.num_verified if event.transfer_id == transfer.transfer_id else {}
-            watch = transfer.watch.heard(words, verified, change.now)
-            change.put_transfer(replace(transfer, watch=watch))
+            _watched(change, transfer, transfer.attempt.watch.heard(words, verified, change.now))
             return
 
 
@@ -96,19 +96,23 @@ def watch(change: Change) -> None:
         if transfer.phase not in (Phase.FORMING, Phase.STAGING):
             continue
         group = change.state.groups[transfer.group_id]
-        seen = transfer.watch.with_debts(owed_steps(transfer, group), change.now)
-        if seen is not transfer.watch:
-            transfer = change.put_transfer(replace(transfer, watch=seen))
-        if not transfer.accusations:  # else somebody is about to be found dead
+        seen = transfer.attempt.watch.with_debts(owed_steps(transfer, group), change.now)
+        if seen is not transfer.attempt.watch:
+            transfer = _watched(change, transfer, seen)
+        if not transfer.attempt.accusations:  # else somebody is about to be found dead
             _give_up(change, transfer, group)
 
 
 def forgive(change: Change, seconds: float) -> None:
     """The coordinator itself was stopped for so long: silence meanwhile says nothing."""
     for transfer in list(change.state.transfers.values()):
-        if transfer.watch != Watch():
-            watch = transfer.watch.forgiven(seconds)
-            change.put_transfer(replace(transfer, watch=watch))
+        if transfer.attempt.watch != Watch():
+            _watched(change, transfer, transfer.attempt.watch.forgiven(seconds))
+
+
+def _watched(change: Change, transfer: Transfer, watch: Watch) -> Transfer:
+    attempt = replace(transfer.attempt, watch=watch)
+    return change.put_transfer(replace(transfer, attempt=attempt))
 
 
 def order_not_taken(change: Change, transfer: Transfer, replica_id: str, why: str) -> None:
@@ -122,14 +126,11 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
     ranks = stalled(transfer, group, change.now, settings.stall_seconds)
     if _SENDER in ranks:
         ranks.remove(_SENDER)
-        if transfer.purpose is not Purpose.PUSH:
-            failure = _failure(transfer.source, _what(transfer, _SENDER, change.now))
-            suspects.suspect(change, transfer, transfer.source, failure.message)
-            abort.abort(change, transfer, failure)
-            return
-        if _sender_delays_others(change, transfer):
-            what = _what(transfer, _SENDER, change.now)
-            abort.abort(change, transfer, _failure(transfer.trainer_id, what))
+        failure = _failure(
+            transfer.source or transfer.trainer_id, _what(transfer, _SENDER, change.now)
+        )
+        transfer.purpose.on_sender_stalled(change, transfer, failure)
+        if transfer.transfer_id not in change.state.transfers:
             return
     lost = {
         name: _failure(name, _what(transfer, rank, change.now))
@@ -155,10 +156,10 @@ def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> No
     reform.lose_replicas(change, transfer, lost)
 
 
-def _sender_delays_others(change: Change, transfer: Transfer) -> bool:
+def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
     """Whether a trainer that stalls is given up: it has had its time, and another
     transfer waits for a replica that it occupies."""
-    silence = transfer.watch.silence(_SENDER, change.now)
+    silence = transfer.attempt.watch.silence(_SENDER, change.now)
     if silence < change.state.settings.sender_stall_seconds:
         return False
     occupied = set(transfer.occupied)
@@ -177,8 +178,9 @@ def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
 
 
 def _what(transfer: Transfer, rank: int, now: float) -> str:
-    debt, word = transfer.watch.debts[rank], transfer.watch.words.get(rank)
-    silence = transfer.watch.silence(rank, now)
+    watch = transfer.attempt.watch
+    debt, word = watch.debts[rank], watch.words.get(rank)
+    silence = watch.silence(rank, now)
     said = f", and last said that it was {word}" if word else ""
     return f"it was to {debt.step} and has been silent for {silence:.1f} s{said}"
 

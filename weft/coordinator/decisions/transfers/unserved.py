@@ -98,8 +98,7 @@ def _version(item: tuple[PolicyVersion, Unserved]) -> PolicyVersion:
 def _may_return(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a later change of the policy is undecided, which may go back to this one."""
     return any(v.policy == version.policy and v > version for v in state.unserved) or any(
-        t.policy == version.policy and t.phase is Phase.COMMITTING and not t.replica_id
-        for t in state.transfers.values()
+        t.policy == version.policy and t.may_be_undone for t in state.transfers.values()
     )
 
 
@@ -122,7 +121,7 @@ def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
     """A replica serves it after all, or it is not held any more: the commit stands."""
     _forget(change, version)
     served = change.state.policies[version.policy].served_version
-    if served != case.transfer.replaced_version:
+    if served != case.transfer.served_before:
         retire_replaced(change, case.transfer)
 
 
@@ -146,9 +145,9 @@ def _can_be_served(state: PoolState, ended: Transfer) -> bool:
     """Whether anybody serves, or could bring, what the policy would go back to."""
     if ended.kind is PolicyKind.ADAPTER:
         return True
-    before = PolicyVersion(BASE_POLICY, ended.replaced_version)
+    before = PolicyVersion(BASE_POLICY, ended.served_before)
     while before in state.unserved:  # which is waited for, too
-        number = state.unserved[before].transfer.replaced_version
+        number = state.unserved[before].transfer.served_before
         before = PolicyVersion(BASE_POLICY, number)
     serves = any(r.in_contact and r.vector.holds(before) for r in state.replicas.values())
     return serves or before in state.copies
@@ -162,7 +161,7 @@ def _forget(change: Change, version: PolicyVersion) -> None:
 def undo(change: Change, ended: Transfer) -> None:
     """The version fails, and its policy goes on with what it served before."""
     policy = change.state.policies[ended.policy]
-    change.put_policy(replace(policy, served_version=ended.replaced_version))
+    change.put_policy(replace(policy, served_version=ended.served_before))
     _mark_failed(change, ended)
 
 
@@ -184,7 +183,7 @@ def _mark_failed(change: Change, ended: Transfer) -> None:
 
 def retire_replaced(change: Change, ended: Transfer) -> None:
     """A base has one version: the one before it is no longer held."""
-    if ended.kind is PolicyKind.BASE and ended.replaced_version:
-        before = replace(ended, version=ended.replaced_version).policy_version
+    if ended.kind is PolicyKind.BASE and ended.served_before:
+        before = replace(ended, version=ended.served_before).policy_version
         change.emit(SaveRetired(before))
         change.announce("version_retired", str(before), f"superseded by {ended.policy_version}")

@@ -23,7 +23,8 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.purposes.clone import Clone
+from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
@@ -33,8 +34,8 @@ def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
     while standing_of(m, "r1")[0] is not ReplicaState.READY:
         ticket = next_clone(m)
         transfer = m.transfer(ticket)
-        assert (transfer.purpose, transfer.source, transfer.targets) == (
-            Purpose.CLONE,
+        assert (transfer.purpose.name, transfer.source, transfer.targets) == (
+            "clone",
             "r0",
             ("r1",),
         )
@@ -254,7 +255,7 @@ def test_who_leaves_ends_the_clone(who: str) -> None:
     ticket = next_clone(m)
     m.do(events.Leave(5, who, "i1"))
     assert m.transfer(ticket).phase is Phase.ABORTED
-    assert not [t for t in m.state.transfers.values() if t.purpose is Purpose.CLONE]
+    assert not [t for t in m.state.transfers.values() if isinstance(t.purpose, Clone)]
 
 
 def test_who_leaves_while_it_waits_or_is_looked_up() -> None:
@@ -326,3 +327,16 @@ def test_a_clone_that_takes_too_long_is_given_up() -> None:
     assert failure is not None
     assert failure.reason == "DEADLINE"
     assert "replica:r0, r1 did not join" in failure.message
+
+
+def test_who_waits_for_a_clone_is_answered_as_it_ends() -> None:
+    m = serving_pool()
+    m.register("r1")
+    ticket = next_clone(m)
+    waiting = m.await_end(ticket)
+    m.finish(ticket)
+    assert m.answer(waiting) == m.transfer(ticket)
+    ticket = next_clone(m)
+    waiting = m.await_end(ticket)
+    m.finish(ticket, r1=LOAD_FAILED)
+    assert m.error(waiting).reason == "LOAD_FAILED"

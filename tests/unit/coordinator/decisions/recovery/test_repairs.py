@@ -12,7 +12,8 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.purposes.restore import Restore
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def test_a_dirty_replica_is_repaired_by_a_clone() -> None:
@@ -39,7 +40,7 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
     m.do(events.Heartbeat(9, "r0", "i1", replica.vector, 0, (1,), "a layer burned"))
     assert standing_of(m, "r0") == (ReplicaState.QUARANTINED, "a layer burned")
     ticket = next_clone(m)
-    assert m.transfer(ticket).purpose is Purpose.RESTORE
+    assert isinstance(m.transfer(ticket).purpose, Restore)
     (call,) = m.found(effects.CallSwitch)
     assert (call.replica_id, call.version) == ("r0", BASE_1)
     m.answer_commit(ticket, "r0")
@@ -64,6 +65,6 @@ def test_an_alias_that_stands_elsewhere_is_put_right() -> None:
     )
     m.register("r1", vector=vector)
     ticket = next_clone(m)
-    assert m.transfer(ticket).purpose is Purpose.RESTORE
+    assert isinstance(m.transfer(ticket).purpose, Restore)
     m.answer_commit(ticket, "r1")
     assert standing_of(m, "r1")[0] is ReplicaState.READY

@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
+from weft.coordinator.decisions.purposes.restore import Restore
 from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import Failure, Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})
 ALL = ("base@1", "math@1", "math@2")
@@ -43,7 +45,7 @@ def test_a_whole_pool_restarted_comes_back_from_its_spill_directory() -> None:
         if call.version.version == 2 or call.version.policy == "base":
             assert f"lacks {call.version}, which comes from its spill directory" in why
         m.answer_commit(ticket, "r0")
-        assert m.transfer(ticket).purpose is Purpose.RESTORE
+        assert isinstance(m.transfer(ticket).purpose, Restore)
         assert m.transfer(ticket).phase is Phase.COMMITTED
     assert brought == [("base@1", 0), ("math@1", 2), ("math@2", 2)]
     assert m.state.replicas["r0"].vector == m.state.vector
@@ -68,15 +70,15 @@ def test_the_disk_is_tried_after_a_clone_failed_and_the_other_way_round() -> Non
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1", spilled=("base@1",))
     clone = _next(m)
-    assert m.transfer(clone).purpose is Purpose.CLONE
+    assert isinstance(m.transfer(clone).purpose, Clone)
     m.do(events.RankGone(m.transfer(clone).group_id, 0, "a bad day"))
     m.pass_time(2)
     (restore,) = m.answer_look_ups()
-    assert m.transfer(restore).purpose is Purpose.RESTORE
+    assert isinstance(m.transfer(restore).purpose, Restore)
     m.answer_commit(restore, "r1", MISMATCH)
     m.pass_time(4)
     (again,) = m.answer_look_ups()
-    assert m.transfer(again).purpose is Purpose.CLONE
+    assert isinstance(m.transfer(again).purpose, Clone)
 
 
 def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() -> None:
@@ -96,7 +98,8 @@ def test_one_who_restored_is_cloned_from() -> None:
     m.answer_commit(_next(m), "r0")
     m.register("r1")
     ticket = _next(m)
-    assert (m.transfer(ticket).purpose, m.transfer(ticket).source) == (Purpose.CLONE, "r0")
+    assert isinstance(m.transfer(ticket).purpose, Clone)
+    assert m.transfer(ticket).source == "r0"
 
 
 def test_a_copy_in_memory_is_not_read_from_disk() -> None:

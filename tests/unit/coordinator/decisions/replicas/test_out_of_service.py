@@ -10,11 +10,12 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from weft.contract.names import VersionVector
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.replicas.routes import routes
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.runtime.catalog.database import Catalog
 
 
@@ -161,7 +162,7 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
     _uncordon(m, "r0")
     m.pass_time(1.0)
     (ticket,) = m.answer_look_ups()
-    assert m.transfer(ticket).purpose is Purpose.CLONE
+    assert isinstance(m.transfer(ticket).purpose, Clone)
 
 
 def test_a_draining_replica_gets_nothing_new() -> None:

@@ -15,10 +15,11 @@ from tests.unit.coordinator.decisions.stalling import (
     suspects_of,
 )
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.progress import Activity, Watch, Word
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.decisions.transfers.stalls import owed_steps, stalled
 
 # -- who is given up -----------------------------------------------------------------------
@@ -283,7 +284,7 @@ def _clone() -> tuple[Machine, int]:
     m.register("r1")
     m.pass_time(0.25)
     (ticket,) = m.answer_look_ups()
-    assert m.transfer(ticket).purpose is Purpose.CLONE
+    assert isinstance(m.transfer(ticket).purpose, Clone)
     return m, ticket
 
 

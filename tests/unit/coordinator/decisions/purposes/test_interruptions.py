@@ -13,9 +13,10 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
 
 LARGE = replace(LAYOUT, num_buckets=8)
@@ -145,7 +146,7 @@ def test_nobody_waits_for_a_slow_answer_to_the_commit_of_a_clone() -> None:
     assert group not in m.state.groups
     push = m.begin("math")
     assert m.transfer(push).targets == ("r0",)
-    assert m.transfer(push).required == {"r0"}
+    assert m.transfer(push).purpose.required == {"r0"}
     _end(m, push)
     assert m.transfer(push).phase is Phase.COMMITTED
     m.register("r2")
@@ -219,7 +220,7 @@ def test_where_nobody_is_ready_all_that_take_part_are_required() -> None:
     m.register("r1")
     m.register("r2")
     push = m.begin("math")
-    assert m.transfer(push).required == {"r1", "r2"}
+    assert m.transfer(push).purpose.required == {"r1", "r2"}
 
 
 def test_a_quorum_waits_for_replicas_that_are_catching_up() -> None:
@@ -319,7 +320,7 @@ def test_cordon_and_drain_end_clones_to_a_replica_alone(order: str, name: str) -
     ended = name == "r1"
     assert m.transfer(clone).phase is (Phase.ABORTED if ended else Phase.STAGING)
     m.pass_time(5)
-    busy = [t for t in m.state.transfers.values() if t.purpose is Purpose.CLONE]
+    busy = [t for t in m.state.transfers.values() if isinstance(t.purpose, Clone)]
     assert bool(busy) is not ended
     if ended:
         assert not m.look_ups(), "nothing else is brought to it"

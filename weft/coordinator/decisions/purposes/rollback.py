@@ -6,6 +6,10 @@ replicas told. It waits for its turn like a push, since it takes every replica.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
 from weft.contract.errors import (
     BaseMismatchError,
     NotReadyError,
@@ -24,26 +28,98 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
 )
 from weft.coordinator.decisions.policies.retention import known_policy, requestable, ways_back
-from weft.coordinator.decisions.recovery import interruptions
 from weft.coordinator.decisions.recovery.needs import is_changing, is_ready, obeys_pins
 from weft.coordinator.decisions.replicas.checkpoints import difference
 from weft.coordinator.decisions.replicas.replica_state import base_targets, eligible_targets
 from weft.coordinator.decisions.state.pool import Policy, PoolState
+from weft.coordinator.decisions.state.purpose import Purpose
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import (
-    Failure,
-    Layout,
-    Phase,
-    PolicyKind,
-    Purpose,
-)
+from weft.coordinator.decisions.state.values import Failure, Phase, PolicyKind
+from weft.coordinator.decisions.transfers.commit import at_commit_point
 from weft.coordinator.decisions.transfers.refusals import all_definite
-from weft.coordinator.decisions.transfers.turns import Turns
+from weft.coordinator.decisions.transfers.turns import Turns, take_over
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
 OPERATOR = "(operator)"
-_NOTHING = Layout(None, b"", 0, 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Purpose):
+    """The pool goes back to a version that replicas still have."""
+
+    name: ClassVar[str] = "rollback"
+    answer_by: float
+    """When it must have had its turn."""
+
+    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+        """At the replicas that are free: as with a push, those that have still to catch up
+        are not waited for, and clones are interrupted."""
+        replicas = base_targets(change.state)
+        everyone = [replica.replica_id for replica in replicas]
+        try:
+            if change.now >= self.answer_by:
+                why = "the rollback's time was up while it waited for its turn"
+                raise TransferTimeoutError(why)
+            if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
+                return everyone
+            policy = change.state.policies[transfer.policy]
+            targets = turns.free(_targets(change.state, policy, transfer.policy_version))
+            if policy.kind is PolicyKind.BASE and not (
+                targets and all(obeys_pins(change.state, r) for r in targets)
+            ):
+                return ()
+        except WeftError as error:
+            change.refuse(transfer.begin_tickets, error)
+            change.drop_transfer(transfer.transfer_id)
+            return ()
+        take_over(change, targets, transfer)
+        self._commit(change, transfer, policy, targets)
+        return everyone
+
+    def _commit(
+        self, change: Change, transfer: Transfer, policy: Policy, targets: list[Replica]
+    ) -> None:
+        transfer = change.put_transfer(at_commit_point(change, transfer, targets))
+        _serve(change, policy, transfer.version)
+        version = transfer.policy_version
+        text = f"from {policy.served_version}; {len(targets)} replicas switch"
+        change.announce("rolled_back", str(version), text)
+        for replica in targets:
+            change.emit(
+                CallSwitch(
+                    transfer.transfer_id,
+                    replica.replica_id,
+                    replica.incarnation,
+                    replica.address,
+                    version,
+                )
+            )
+        if not targets:  # an adapter that is spilled only: it is read from there
+            self.on_answered(change, transfer)
+
+    def on_answered(self, change: Change, transfer: Transfer) -> None:
+        """If none could switch and nothing changed anywhere, the pool goes on with what it
+        served; otherwise the rollback stands."""
+        failure: Failure | None = None
+        version = transfer.policy_version
+        if transfer.targets and not transfer.served_by:
+            replica_id, first = min(transfer.refusals.items())
+            why = f"no replica could go back to {version}; {replica_id}: {first.message}"
+            failure = Failure("LOAD_FAILED", why, {"member": replica_id, "cause": first.reason})
+            if all_definite(transfer):
+                policy = change.state.policies[transfer.policy]
+                _serve(change, policy, transfer.served_before)
+        phase = Phase.ABORTED if failure else Phase.COMMITTED
+        answer = RollbackAnswer(
+            version,
+            transfer.served_before,
+            tuple(sorted(transfer.served_by)),
+            transfer.pause_seconds,
+        )
+        change.end_transfer(replace(transfer, phase=phase, failure=failure), answer)
+        if failure:
+            change.announce("rollback_failed", str(version), failure.message)
 
 
 def ask(change: Change, event: events.Rollback) -> None:
@@ -61,23 +137,14 @@ def ask(change: Change, event: events.Rollback) -> None:
     change.put_transfer(
         Transfer(
             ids=event.ids,
-            request_id="",
+            purpose=Rollback(answer_by=event.answer_by),
             policy=policy.name,
             kind=policy.kind,
             trainer_id=OPERATOR,
-            session_id="",
-            fencing_token=-1,
-            layout=_NOTHING,
-            adapter=None,
-            min_replicas=0,
-            backend="",
-            wanted_group_id="",
             begin_at=change.now,
             deadline=event.answer_by,
-            answer_by=event.answer_by,
             version=version.version,
             begin_tickets=(event.ticket,),
-            purpose=Purpose.ROLLBACK,
         )
     )
 
@@ -140,69 +207,6 @@ def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
             )
 
 
-def admit(change: Change, transfer: Transfer, turns: Turns) -> set[str]:
-    """Carry a rollback out if it is its turn, at the replicas that are free; as with a
-    push, those that have still to catch up are not waited for, and clones end.
-
-    Returns:
-        The replicas that those behind it must wait for.
-    """
-    replicas = base_targets(change.state)
-    everyone = {replica.replica_id for replica in replicas}
-    try:
-        if change.now >= transfer.answer_by:
-            raise TransferTimeoutError("the rollback's time was up while it waited for its turn")
-        if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
-            return everyone
-        policy = change.state.policies[transfer.policy]
-        targets = turns.free(_targets(change.state, policy, transfer.policy_version))
-        if policy.kind is PolicyKind.BASE and not (
-            targets and all(obeys_pins(change.state, r) for r in targets)
-        ):
-            return set()
-    except WeftError as error:
-        change.refuse(transfer.begin_tickets, error)
-        change.drop_transfer(transfer.transfer_id)
-        return set()
-    interruptions.interrupt_on(change, {replica.replica_id for replica in targets}, transfer)
-    _commit(change, transfer, policy, targets)
-    return everyone
-
-
-def _commit(change: Change, transfer: Transfer, policy: Policy, targets: list[Replica]) -> None:
-    ids = tuple(replica.replica_id for replica in targets)
-    transfer = replace(
-        transfer,
-        phase=Phase.COMMITTING,
-        create_time=change.state.wall(change.now),
-        commit_at=change.now,
-        replaced_version=policy.served_version,
-        targets=ids,
-        switching=frozenset(ids),
-        incarnations={replica.replica_id: replica.incarnation for replica in targets},
-        begin_tickets=(),
-        await_tickets=transfer.begin_tickets,
-    )
-    change.put_transfer(transfer)
-    _serve(change, policy, transfer.version)
-    version = transfer.policy_version
-    change.announce(
-        "rolled_back", str(version), f"from {policy.served_version}; {len(ids)} replicas switch"
-    )
-    for replica in targets:
-        change.emit(
-            CallSwitch(
-                transfer.transfer_id,
-                replica.replica_id,
-                replica.incarnation,
-                replica.address,
-                version,
-            )
-        )
-    if not targets:  # an adapter that is spilled only: it is read from there
-        end(change, transfer)
-
-
 def _serve(change: Change, policy: Policy, version: int) -> None:
     """The durable part: from now on the policy stands for ``version``."""
     replaced = policy.served_version
@@ -214,38 +218,3 @@ def _serve(change: Change, policy: Policy, version: int) -> None:
     change.put_policy(policy)
     change.touched_all = True
     change.emit(SavePolicy(policy))
-
-
-def end(change: Change, transfer: Transfer) -> None:
-    """Every replica has answered. If none could switch and nothing changed anywhere,
-    the pool goes on with what it served; otherwise it stands."""
-    failure: Failure | None = None
-    if transfer.targets and not transfer.served_by:
-        replica_id, first = min(transfer.refusals.items())
-        why = (
-            f"no replica could go back to {transfer.policy_version}; {replica_id}: {first.message}"
-        )
-        failure = Failure("LOAD_FAILED", why, {"member": replica_id, "cause": first.reason})
-        if all_definite(transfer):
-            policy = change.state.policies[transfer.policy]
-            _serve(change, policy, transfer.replaced_version)
-    ended = replace(
-        transfer,
-        phase=Phase.ABORTED if failure else Phase.COMMITTED,
-        failure=failure,
-        end_at=change.now,
-        await_tickets=(),
-    )
-    change.end_transfer(ended)
-    if failure:
-        change.refuse(transfer.await_tickets, failure.error())
-        change.announce("rollback_failed", str(transfer.policy_version), failure.message)
-        return
-    answer = RollbackAnswer(
-        transfer.policy_version,
-        transfer.replaced_version,
-        tuple(sorted(transfer.served_by)),
-        transfer.pause_seconds,
-    )
-    for ticket in transfer.await_tickets:
-        change.reply(ticket, answer)

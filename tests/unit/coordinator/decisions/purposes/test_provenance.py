@@ -69,8 +69,8 @@ def test_whoever_does_not_refuse_it_hinders_nobody() -> None:
     m = _pool()
     m.run_to(Phase.COMMITTED, "base")
     ticket = m.run_to(Phase.COMMITTED, adapter=_spec(0))
-    assert m.transfer(ticket).served_over == 1
-    assert m.transfer(m.run_to(Phase.COMMITTED, "base")).served_over is None
+    assert m.transfer(ticket).purpose.served_over == 1
+    assert m.transfer(m.run_to(Phase.COMMITTED, "base")).purpose.served_over is None
     assert m.state.vector.base == 2
 
 

@@ -9,9 +9,11 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.purposes.restore import Restore
+from weft.coordinator.decisions.purposes.rollback import Rollback
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.values import Phase, Purpose, ReplicaState
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.runtime.catalog.database import Catalog
 
 
@@ -155,7 +157,7 @@ def test_its_turn_may_not_come_in_time_or_nobody_may_wait_for_it() -> None:
     m.do(events.CallerGone(gone))
     m.pass_time(2)
     assert m.error(late).reason == "DEADLINE"
-    assert not [t for t in m.state.transfers.values() if t.purpose is Purpose.ROLLBACK]
+    assert not [t for t in m.state.transfers.values() if isinstance(t.purpose, Rollback)]
     assert m.state.vector.adapters["math"].alias == 2
 
 
@@ -179,7 +181,7 @@ def test_one_that_breaks_is_quarantined_and_repaired_from_its_own_copy() -> None
     assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.do(events.Tick())
     (restore,) = m.answer_look_ups()
-    assert m.transfer(restore).purpose is Purpose.RESTORE
+    assert isinstance(m.transfer(restore).purpose, Restore)
     m.answer_commit(restore, "r1")
     assert _state(m, "r1") == (ReplicaState.READY, "")
 
