@@ -22,19 +22,6 @@ class VersionFacts:
         return types_pb2.VersionFacts.FromString(self.message)
 
 
-def ordered_facts(
-    digest: types_pb2.ContentDigest, layout_digest: bytes, adapter: types_pb2.AdapterSpec | None
-) -> VersionFacts | None:
-    """What an order says of a version; None where it is a coordinator's that does not name
-    the layout."""
-    if not layout_digest:
-        return None
-    facts = types_pb2.VersionFacts(
-        content_digest=digest, layout_digest=layout_digest, adapter=adapter
-    )
-    return VersionFacts(digest.value, facts.SerializeToString())
-
-
 def spilled_facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
     """What the files of a spilled version say; ``config_json`` is empty for a base."""
     content = types_pb2.ContentDigest(

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_side.agent.drain import Drain
 from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
-from rollout_side.agent.probe_orders import ProbeOrders
+from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig

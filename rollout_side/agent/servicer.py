@@ -12,7 +12,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.heartbeat import OrderKey
 from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder
-from rollout_side.version_facts import VersionFacts, ordered_facts
+from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError, WeftError
 from weft.contract.group import GroupTicket
@@ -249,5 +249,13 @@ class ReplicaServicer(ReplicaServiceServicer):
 def _facts(
     order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
 ) -> VersionFacts | None:
-    adapter = order.adapter if order.HasField("adapter") else None
-    return ordered_facts(digest, order.layout_digest, adapter)
+    """What an order says of a version; None where it is a coordinator's that does not name
+    the layout."""
+    if not order.layout_digest:
+        return None
+    facts = types_pb2.VersionFacts(
+        content_digest=digest,
+        layout_digest=order.layout_digest,
+        adapter=order.adapter if order.HasField("adapter") else None,
+    )
+    return VersionFacts(digest.value, facts.SerializeToString())

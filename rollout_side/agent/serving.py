@@ -11,9 +11,7 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.agent.failed_transfers import FailedTransfers
-from rollout_side.agent.spill_orders import SpillOrders
-from rollout_side.agent.turns import Turns
+from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes
 from rollout_side.version_facts import VersionFacts
 from weft.contract.errors import (

@@ -14,15 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
-from rollout_side.memory.partials import PartialTransfers, moved
-from rollout_side.memory.placement import Memory, Usage, check_adapter_room, check_base_room
-from rollout_side.memory.reservations import Reservations
+from rollout_side.memory.placement import (
+    Memory,
+    Reservations,
+    Usage,
+    check_adapter_room,
+    check_base_room,
+)
 from rollout_side.memory.retained import RetainedBases
-from rollout_side.memory.segment import Segment
-from rollout_side.memory.segment_pool import SegmentPool
+from rollout_side.memory.segment import Segment, SegmentPool
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
+    PartialTransfers,
     Sendable,
     ServedBase,
     StagedHandle,
@@ -104,8 +108,9 @@ class WorkerStore:
         with self._lock:
             if not clone:
                 self._end_clones(num_bytes, adapter=adapter)
-            if not adapter:
-                self._make_room(num_bytes)
+            if not adapter:  # retained bases give way, oldest first
+                room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes
+                self._segments.put(*self._bases.give_way(room, self._segments.is_lent))
             self._check_room(num_bytes, adapter=adapter)
             self._reservations.add(transfer_id, num_bytes, clone=clone)
             segment = self._segments.take(num_bytes, self.memory.place(adapter=adapter))
@@ -211,12 +216,7 @@ class WorkerStore:
                 return staged.as_partial(trainer_id)
         if partial is None:
             return None
-        return partial if partial.settled else moved(partial, self.memory, speak)
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Drop retained bases, oldest first, as far as a base of that size needs it."""
-        room = self.staging_capacity_bytes - self._num_waiting_bytes() - num_bytes
-        self._segments.put(*self._bases.give_way(room, self._segments.is_lent))
+        return partial if partial.settled else partial.moved(self.memory, speak)
 
     def _num_waiting_bytes(self) -> int:
         """Memory of what is being staged, or waits for its commit."""

@@ -1,4 +1,4 @@
-"""Versions as they lie in a worker's memory; ``store`` holds them.
+"""Versions as they lie in a worker's memory, whole or in part; ``store`` holds them.
 
 Nothing here knows vLLM.
 """
@@ -6,15 +6,17 @@ Nothing here knows vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from rollout_side.memory.segment import Segment, SegmentRef
+from rollout_side.memory.placement import Memory
+from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
+from weft.transport.speaking import Speak
 
 
 class Sendable(Protocol):
@@ -162,6 +164,23 @@ class PartialTransfer:
     settled: bool = False
     """Whether no abandoned operation can write to the segment any more."""
 
+    def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
+        """The transfer with what was verified of it in memory that nothing else can write to;
+        blocks for the copy.
+
+        Raises:
+            CapacityError: The accelerator has no room.
+        """
+        was_host = self.segment.data.device.type == "cpu"
+        num_bytes = self.segment.num_bytes
+        fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
+        end = sum(b.wire_bytes for b in self.manifest.buckets[: len(self.digests)])
+        for start in range(0, end, SLICE_BYTES):
+            part = slice(start, min(end, start + SLICE_BYTES))
+            fresh.data[part].copy_(self.segment.data[part])
+            speak(num_bytes, num_bytes)
+        return replace(self, segment=fresh)
+
 
 @dataclass(frozen=True)
 class StagedHandle:
@@ -196,3 +215,57 @@ class AdapterEntry:
 def is_adapter(version: PolicyVersion) -> bool:
     """Whether a version is an adapter's, not the base's."""
     return version.policy != BASE_POLICY
+
+
+class PartialTransfers:
+    """What was verified of interrupted transfers; ``WorkerStore``'s lock guards it.
+
+    A push resumes within moments or is discarded. A clone waits as long as pushes go
+    before it: of those there is at most one, and it gives way where a push needs its room.
+    """
+
+    def __init__(self) -> None:
+        self._partial: dict[str, PartialTransfer] = {}
+
+    @property
+    def transfer_ids(self) -> tuple[str, ...]:
+        """The transfers of which something is kept."""
+        return tuple(self._partial)
+
+    def put(self, partial: PartialTransfer) -> list[str]:
+        """Keep one; returns the transfers that were dropped for it."""
+        dropped = self.drop_clones() if is_replica_sender(partial.trainer_id) else []
+        self._partial[partial.transfer_id] = partial
+        return [name for name in dropped if name != partial.transfer_id]
+
+    def settle(self, trainer_id: str) -> None:
+        """Note that operations of a sender's former group have ended for good."""
+        for partial in list(self._partial.values()):
+            if partial.trainer_id == trainer_id:
+                self._partial[partial.transfer_id] = replace(partial, settled=True)
+
+    def pop(self, transfer_id: str) -> PartialTransfer | None:
+        """Take one out; None if it is not here."""
+        return self._partial.pop(transfer_id, None)
+
+    def drop_others(self, transfer_id: str, trainer_id: str) -> list[str]:
+        """Drop a sender's transfers but one, since it carries out one at a time; returns
+        which."""
+        return self._drop(
+            [
+                partial.transfer_id
+                for partial in self._partial.values()
+                if partial.trainer_id == trainer_id and partial.transfer_id != transfer_id
+            ]
+        )
+
+    def drop_clones(self) -> list[str]:
+        """Drop what came from replicas; returns which transfers."""
+        return self._drop(
+            [p.transfer_id for p in self._partial.values() if is_replica_sender(p.trainer_id)]
+        )
+
+    def _drop(self, names: list[str]) -> list[str]:
+        for name in names:
+            del self._partial[name]
+        return names

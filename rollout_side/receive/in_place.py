@@ -15,7 +15,7 @@ import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
-from rollout_side.receive.transfer import ReceiveBuffers, make_buffers, verify
+from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -24,7 +24,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.manifest import Manifest
-from weft.transport.digest import content_digest
+from weft.transport.digest import content_digest, verify_bucket
 from weft.transport.group import window
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class InPlaceBuffers:
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        self._handoff.put(index, wire, verify(wire, self._handoff.manifest, index, nonce))
+        self._handoff.put(index, wire, verify_bucket(wire, self._handoff.manifest, index, nonce))
         self._num_accepted += 1
         seconds = time.monotonic() - self._began
         num_buckets = len(self._handoff.manifest.buckets)

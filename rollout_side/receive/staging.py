@@ -14,10 +14,10 @@ from rollout_side.memory.versions import (
     bucket_starts,
     is_adapter,
 )
-from rollout_side.receive.transfer import ReceiveBuffers, make_buffers, verify
+from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import content_digest
+from weft.transport.digest import content_digest, verify_bucket
 from weft.transport.group import window
 
 
@@ -134,7 +134,7 @@ class StagingBuffers:
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        digest = verify(wire, self._manifest, index, nonce)
+        digest = verify_bucket(wire, self._manifest, index, nonce)
         place = slice(self._starts[index], self._starts[index] + wire.numel())
         if self._second is not None:
             self._second[place].copy_(wire)

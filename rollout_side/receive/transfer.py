@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 
 from weft.contract.errors import CapacityError
-from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import payload_digest
 
 
 class IncomingTransfer(Protocol):
@@ -98,25 +97,6 @@ class ReceiveBuffers(Protocol):
 
     def is_load_due(self) -> bool:
         """Whether the replica is to be told to load now; never again after a True."""
-
-
-def verify(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> int:
-    """Check a bucket that has arrived against its trailer; returns its payload's digest.
-
-    Raises:
-        DigestMismatchError: Other bytes arrived than were sent.
-    """
-    bucket = manifest.buckets[index]
-    digest = payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
-    end = bucket.payload_bytes + TRAILER_BYTES
-    check_trailer(
-        wire[bucket.payload_bytes : end].cpu().numpy().data,
-        digest=digest,
-        nonce=nonce,
-        bucket=index,
-        payload_bytes=bucket.payload_bytes,
-    )
-    return digest
 
 
 def make_buffers(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.served_models import ServedModels
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import Answer

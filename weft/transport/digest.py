@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from weft.contract.errors import UnsupportedError
-from weft.contract.manifest import WSUM64, XXH3_64
+from weft.contract.manifest import TRAILER_BYTES, WSUM64, XXH3_64, Manifest, check_trailer
 
 _MASK = 2**64 - 1
 _ROW_WORDS = 4096
@@ -39,6 +39,25 @@ def payload_digest(payload: torch.Tensor, algorithm: int) -> int:
     if payload.device.type != "cpu":
         raise UnsupportedError(f"xxh3_64 cannot be computed on {payload.device}; use wsum64")
     return xxhash.xxh3_64_intdigest(payload.numpy().data)
+
+
+def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> int:
+    """Check a bucket that has arrived against its trailer; returns its payload's digest.
+
+    Raises:
+        DigestMismatchError: Other bytes arrived than were sent.
+    """
+    bucket = manifest.buckets[index]
+    digest = payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
+    end = bucket.payload_bytes + TRAILER_BYTES
+    check_trailer(
+        wire[bucket.payload_bytes : end].cpu().numpy().data,
+        digest=digest,
+        nonce=nonce,
+        bucket=index,
+        payload_bytes=bucket.payload_bytes,
+    )
+    return digest
 
 
 def content_digest(bucket_digests: list[int]) -> bytes:

@@ -13,14 +13,14 @@ from typing import Any
 from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels, own_names
+from rollout_side.vllm_engine.http.server import HttpServer, bind
+from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.server import model_reference, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
-from rollout_side.vllm_engine.server.http_server import HttpServer, bind
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server.request_tracker import App, RequestTracker
-from rollout_side.vllm_engine.server.served_models import ServedModels, own_names
 from rollout_side.vllm_engine.server.started_with import StartedWith
-from rollout_side.vllm_engine.server.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage

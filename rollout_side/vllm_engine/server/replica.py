@@ -12,13 +12,13 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
+from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
-from rollout_side.vllm_engine.server.http_server import HttpServer
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
-from rollout_side.vllm_engine.server.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.served_models import ServedModels
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage

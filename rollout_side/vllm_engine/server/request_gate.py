@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.errors import WeftError
 

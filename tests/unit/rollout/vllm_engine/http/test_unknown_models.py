@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rollout_side.vllm_engine.server.unknown_models import explain_unknown_models
+from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
 
 
 async def _ask(status: int, bodies: list[bytes]) -> tuple[dict[str, str], bytes]:

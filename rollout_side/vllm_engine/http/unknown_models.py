@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from rollout_side.vllm_engine.server.request_tracker import App, Receive, Scope, Send
+from rollout_side.vllm_engine.http.request_tracker import App, Receive, Scope, Send
 
 #: vLLM's own words, 0.26 to 0.32.
 _UNKNOWN = re.compile(r"The model `(?P<name>[^`]+)` does not exist")

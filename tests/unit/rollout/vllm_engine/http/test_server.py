@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from rollout_side.vllm_engine.server.http_server import HttpServer, bind
+from rollout_side.vllm_engine.http.server import HttpServer, bind
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rollout_side.agent.probe_orders import ProbeOrders
+from rollout_side.agent.orders import ProbeOrders
 from rollout_side.engine import JoinOrder
 from weft.contract.group import GroupTicket
 

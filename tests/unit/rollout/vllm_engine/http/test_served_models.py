@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.server.served_models import FIRST_LORA_ID, ServedModels, own_names
+from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels, own_names
 from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
 from weft.contract.names import PolicyVersion
 

@@ -1,0 +1,1 @@
+"""The HTTP half of a replica: what listens, which models it names, and what uses them."""
