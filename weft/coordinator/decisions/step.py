@@ -68,7 +68,7 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
-        membership.announce_states(change)
+        routes.announce_states(change)
         routes.note_changes(state, change)
     _answer_describers(change)
     return change.state, change.effects

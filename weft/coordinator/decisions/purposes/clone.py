@@ -19,11 +19,11 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallSend, OpenGroup
 from weft.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft.coordinator.decisions.recovery import backoff
-from weft.coordinator.decisions.recovery.needs import takes_clones, wants
 from weft.coordinator.decisions.replicas import suspects
+from weft.coordinator.decisions.replicas.replica_state import takes_clones, wants
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer
+from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, seats
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 from weft.coordinator.decisions.transfers import abort, commit, in_place, reform
 from weft.coordinator.decisions.transfers.discard import discard
@@ -81,7 +81,7 @@ class Clone(Repair):
             transfer.trainer_id,
             "",
             transfer.backend,
-            reform.seats([replica]),
+            seats([replica]),
         )
         transfer = replace(
             transfer,

@@ -25,12 +25,10 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer, OpenGroup, SavePolicy, SaveVersion
 from weft.coordinator.decisions.policies.leases import live_lease, require_lease
-from weft.coordinator.decisions.recovery.needs import is_changing, is_joining, obeys_pins
+from weft.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
 from weft.coordinator.decisions.state.pool import Policy, PoolState
-from weft.coordinator.decisions.state.purpose import Purpose
-from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Group, Purpose, Transfer, seats
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
@@ -114,7 +112,7 @@ class Push(Purpose):
         waited_for = [r.replica_id for r in unheard if not is_joining(change.state, r)]
         if waited_for or len(unheard) == len(replicas):
             return ", ".join(waited_for or [r.replica_id for r in unheard]) + _FOR_PINS
-        if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
+        if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
             return "its turn"
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
         left_out = {replica.replica_id for replica in unheard}
@@ -172,7 +170,7 @@ class Push(Purpose):
             deadline=min(transfer.deadline, change.now + longest),
         )
         change.put_transfer(transfer)
-        change.emit(SavePolicy(policy), SaveVersion(record_of(transfer, VersionState.STAGING)))
+        change.emit(SavePolicy(policy), SaveVersion(transfer.record(VersionState.STAGING)))
         change.announce(
             "transfer_begun",
             transfer.transfer_id,
@@ -197,7 +195,7 @@ class Push(Purpose):
             and (group.trainer_id, group.session_id) == (transfer.trainer_id, self.session_id)
             and group.backend == transfer.backend
             and group.complete
-            and group.members == reform.seats(replicas)
+            and group.members == seats(replicas)
         ):
             return group
         return None
@@ -216,7 +214,7 @@ class Push(Purpose):
             transfer.trainer_id,
             self.session_id,
             transfer.backend,
-            reform.seats(replicas),
+            seats(replicas),
         )
         change.put_group(group)
         return group
@@ -261,7 +259,7 @@ class Push(Purpose):
     def on_aborted(self, change: Change, ended: Transfer) -> None:
         assert ended.failure is not None
         # Not at once: a restart ends a version that is STAGING in the same way.
-        change.emit(SaveVersion(record_of(ended, VersionState.ABORTED), durable=False))
+        change.emit(SaveVersion(ended.record(VersionState.ABORTED), durable=False))
         change.announce(
             "transfer_aborted",
             ended.transfer_id,
@@ -295,24 +293,25 @@ class Push(Purpose):
         )
         change.put_policy(policy)
         change.put_transfer(transfer)
-        record = record_of(transfer, VersionState.COMMITTED, change.state.wall(change.now))
+        record = transfer.record(VersionState.COMMITTED, change.state.wall(change.now))
         change.emit(SaveVersion(record), SavePolicy(policy))
         change.announce("transfer_staged", transfer.transfer_id, str(transfer.policy_version))
         change.emit(*(commit.call_to_commit(transfer, replica, digest) for replica in replicas))
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
-        is_replaced_kept = unserved.is_replaced_kept(transfer)
-        is_undone = is_replaced_kept and not transfer.served_by and all_definite(transfer)
+        is_undone = transfer.is_replaced_kept and not transfer.served_by and all_definite(transfer)
         ended = replace(transfer, phase=Phase.ABORTED if is_undone else Phase.COMMITTED)
         if not transfer.served_by:
             ended = replace(ended, failure=_nobody_serves(transfer, is_undone))
         ended = change.end_transfer(ended)
         if is_undone:
             unserved.undo(change, ended)
-        elif ended.failure and is_replaced_kept:
+        elif ended.failure and transfer.is_replaced_kept:
             unserved.wait_for_reports(change, ended)
-        discard(change, ended.transfer_id, ended.refusals)
-        if ended.served_by or not is_replaced_kept:
+        if ended.refusals:
+            discard(change, ended.transfer_id, ended.refusals)
+        is_settled = bool(ended.served_by) or not transfer.is_replaced_kept
+        if transfer.kind is PolicyKind.BASE and is_settled:
             unserved.retire_replaced(change, ended)
         seconds = change.now - transfer.begin_at
         served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
@@ -372,7 +371,7 @@ def _nobody_serves(transfer: Transfer, is_undone: bool) -> Failure:
         outcome = f"it is withdrawn, {stays}" if transfer.served_before else "it is withdrawn"
     else:
         outcome = "it is withdrawn once it is certain that none of them serves it"
-        if not unserved.is_replaced_kept(transfer):
+        if not transfer.is_replaced_kept:
             outcome = "what it replaced is gone: push again"
     return Failure(
         "LOAD_FAILED",

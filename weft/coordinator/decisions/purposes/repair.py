@@ -14,11 +14,10 @@ from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.recovery import backoff
-from weft.coordinator.decisions.recovery.needs import obeys_pins, wants
+from weft.coordinator.decisions.replicas.replica_state import obeys_pins, wants
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.purpose import Purpose
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
 from weft.coordinator.decisions.state.values import (
     Layout,
     Phase,

@@ -28,13 +28,16 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
 )
 from weft.coordinator.decisions.policies.retention import known_policy, requestable, ways_back
-from weft.coordinator.decisions.recovery.needs import is_changing, is_ready, obeys_pins
 from weft.coordinator.decisions.replicas.checkpoints import difference
-from weft.coordinator.decisions.replicas.replica_state import base_targets, eligible_targets
+from weft.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    eligible_targets,
+    is_ready,
+    obeys_pins,
+)
 from weft.coordinator.decisions.state.pool import Policy, PoolState
-from weft.coordinator.decisions.state.purpose import Purpose
 from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.transfer import Transfer
+from weft.coordinator.decisions.state.transfer import Purpose, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft.coordinator.decisions.transfers.commit import at_commit_point
 from weft.coordinator.decisions.transfers.refusals import all_definite
@@ -61,7 +64,7 @@ class Rollback(Purpose):
             if change.now >= self.answer_by:
                 why = "the rollback's time was up while it waited for its turn"
                 raise TransferTimeoutError(why)
-            if turns.must_wait(replicas) or is_changing(change.state, transfer.policy):
+            if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
                 return everyone
             policy = change.state.policies[transfer.policy]
             targets = turns.free(_targets(change.state, policy, transfer.policy_version))

@@ -22,7 +22,6 @@ from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import DescribeHeld, SavePolicy, SaveRetired, SaveVersion
-from weft.coordinator.decisions.recovery.needs import is_changing
 from weft.coordinator.decisions.replicas.holdings import counted, without_mistaken
 from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, num_retained
 from weft.coordinator.decisions.state.replica import Replica
@@ -107,7 +106,7 @@ def _decide(change: Change, policy: Policy, found: _Found) -> None:
             ((digest, holders),) = by_digest.items()
             agreed[number] = digest, holders
     wanted = _wanted(change.state, policy, sorted(agreed))
-    if not wanted or is_changing(change.state, policy.name):
+    if not wanted or change.state.is_changing(policy.name):
         return
     newest = wanted[-1]
     waits = newest > _newest(policy)
@@ -158,7 +157,7 @@ def described(change: Change, event: events.HeldDescribed) -> None:
     _note_asked(change, version, event.replica_id, _RETRY_SECONDS)
     policy = change.state.policies.get(version.policy)
     by_digest = _unrecorded(change.state).get(version.policy, {}).get(version.version, {})
-    if policy is None or set(by_digest) != {digest} or is_changing(change.state, policy.name):
+    if policy is None or set(by_digest) != {digest} or change.state.is_changing(policy.name):
         return  # it has changed meanwhile: decided anew with the next tick
     if event.failure is not None and event.failure.reason != "VERSION_UNKNOWN":
         return

@@ -21,7 +21,7 @@ from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.purposes.repair import Repair, repair
 from weft.coordinator.decisions.purposes.restore import Restore
 from weft.coordinator.decisions.recovery import backoff
-from weft.coordinator.decisions.recovery.needs import is_ready, takes_clones, wants
+from weft.coordinator.decisions.replicas.replica_state import is_ready, takes_clones, wants
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft.coordinator.decisions.state.values import Failure

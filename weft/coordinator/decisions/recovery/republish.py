@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.recovery.needs import wants, who_publishes
+from weft.coordinator.decisions.replicas.replica_state import wants, who_publishes
 from weft.coordinator.decisions.state.pool import PoolState, Republish
 from weft.coordinator.decisions.state.replica import holds
 

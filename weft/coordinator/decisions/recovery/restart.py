@@ -13,7 +13,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallDiscard
 from weft.coordinator.decisions.purposes.repair import repair
 from weft.coordinator.decisions.purposes.restore import Restore
-from weft.coordinator.decisions.recovery.needs import wants
+from weft.coordinator.decisions.replicas.replica_state import wants
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer, switch_id

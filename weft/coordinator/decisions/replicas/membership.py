@@ -21,44 +21,15 @@ from weft.coordinator.decisions.replicas import base_binding, checkpoints, drain
 from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
     eligible_targets,
-    explain_state,
     is_routable,
-    replica_state,
     shared_backends,
 )
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import abort, in_place, reform, stalls
 from weft.coordinator.decisions.transfers.commit import note_commit_answer
 from weft.coordinator.decisions.transfers.discard import tell_at_registration
-
-_EVENT_KINDS = {
-    ReplicaState.READY: "replica_ready",
-    ReplicaState.PENDING_WEIGHTS: "replica_pending",
-    ReplicaState.LOST: "replica_lost",
-    ReplicaState.QUARANTINED: "replica_quarantined",
-    ReplicaState.DRAINING: "replica_draining",
-    ReplicaState.CORDONED: "replica_cordoned",
-    ReplicaState.SUSPECT: "replica_suspect",
-}
-
-
-def announce_states(change: Change) -> None:
-    """Notify watchers of the replicas whose state changed."""
-    ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
-    for replica_id in ids:
-        replica = change.state.replicas.get(replica_id)
-        if replica is None:
-            continue
-        now_is = replica_state(change.state, replica)
-        routed = is_routable(change.state, replica)
-        if routed is not replica.routed:
-            replica = change.put_replica(replace(replica, routed=routed))
-        if now_is is not replica.announced:
-            why = explain_state(change.state, replica)[1]
-            change.put_replica(replace(replica, announced=now_is))
-            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
 
 def register(change: Change, event: events.Register) -> None:

@@ -1,12 +1,46 @@
-"""Routes: which replicas may be sent requests. Decided by their states alone."""
+"""What watchers are told of a step: replicas' states, and the routes, which follow from them."""
 
 from __future__ import annotations
 
+from weft.contract.frozen import replace
 from weft.contract.names import VersionVector
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import RoutesChanged
+from weft.coordinator.decisions.replicas.replica_state import (
+    explain_state,
+    is_routable,
+    replica_state,
+)
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.values import ReplicaState
+
+_EVENT_KINDS = {
+    ReplicaState.READY: "replica_ready",
+    ReplicaState.PENDING_WEIGHTS: "replica_pending",
+    ReplicaState.LOST: "replica_lost",
+    ReplicaState.QUARANTINED: "replica_quarantined",
+    ReplicaState.DRAINING: "replica_draining",
+    ReplicaState.CORDONED: "replica_cordoned",
+    ReplicaState.SUSPECT: "replica_suspect",
+}
+
+
+def announce_states(change: Change) -> None:
+    """Notify watchers of the replicas whose state changed."""
+    ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
+    for replica_id in ids:
+        replica = change.state.replicas.get(replica_id)
+        if replica is None:
+            continue
+        now_is = replica_state(change.state, replica)
+        routed = is_routable(change.state, replica)
+        if routed is not replica.routed:
+            replica = change.put_replica(replace(replica, routed=routed))
+        if now_is is not replica.announced:
+            why = explain_state(change.state, replica)[1]
+            change.put_replica(replace(replica, announced=now_is))
+            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
 
 
 def routes(state: PoolState) -> list[Replica]:

@@ -18,6 +18,7 @@ from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,
+    Phase,
     PolicyKind,
     ReplicaState,
 )
@@ -249,6 +250,14 @@ class PoolState:
         """Whether an operator keeps a replica out of service and out of transfers."""
         order = self.out_of_service.get(replica_id)
         return order is not None and order.state is ReplicaState.QUARANTINED
+
+    def is_changing(self, policy: str) -> bool:
+        """Whether a push or a rollback of a policy is under way, whichever replicas are
+        concerned: the next one would decide without knowing how it ends."""
+        return any(
+            t.policy == policy and not t.replica_id and t.phase is not Phase.WAITING
+            for t in self.transfers.values()
+        )
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

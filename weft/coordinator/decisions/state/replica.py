@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.names import BASE_POLICY, PolicyVersion, VersionVector
-from weft.coordinator.decisions.state.values import HeldVersion, ReplicaState
+from weft.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,10 @@ class Replica:
     def is_open(self) -> bool:
         """Whether it has said that it takes requests, and was ordered nothing else since."""
         return not self.refusing and self.order_number >= self.order_due
+
+    def loads_in_place(self, kind: PolicyKind) -> bool:
+        """Whether it has no copy of what it received of such a policy before it switches."""
+        return kind is PolicyKind.BASE and self.capabilities.loads_in_place
 
     @property
     def in_contact(self) -> bool:

@@ -1,16 +1,29 @@
-"""A transfer and its side group, as immutable values; times as in ``state``."""
+"""A transfer, what it is for, and its side group, as immutable values; times as in ``state``.
+
+A transfer's course is the same for all purposes, and asks its own at each turn:
+
+    waiting ── admit ──► forming ──► staging ── on_staged ──► committing ── on_answered ──► ended
+                            │           │
+                            └───────────┴── on_members_lost, on_sender_stalled, on_aborted
+
+One that needs no side group (a replica has the bytes itself) is committing once it is
+admitted, and implements ``admit`` and ``on_answered`` only. Each purpose is one file in
+``purposes``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.progress import Watch
-from weft.coordinator.decisions.state.purpose import Purpose
+from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
     NOTHING,
     AdapterSpec,
@@ -19,7 +32,14 @@ from weft.coordinator.decisions.state.values import (
     Layout,
     Phase,
     PolicyKind,
+    VersionRecord,
+    VersionState,
 )
+
+if TYPE_CHECKING:  # what a purpose is asked with is made of transfers
+    from weft.coordinator.decisions.change import Change
+    from weft.coordinator.decisions.state.pool import PoolState
+    from weft.coordinator.decisions.transfers.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,11 @@ def members_of(replicas: Iterable[tuple[str, str, int]]) -> tuple[Member, ...]:
         members.append(Member(replica_id, incarnation, rank, num_receivers))
         rank += num_receivers
     return tuple(members)
+
+
+def seats(replicas: Iterable[Replica]) -> tuple[Member, ...]:
+    """The places of replicas in a new group."""
+    return members_of((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas)
 
 
 @dataclass(frozen=True)
@@ -137,6 +162,96 @@ class Attempt:
     judge_at: float = 0.0
 
 
+class Purpose(ABC):
+    """What one transfer is for: an immutable value, and what is peculiar to its kind.
+
+    Subclasses are frozen dataclasses. The facts below are asked of any of them; one that
+    has such a fact declares it as a field, all others leave it as it is here.
+    """
+
+    name: ClassVar[str]
+    """In lower case; ``weft.v1.TransferPurpose`` has the same names."""
+
+    replica_id: str = ""
+    """The only replica that it is for; empty where it changes what the pool serves."""
+    source: str = ""
+    """The replica that sends; empty where a trainer does, or nobody."""
+    request_id: str = ""
+    """The trainer's own name for it."""
+    fencing_token: int | None = None
+    """The token of the lease that it was begun under."""
+    served_over: int | None = None
+    """The version of the base that an adapter was committed over."""
+
+    brings_version: ClassVar[bool] = False
+    """Whether its version is a new one, which nobody had before."""
+
+    # -- its turn -----------------------------------------------------------------
+
+    def place(self, state: PoolState, transfer: Transfer, now: float) -> int:
+        """Where it stands among those that wait: lower ones are asked first, and of one
+        place those that began first."""
+        return 1
+
+    @abstractmethod
+    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+        """Start ``transfer``, which waits, if it may; or drop it.
+
+        Returns:
+            The replicas that those behind it must wait for.
+        """
+
+    # -- under way ----------------------------------------------------------------
+
+    def gives_way(self, state: PoolState, transfer: Transfer, now: float) -> bool:
+        """Whether a change of the pool interrupts it rather than wait for its replicas."""
+        return False
+
+    def on_interrupted(self, change: Change, transfer: Transfer, by: Transfer) -> None:
+        """``by`` takes its replicas; asked only of one that gives way."""
+        raise AssertionError(f"a {self.name} gives way to nobody")
+
+    def why_unwanted(self, state: PoolState, transfer: Transfer) -> str:
+        """Why it is to end before its commit point; empty while it is wanted."""
+        return ""
+
+    def requires(self, replica_id: str) -> bool:
+        """Whether a failure of this replica's receivers is the transfer's."""
+        return True
+
+    def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
+        """Every rank has the same digest over all bytes: come to the commit point."""
+        raise AssertionError(f"nothing is staged for a {self.name}")
+
+    def on_members_lost(
+        self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
+    ) -> None:
+        """Replicas of its group are gone: continue without them, or abort."""
+        raise AssertionError(f"a {self.name} has no side group")
+
+    def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
+        """Its sender owes the next step, and has been silent for ``Settings.stall_seconds``."""
+        raise AssertionError(f"a {self.name} has no sender")
+
+    def origin(self, replica: Replica, version: PolicyVersion) -> str:
+        """Where the only replica that it is for gets the version from, for people."""
+        return self.source
+
+    # -- its end ------------------------------------------------------------------
+
+    def time_is_up(self, state: PoolState, transfer: Transfer) -> str:
+        """Why it ends at its deadline, for people."""
+        return f"the {self.name}'s time was up"
+
+    def on_aborted(self, change: Change, ended: Transfer) -> None:
+        """It has ended without being committed: note that, and announce it."""
+        raise AssertionError(f"a {self.name} has nothing to abort")
+
+    @abstractmethod
+    def on_answered(self, change: Change, transfer: Transfer) -> None:
+        """Every replica that was told to switch has answered: end it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """One attempt to have replicas serve one version: what all purposes have in common."""
@@ -219,7 +334,28 @@ class Transfer:
         """Whether it can still be aborted with nothing changed in what is served."""
         return self.phase < Phase.COMMITTING
 
+    def record(self, state: VersionState, commit_time: float = 0.0) -> VersionRecord:
+        """What the catalog is to hold of the version that it brings; times since 1970."""
+        return VersionRecord(
+            version=self.policy_version,
+            state=state,
+            trainer_id=self.trainer_id,
+            request_id=self.purpose.request_id,
+            transfer_id=self.transfer_id,
+            layout_digest=self.layout.digest,
+            create_time=self.create_time,
+            commit_time=commit_time,
+            content_digest=self.content_digest,
+            adapter=self.adapter,
+            failure=self.failure,
+        )
+
     @property
     def may_be_undone(self) -> bool:
         """Whether its policy goes back to what it served if no replica can follow."""
         return self.phase is Phase.COMMITTING and not self.replica_id
+
+    @property
+    def is_replaced_kept(self) -> bool:
+        """Whether what it replaced is still there once it has failed everywhere."""
+        return not self.loading.intersection(self.targets)

@@ -92,7 +92,8 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
         note_commit_answer(change, transfer, event.replica_id, event.failure)
-    unserved.commit_answered(change, event)
+    if change.state.unserved:
+        unserved.commit_answered(change, event)
 
 
 def note_commit_answer(

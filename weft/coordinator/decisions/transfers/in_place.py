@@ -19,12 +19,7 @@ from weft.coordinator.decisions.effects import CallLoad
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Failure, PolicyKind
-
-
-def loads_in_place(replica: Replica, kind: PolicyKind) -> bool:
-    """Whether a replica has no copy of what it received before it switches."""
-    return kind is PolicyKind.BASE and replica.capabilities.loads_in_place
+from weft.coordinator.decisions.state.values import Failure
 
 
 def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:

@@ -25,7 +25,6 @@ from weft.coordinator.decisions.state.pool import FitKey, PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import AdapterSpec, Failure, PolicyKind
-from weft.coordinator.decisions.transfers import in_place
 
 #: Answers that are remembered: layouts x adapter configs x kinds of replicas.
 MAX_FITS = 4096
@@ -151,7 +150,7 @@ def check_room(
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
-        if in_place.loads_in_place(replica, transfer.kind):
+        if replica.loads_in_place(transfer.kind):
             if check_finite:
                 raise _checked_too_late(replica)
             continue

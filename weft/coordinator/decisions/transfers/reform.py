@@ -7,20 +7,15 @@ transfer continues without some of its members is its purpose's choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallDiscard, CallJoin, OpenGroup, SendReform
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Attempt, Group, Member, Transfer, members_of
+from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, members_of
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import abort
-
-
-def seats(replicas: Sequence[Replica]) -> tuple[Member, ...]:
-    """The places of replicas in a new group."""
-    return members_of((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas)
 
 
 def call_to_join(change: Change, transfer: Transfer, group: Group) -> None:

@@ -98,7 +98,7 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
         return
     transfer, group = found
     replica = change.state.replicas.get(group.member_name(event.rank))
-    if replica is not None and in_place.loads_in_place(replica, transfer.kind):
+    if replica is not None and replica.loads_in_place(transfer.kind):
         in_place.order_load(change, transfer, replica)
 
 

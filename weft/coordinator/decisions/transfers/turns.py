@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.recovery.needs import is_joining
-from weft.coordinator.decisions.replicas.replica_state import base_targets, eligible_targets
+from weft.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    eligible_targets,
+    is_joining,
+)
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer

@@ -25,7 +25,6 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import SavePolicy, SaveRetired, SaveVersion
 from weft.coordinator.decisions.state.pool import PoolState, Unserved
-from weft.coordinator.decisions.state.records import record_of
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Phase, PolicyKind, VersionState
@@ -33,11 +32,6 @@ from weft.coordinator.decisions.transfers.refusals import is_definite
 
 #: Versions that are waited for; of the oldest ones nothing more is expected.
 MAX_UNSERVED = 64
-
-
-def is_replaced_kept(transfer: Transfer) -> bool:
-    """Whether what a push replaced is still there once it has failed everywhere."""
-    return not transfer.loading.intersection(transfer.targets)
 
 
 def wait_for_reports(change: Change, ended: Transfer) -> None:
@@ -173,7 +167,7 @@ def _mark_failed(change: Change, ended: Transfer) -> None:
     policy = replace(policy, versions=versions)
     change.put_policy(policy)
     change.touched_all = True
-    change.emit(SaveVersion(record_of(ended, VersionState.FAILED)), SavePolicy(policy))
+    change.emit(SaveVersion(ended.record(VersionState.FAILED)), SavePolicy(policy))
     assert ended.failure is not None
     now = f"{policy.name!r} stays at {policy.served_version}"
     if not policy.served_version:

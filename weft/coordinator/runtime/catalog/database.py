@@ -32,12 +32,6 @@ from weft.coordinator.decisions.effects import (
     SaveVersion,
 )
 from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.records import (
-    checkpoint_from_text,
-    checkpoint_to_text,
-    version_from_row,
-    version_to_row,
-)
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -48,6 +42,12 @@ from weft.coordinator.decisions.state.values import (
 )
 from weft.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
 from weft.coordinator.runtime.catalog.file import CatalogFile
+from weft.coordinator.runtime.catalog.rows import (
+    checkpoint_from_text,
+    checkpoint_to_text,
+    version_from_row,
+    version_to_row,
+)
 from weft.coordinator.runtime.catalog.schema import (
     APPLICATION_ID,
     SCHEMA_VERSION,

@@ -19,10 +19,10 @@ from weft.contract.checkpoint import (
 from weft.contract.names import VersionVector
 from weft.contract.tensors import DataType
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.recovery.needs import is_ready
 from weft.coordinator.decisions.replicas.replica_state import (
     eligible_targets,
     explain_state,
+    is_ready,
     replica_state,
 )
 from weft.coordinator.decisions.state.values import Phase, ReplicaState

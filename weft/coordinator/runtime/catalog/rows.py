@@ -1,4 +1,4 @@
-"""What the catalog holds of a version, made of its transfer, and of base@0: as rows."""
+"""What the catalog holds of a version, and of base@0, as values of its rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from weft.contract.checkpoint import FileDigest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType
-from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,
@@ -18,23 +17,6 @@ from weft.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-
-
-def record_of(transfer: Transfer, state: VersionState, commit_time: float = 0.0) -> VersionRecord:
-    """The record of the version that ``transfer`` brings; times since 1970."""
-    return VersionRecord(
-        version=transfer.policy_version,
-        state=state,
-        trainer_id=transfer.trainer_id,
-        request_id=transfer.purpose.request_id,
-        transfer_id=transfer.transfer_id,
-        layout_digest=transfer.layout.digest,
-        create_time=transfer.create_time,
-        commit_time=commit_time,
-        content_digest=transfer.content_digest,
-        adapter=transfer.adapter,
-        failure=transfer.failure,
-    )
 
 
 def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
