@@ -181,7 +181,7 @@ def adapter_config(adapter: Path) -> str:
     """The adapter_config.json of a saved adapter, as a publisher sends it."""
     from safetensors import safe_open
 
-    from trainer_side.sources.adapter_config import config_in_names
+    from trainer_side.sources.adapter_source import config_in_names
 
     with safe_open(adapter / "adapter_model.safetensors", "pt") as tensors:
         names = list(tensors.keys())

@@ -14,7 +14,15 @@ from typing import Literal
 
 import torch
 
-from trainer_side.arguments import (
+from trainer_side.background import Background, WhenBusy
+from trainer_side.params.choose import Kind
+from trainer_side.pool.client import PoolClient
+from trainer_side.pool.leases import Notices
+from trainer_side.pool.progress import reporter_for
+from trainer_side.pool.sender import BackendSelection
+from trainer_side.push_request import (
+    PushRequest,
+    PushSettings,
     check_callable,
     check_choice,
     check_count,
@@ -23,13 +31,6 @@ from trainer_side.arguments import (
     check_ranks,
     check_seconds,
 )
-from trainer_side.backend_selection import BackendSelection
-from trainer_side.background import Background, WhenBusy
-from trainer_side.notices import Notices
-from trainer_side.params.choose import Kind
-from trainer_side.pool_client import PoolClient
-from trainer_side.progress import reporter_for
-from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
 from trainer_side.sources.content import Model

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer_side.arguments import check_replicas
-from trainer_side.backend_selection import BucketSettings, bucket_settings
-from trainer_side.lockstep import LedSource, follow
-from trainer_side.origin import Origin, Origins
-from trainer_side.pool_client import PoolClient
-from trainer_side.push_request import PushRequest
+from trainer_side.pool.client import PoolClient
+from trainer_side.pool.sender import BucketSettings, bucket_settings
+from trainer_side.push_request import PushRequest, check_replicas
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
+from trainer_side.sources.lockstep import LedSource, follow
+from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import (
@@ -202,8 +201,11 @@ class Pushing:
         origin = Origin(None)
         if adapter is not None:
             digest = target.base_checkpoint_digest
-            origin = self._origins.of(what.base, request.base, digest, deadline)
-            if origin.version is None and request.base.on_change == "refuse":
+            must_know = request.base.on_change == "refuse"
+            origin = self._origins.of(
+                what.base, request.base.version, digest, deadline, must_know=must_know
+            )
+            if origin.version is None and must_know:
                 raise BaseMismatchError(
                     f"on_base_change='refuse' needs to know which base {request.policy!r} was "
                     f"trained on: {origin.why}"

@@ -144,10 +144,9 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 
 def _trainer(strike: Strike) -> None:
-    from trainer_side.packer import Packer
-    from trainer_side.pool_client import PoolClient
+    from trainer_side.pool.client import PoolClient
+    from trainer_side.pool.sender import Packer, Sender
     from trainer_side.pushing import Pushing
-    from trainer_side.sender import Sender
     from weft.transport.member import Attendance
     from weft.transport.sender import SendingRank
 

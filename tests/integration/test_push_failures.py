@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import trainer_side.packer
-import trainer_side.pool_client
+import trainer_side.pool.client
+import trainer_side.pool.sender
 import weft.transport.member
 from tests.integration.models import Model, peft_of, same, until, weights
 from weft.contract.errors import DigestMismatchError, LoadFailedError, NotFiniteError
@@ -27,7 +27,7 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
             lost.append("replica-1")
             pool.remove_replica("replica-1")
 
-    real = trainer_side.pool_client.Sender
+    real = trainer_side.pool.client.Sender
 
     def slow(ticket, device):
         if late == "before it forms":
@@ -45,7 +45,7 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
             sender.__init__(ticket, device)
         return sender
 
-    monkeypatch.setattr(trainer_side.pool_client, "Sender", slow)
+    monkeypatch.setattr(trainer_side.pool.client, "Sender", slow)
     assert str(publisher.push_base(Model(1), require=1)) == "base@1"
     assert lost
     assert publisher.last_report.num_replicas == 1
@@ -72,9 +72,9 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     pool, engines, publisher, monkeypatch
 ):
     publisher.push_base(Model(1))
-    pack = trainer_side.packer.pack_trailer
+    pack = trainer_side.pool.sender.pack_trailer
     monkeypatch.setattr(
-        trainer_side.packer, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
+        trainer_side.pool.sender, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
     )
     with pytest.raises(DigestMismatchError):
         publisher.push_base(Model(2))
@@ -126,17 +126,17 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
 
     model = Exploding()
     publisher.push_base(model)
-    read = trainer_side.packer.Packer.pack
+    read = trainer_side.pool.sender.Packer.pack
 
     def explode(self, *_):
         raise RuntimeError("the disk burned")
 
-    trainer_side.packer.Packer.pack = explode
+    trainer_side.pool.sender.Packer.pack = explode
     try:
         with pytest.raises(RuntimeError, match="the disk burned"):
             publisher.push_base(model)
     finally:
-        trainer_side.packer.Packer.pack = read
+        trainer_side.pool.sender.Packer.pack = read
     assert str(publisher.push_base(model)) == "base@3"
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 of side groups: a model of ``trainer_side.sender`` and of a clone's source."""
+"""Rank 0 of side groups: a model of ``trainer_side.pool.sender`` and of a clone's source."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Rank:
         """The sender waits before it packs ``bucket`` while the file "held" exists."""
         if dist.get_rank() != 0:
             return
-        from trainer_side.packer import Packer
+        from trainer_side.pool.sender import Packer
 
         held, original = Path(sys.argv[3]).with_name("held"), Packer.pack
 

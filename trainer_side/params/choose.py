@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainer_side.params import zero3
-from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.quantised import DequantisedParams, is_quantised
+from trainer_side.params.names import unwrapped_name
+from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
+from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.zero3 import of_zero3
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
-from trainer_side.sources.names import unwrapped_name
 from weft.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
@@ -59,11 +59,11 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     modules, parameters = _walk(module)
     if wrapper == "FSDP1" or _has_fsdp1(modules):
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
-    if _is_loaded("torch.distributed.fsdp"):
+    if _has_fsdp2(modules):
         from trainer_side.params.dtensor import reshard
 
-        if reshard(modules):
-            _, parameters = _walk(module)
+        reshard(modules)
+        _, parameters = _walk(module)
     named = {unwrapped_name(name): param for name, param in parameters.items()}
     places = _Places(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}
@@ -91,25 +91,23 @@ class _Places:
 
     def __init__(self, rank_of: Mapping[int, int]) -> None:
         self._rank_of = rank_of
-        self._dtensors: Any = None
-        self._is_dtensor: Callable[[object], bool] = lambda param: False
-        if _is_loaded("torch.distributed.tensor"):
-            from trainer_side.params.dtensor import DTensor, DTensorPlaces
-
-            self._dtensors = DTensorPlaces(rank_of)
-            self._is_dtensor = lambda param: isinstance(param, DTensor)
+        self._dtensors: Any = None  # made for the first
 
     def kind(self, param: torch.nn.Parameter) -> str:
         """Who shards it; empty if it is whole here."""
-        if zero3.is_zero3(param):
+        if is_zero3(param):
             return _SHARDED["zero3"]
-        return _SHARDED["fsdp2"] if self._is_dtensor(param) else ""
+        return _SHARDED["fsdp2"] if _is_dtensor(param) else ""
 
     def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
         """Where the elements of a parameter are."""
-        if zero3.is_zero3(param):
-            return zero3.of_zero3(param, self._rank_of)
-        if self._is_dtensor(param):
+        if is_zero3(param):
+            return of_zero3(param, self._rank_of)
+        if _is_dtensor(param):
+            if self._dtensors is None:
+                from trainer_side.params.dtensor import DTensorPlaces
+
+                self._dtensors = DTensorPlaces(self._rank_of)
             placed: Sharded | Gathered = self._dtensors.of(param)
             return placed
         return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
@@ -142,6 +140,22 @@ def _walk(
     if type(module).named_parameters is not torch.nn.Module.named_parameters:
         named = dict(module.named_parameters())  # the user's own word counts
     return modules, named
+
+
+def _is_dtensor(param: torch.nn.Parameter) -> bool:
+    if not _is_loaded("torch.distributed.tensor"):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(param, DTensor)
+
+
+def _has_fsdp2(modules: Iterable[torch.nn.Module]) -> bool:
+    if not _is_loaded("torch.distributed.fsdp"):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(part, FSDPModule) for part in modules)
 
 
 def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:

@@ -7,25 +7,22 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor as DTensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer_side.params.sharded import Gathered, Run, Sharded
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 
 
-def reshard(modules: Iterable[torch.nn.Module]) -> bool:
-    """Free what a forward left unsharded, so that parameters are DTensors again; tells
-    whether any of a model's modules is FSDP2's.
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Free what a forward left unsharded, so that parameters are DTensors again.
 
     After a forward without gradients the root module keeps whole parameters in the
     compute dtype in place of its shards. No communication.
     """
-    found = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in found:
-        module.reshard()
-    return bool(found)
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class DTensorPlaces:

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
-from trainer_side.sources.names import LORA, adapter_tensor_name, base_name_in_peft
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.

@@ -46,6 +46,16 @@ class Params(Protocol):
         """Name and content of what this rank holds, in whatever shape; not collective."""
 
 
+def is_quantised(param: torch.nn.Parameter) -> bool:
+    """Whether bitsandbytes packs a parameter."""
+    return type(param).__name__ in ("Params4bit", "Int8Params")
+
+
+def is_zero3(param: torch.nn.Parameter) -> bool:
+    """Whether ZeRO-3 manages a parameter; its shape does not tell (small ones stay)."""
+    return hasattr(param, "ds_id")
+
+
 def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy and cast; one call for all, which is 3 times faster for many small ones."""
     with torch.no_grad():

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.params.params import as_meta, copy_into
-
-
-def is_quantised(param: torch.nn.Parameter) -> bool:
-    """Whether bitsandbytes packs a parameter."""
-    return type(param).__name__ in ("Params4bit", "Int8Params")
+from trainer_side.params.params import as_meta, copy_into, is_quantised
 
 
 def has_quantised_layers(module: torch.nn.Module) -> bool:

@@ -13,11 +13,6 @@ from trainer_side.params.sharded import Gathered, Run, Sharded
 from weft.contract.errors import UnsupportedError
 
 
-def is_zero3(param: torch.nn.Parameter) -> bool:
-    """Whether ZeRO-3 manages a parameter; its shape does not tell (small ones stay)."""
-    return hasattr(param, "ds_id")
-
-
 def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
     """Where a parameter's elements are.
 

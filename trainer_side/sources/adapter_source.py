@@ -1,8 +1,16 @@
-"""A PEFT model's LoRA adapter, in the names PEFT saves it by."""
+"""A PEFT model's LoRA adapter, in the names PEFT saves it by, and its config without patterns.
+
+PEFT's ``target_modules``, ``exclude_modules``, ``rank_pattern`` and ``alpha_pattern`` may be
+regular expressions. Only who has the model can say what they match, and only who wrote
+them should pay for matching them: what is sent names modules.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,12 +18,15 @@ from typing import Any
 import torch
 
 from trainer_side.params.choose import Opened
+from trainer_side.params.names import (
+    adapter_tensor_name,
+    base_name_in_peft,
+    cached_conversions,
+    reverter,
+)
 from trainer_side.params.params import Params
-from trainer_side.sources.adapter_config import config_in_names
-from trainer_side.sources.module_source import reference_metas
-from trainer_side.sources.names import adapter_tensor_name, base_name_in_peft
-from trainer_side.sources.source import CastRule, ParamsSource
-from weft.contract.adapter_config import check_settings, parse_config
+from trainer_side.sources.source import CastRule, ParamsSource, make_metas
+from weft.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, named_value, parse_config
 from weft.contract.errors import InvalidAdapterError
 from weft.contract.tensors import base_fingerprint
 
@@ -142,4 +153,159 @@ def _fingerprint(model: Any, params: Params) -> str:
         return ""
     architectures = getattr(getattr(base, "config", None), "architectures", None)
     architecture = architectures[0] if architectures else type(base).__name__
-    return base_fingerprint(architecture, reference_metas(base, metas))
+    _, outputs = cached_conversions(base, metas, reverter(base))
+    return base_fingerprint(architecture, make_metas(outputs, CastRule(enabled=False)))
+
+
+_ALL_LINEAR = "all-linear"
+#: For PEFT's own: an index after the first name in the path.
+_LAYER_SETTINGS = ("layers_to_transform", "layers_pattern")
+
+
+_LORA_PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight")
+
+
+def config_in_names(
+    config_json: str, tensors: Iterable[str], modules: Callable[[], Collection[str]] | None
+) -> str:
+    """``named_config`` for the text of a config, which stays as it is if it has no patterns.
+
+    Args:
+        config_json: PEFT's adapter_config.json.
+        tensors: The adapter's, by the names that PEFT saves them by.
+        modules: Lists every module of the base that has a matrix; None where they are not
+            known.
+
+    Raises:
+        InvalidAdapterError: The config cannot be read, or its names are too long.
+    """
+    config = parse_config(config_json)
+    if not (_has_patterns(config) or config.get("rank_pattern") or config.get("alpha_pattern")):
+        return config_json
+    given = {match[1] for name in tensors if (match := _LORA_PAIR.fullmatch(name))}
+    text = json.dumps(named_config(config, given, modules() if modules else None))
+    parse_config(text)
+    return text
+
+
+def named_config(
+    config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
+) -> dict[str, Any]:
+    """The same config with names in place of patterns.
+
+    Args:
+        config: PEFT's, read from JSON.
+        given: Modules that the adapter has tensors for.
+        modules: Every module of the base that has a matrix; None where they are not known:
+            then what is given is what was targeted.
+
+    Raises:
+        InvalidAdapterError: A pattern is no regular expression, or a setting is of another
+            type than PEFT's.
+    """
+    named = dict(config)
+    if _has_patterns(config):
+        targets = _targets(config, given, modules)
+        known = None if modules is None else {*modules, *given}
+        named["target_modules"] = _shortest(targets, known)
+        named["exclude_modules"] = None
+        named.update({key: None for key in _LAYER_SETTINGS if key in config})
+    for setting, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        if patterns := config.get(setting):
+            named[setting] = _named_values(setting, patterns, given, config.get(default))
+    return named
+
+
+def _has_patterns(config: Mapping[str, Any]) -> bool:
+    texts = [config.get("target_modules"), config.get("exclude_modules")]
+    return any(isinstance(text, str) for text in texts) or bool(config.get("layers_pattern"))
+
+
+def _targets(
+    config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
+) -> set[str]:
+    """Modules that PEFT wrapped, and those that it would have wrapped in the base.
+
+    Source: peft.tuners.tuners_utils.check_target_module_exists.
+    """
+    wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if modules is None or wanted == _ALL_LINEAR or any(map(config.get, _LAYER_SETTINGS)):
+        return set(given)
+    is_wanted, is_excluded = (
+        _matcher("target_modules", wanted),
+        _matcher("exclude_modules", excluded),
+    )
+    return {*given, *(m for m in modules if is_wanted(m) and not is_excluded(m))}
+
+
+def _matcher(setting: str, targets: Any) -> Callable[[str], bool]:
+    if isinstance(targets, str) and targets:
+        pattern = _compiled(setting, targets, targets)
+        return lambda module: pattern.fullmatch(module) is not None
+    names = {name for name in targets or () if isinstance(name, str)}
+    return lambda module: named_value(dict.fromkeys(names, True), module, False)
+
+
+def _compiled(setting: str, given: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InvalidAdapterError(
+            f"{setting} has {given[:80]!r}, which is no regular expression: {error}",
+            metadata={"setting": setting},
+        ) from None
+
+
+def _by_last(modules: Iterable[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        found[module.rpartition(".")[2]].add(module)
+    return found
+
+
+def _shortest(targets: Collection[str], known: Collection[str] | None) -> list[str]:
+    """Names that stand for ``targets``: last components where they say the same.
+
+    Where the base's modules are not known, that is only where full names are too long.
+    """
+    full = sorted(targets)
+    if known is None and sum(map(len, full)) < MAX_CONFIG_BYTES // 2:
+        return full
+    everywhere = _by_last(known if known is not None else targets)
+    names: list[str] = []
+    for last, modules in _by_last(targets).items():
+        names += [last] if modules == everywhere[last] else sorted(modules)
+    return sorted(names)
+
+
+def _named_values(
+    setting: str, patterns: Any, given: Collection[str], default: Any
+) -> dict[str, Any]:
+    """A rank or alpha for each name that has another than the default.
+
+    Source: peft.utils.other.get_pattern_key: the first key that matches the end of a name
+    counts, from a "." on.
+    """
+    if not isinstance(patterns, Mapping):
+        raise InvalidAdapterError(
+            f"{setting} is {str(patterns)[:80]!r}; it must map names to numbers",
+            metadata={"setting": setting},
+        )
+    keys = [
+        (_compiled(setting, key, rf"(.*\.)?({key})$"), value) for key, value in patterns.items()
+    ]
+    values = {
+        module: next((value for key, value in keys if key.match(module)), default)
+        for module in sorted(given)
+    }
+    named: dict[str, Any] = {}
+    for last, modules in _by_last(values).items():
+        found = {str(values[module]): values[module] for module in modules}
+        if len(found) > 1:
+            named.update({m: values[m] for m in sorted(modules) if values[m] != default})
+        elif (value := found.popitem()[1]) != default:
+            named[last] = value
+    if any(named_value(named, module, default) != value for module, value in values.items()):
+        # One name is the end of another: all of them, the longest first.
+        named = {module: values[module] for module in sorted(values, key=len, reverse=True)}
+    return named

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_side.origin import BaseOf
 from trainer_side.params.choose import Kind, Opened, open_model
 from trainer_side.params.merged import MergedParams
+from trainer_side.params.names import adapter_tensor_name, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, snapshot
 from trainer_side.ranks import Ranks
@@ -22,7 +22,7 @@ from trainer_side.sources.adapter_source import (
 )
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.names import adapter_tensor_name, unwrapped_name
+from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, Source
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.rpc.codec import dtype_from_proto

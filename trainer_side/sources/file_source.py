@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from trainer_side.origin import BaseOf
 from trainer_side.params.params import copy_into
-from trainer_side.sources.adapter_config import config_in_names
-from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.adapter_source import Adapter, config_in_names
+from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
 from weft.contract.tensors import DataType

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, whole_tensors
-from trainer_side.sources.names import Conversion, Revert, plan_conversions, reverter
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
-from weft.contract.tensors import TensorMeta
 
 
 class ModuleSource:
@@ -87,25 +85,3 @@ def convert(
     tensors = {name: params[name] for name in group.sources}
     out = tensors if revert is None else revert(tensors)
     return [out[name] for name in group.targets]
-
-
-def reference_metas(model: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
-    """Checkpoint names and shapes of a model's ``params``, without reading them."""
-    _, outputs = cached_conversions(model, params, reverter(model))
-    return list(make_metas(outputs, CastRule(enabled=False)))
-
-
-_Signature = tuple[tuple[str, torch.Size], ...]
-_Planned = tuple[list[Conversion], dict[str, torch.Tensor]]
-_PLANNED: WeakKeyDictionary[torch.nn.Module, tuple[_Signature, _Planned]] = WeakKeyDictionary()
-
-
-def cached_conversions(
-    model: torch.nn.Module, params: Mapping[str, torch.Tensor], revert: Revert | None
-) -> _Planned:
-    """``plan_conversions``, made once a model: it costs milliseconds a layer."""
-    signature = tuple((name, param.shape) for name, param in params.items())
-    kept = _PLANNED.get(model)
-    if kept is None or kept[0] != signature:
-        kept = _PLANNED[model] = (signature, plan_conversions(params, revert))
-    return kept[1]

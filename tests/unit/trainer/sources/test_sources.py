@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from tests import models
-from trainer_side.packer import Packer
 from trainer_side.params.choose import open_model
+from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
+from trainer_side.pool.sender import Packer
 from trainer_side.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
 from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer, plan_buckets

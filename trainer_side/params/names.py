@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -168,3 +169,19 @@ def _try(revert: Revert, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         return revert(tensors)
     except Exception:  # noqa: BLE001 (a converter that needs more than one tensor)
         return {}
+
+
+_Signature = tuple[tuple[str, torch.Size], ...]
+_Planned = tuple[list[Conversion], dict[str, torch.Tensor]]
+_PLANNED: WeakKeyDictionary[torch.nn.Module, tuple[_Signature, _Planned]] = WeakKeyDictionary()
+
+
+def cached_conversions(
+    model: torch.nn.Module, params: Mapping[str, torch.Tensor], revert: Revert | None
+) -> _Planned:
+    """``plan_conversions``, made once a model: it costs milliseconds a layer."""
+    signature = tuple((name, param.shape) for name, param in params.items())
+    kept = _PLANNED.get(model)
+    if kept is None or kept[0] != signature:
+        kept = _PLANNED[model] = (signature, plan_conversions(params, revert))
+    return kept[1]

@@ -11,15 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.arguments import check_choice
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.files import local_model_dir, weight_files
 from weft.checkpoints.reader import CheckpointReader
 from weft.contract.checkpoint import Checkpoint, CheckpointState
-from weft.contract.errors import InvalidRequestError
 from weft.contract.lru import Lru
 from weft.contract.names import provenance
-from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.
 _MAX_CHECKPOINTS = 4
@@ -73,25 +70,6 @@ class Origin:
         return (f"{said}: {self.why}" if self.why else said,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """What was said about an adapter's base; the same on every rank."""
-
-    version: int | None = None
-    on_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE
-
-    def __post_init__(self) -> None:
-        check_choice("on_base_change", self.on_change, OnBaseChange)
-        known = self.version
-        if known is not None and (
-            not isinstance(known, int) or isinstance(known, bool) or not 0 <= known < 2**62
-        ):
-            raise InvalidRequestError(
-                f"base_version={known!r}: give the number N of the base@N that the adapter was "
-                "trained on"
-            )
-
-
 @dataclass
 class Origins:
     """What one publisher knows of its bases; used by one thread at a time.
@@ -112,27 +90,34 @@ class Origins:
             self._pushed[base.module] = version
 
     def of(
-        self, base: BaseOf, options: BaseOptions, base_checkpoint: bytes, deadline: float
+        self,
+        base: BaseOf,
+        said: int | None,
+        base_checkpoint: bytes,
+        deadline: float,
+        *,
+        must_know: bool = False,
     ) -> Origin:
         """The version that an adapter on this base was trained on.
 
-        Blocks where it is refused unless that is known, until its checkpoint is read;
-        otherwise for a moment at most.
+        Blocks where that must be known until its checkpoint is read; otherwise for a moment
+        at most.
 
         Args:
             base: Of the adapter.
-            options: What the user said.
+            said: What the user said; None if nothing.
             base_checkpoint: Digest of the pool's base@0; empty where that is not known.
             deadline: ``time.monotonic()`` of the push.
+            must_know: Whether the push is refused unless it is known.
         """
-        if options.version is not None:
-            return Origin(options.version)
+        if said is not None:
+            return Origin(said)
         if base.module is not None and base.module in self._pushed:
             return Origin(self._pushed[base.module])
         if not base.loaded_from:
             return Origin(None, "its base does not say what it was loaded from: say base_version=")
         key = (base.loaded_from, base.revision)
-        seconds = deadline - time.monotonic() if options.on_change == "refuse" else 0.0
+        seconds = deadline - time.monotonic() if must_know else 0.0
         reader = self._readers.get(key)
         if reader is None:
             seconds = max(seconds, min(_GRACE_SECONDS, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trainer_side.contact import Contact, data_address, why_unreachable
+from trainer_side.pool.contact import Contact, data_address, why_unreachable
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft.rpc.channel import open_channel
 

@@ -52,12 +52,8 @@ class Contact:
         self._check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         self._connect_seconds = connect_seconds
         self._probe = probe or why_unreachable
-        self._was_reached = False
-
-    @property
-    def was_reached(self) -> bool:
-        """Whether there was a connection at some time."""
-        return self._was_reached
+        #: Whether there was a connection at some time.
+        self.was_reached = False
 
     def wait(self, deadline: float) -> None:
         """Block until there is a connection, at most until ``deadline``
@@ -68,7 +64,7 @@ class Contact:
                 ``COORDINATOR_AWAY``: reached before, and not again until ``deadline``.
         """
         began = time.monotonic()
-        end = deadline if self._was_reached else min(deadline, began + self._connect_seconds)
+        end = deadline if self.was_reached else min(deadline, began + self._connect_seconds)
         logged_at, why = float("-inf"), ""
         while not self._answers(min(_POLL_SECONDS, end - time.monotonic())):
             now = time.monotonic()
@@ -88,7 +84,7 @@ class Contact:
                 self._target,
                 time.monotonic() - began,
             )
-        self._was_reached = True
+        self.was_reached = True
 
     def _answers(self, seconds: float) -> bool:
         """Whether a gRPC server answers within so long, whatever it says.
@@ -117,7 +113,7 @@ class Contact:
         return found[0] or "something listens there, but does not answer as a coordinator does"
 
     def _failure(self, why: str, seconds: float) -> PeerUnavailableError:
-        if self._was_reached:
+        if self.was_reached:
             return PeerUnavailableError(
                 f"the coordinator at {self._target} is away: {why}; the push's time is up",
                 reason="COORDINATOR_AWAY",

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side import backend_selection as module
-from trainer_side.backend_selection import DEVICE_BUCKET_BYTES, BackendSelection, bucket_settings
+from trainer_side.pool import sender as module
+from trainer_side.pool.sender import DEVICE_BUCKET_BYTES, BackendSelection, bucket_settings
 from weft.contract.errors import NotReadyError
 from weft.contract.manifest import DEFAULT_BUCKET_BYTES, WSUM64, XXH3_64
 

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import grpc
 
-from trainer_side.backend_selection import BackendSelection
-from trainer_side.contact import Contact, data_address
-from trainer_side.leases import Leases
-from trainer_side.progress import ProgressReporter
-from trainer_side.sender import Sender
+from trainer_side.pool.contact import Contact, data_address
+from trainer_side.pool.leases import Leases
+from trainer_side.pool.progress import ProgressReporter
+from trainer_side.pool.sender import BackendSelection, Sender
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.source import Source
 from weft.contract.errors import (
@@ -36,6 +35,7 @@ from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
+from weft.transport.sender import Progress
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
 from weft.v1.publish_pb2_grpc import PublishServiceStub
@@ -59,7 +59,7 @@ class PoolClient:
         trainer_id: Owner of the policies that are pushed.
         data_host: Address that replicas reach this machine by; None finds it out.
         selection: Which backend carries the bytes, and from where.
-        reporter: Shows progress.
+        reporter: Shows progress; None where nobody wants to see it.
         connect_seconds: See ``Contact``.
         takeover, on_wanted: See ``Leases``.
     """
@@ -70,7 +70,7 @@ class PoolClient:
         trainer_id: str,
         data_host: str | None,
         selection: BackendSelection,
-        reporter: ProgressReporter,
+        reporter: ProgressReporter | None,
         *,
         connect_seconds: float,
         takeover: bool = False,
@@ -100,8 +100,9 @@ class PoolClient:
         """
         if not self._contact.was_reached:
             self._contact.wait(deadline)
-        # Known now, before anything is begun: what is wrong with it would end every push.
-        self._host = data_address(self._data_host, self._target)
+        if self._sender is None:
+            # Known now, before anything is begun: what is wrong with it would end every push.
+            self._host = data_address(self._data_host, self._target)
         target = self._call(
             lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
             deadline,
@@ -243,7 +244,11 @@ class PoolClient:
         deadline: float,
     ) -> None:
         version = version_from_proto(begun.version)
-        with self._reporter.push(str(version), manifest.total_bytes) as progress:
+        with contextlib.ExitStack() as shown:
+            progress: Progress | None = None
+            if self._reporter is not None:
+                showing = self._reporter.push(str(version), manifest.total_bytes)
+                progress = shown.enter_context(showing)
             sender.send(
                 source,
                 manifest,
@@ -256,12 +261,13 @@ class PoolClient:
             )
 
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
-        ticket = self._ticket(begun.group)
         if self._sender is not None:
-            if self._sender.usable and self._sender.ticket.group_id == ticket.group_id:
+            if self._sender.usable and self._sender.ticket.group_id == begun.group.group_id:
                 return self._sender
             self._sender.close()
             self._sender = None
+            self._host = data_address(self._data_host, self._target)
+        ticket = self._ticket(begun.group)
         while True:
             try:
                 self._sender = Sender(ticket, self._selection.device_of(ticket.backend))

@@ -13,14 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer_side.origin import BaseOf, BaseOptions, Origin, Origins
 from trainer_side.sources.file_source import base_of_dir
+from trainer_side.sources.origin import BaseOf, Origin, Origins
 from weft.checkpoints import reader
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.reader import read_checkpoint
-from weft.contract.errors import InvalidRequestError
-
-WARN, REFUSE = BaseOptions(), BaseOptions(on_change="refuse")
 
 
 @pytest.fixture
@@ -45,27 +42,28 @@ def soon() -> float:
 def test_what_the_user_says_comes_first(origins: Origins) -> None:
     module = torch.nn.Linear(1, 1)
     origins.pushed(BaseOf(module), 3)
-    found = origins.of(BaseOf(module), BaseOptions(version=7), b"", soon())
+    found = origins.of(BaseOf(module), 7, b"", soon())
     assert found == Origin(7)
 
 
 def test_then_what_was_pushed_from_the_same_module(origins: Origins, tmp_path: Path) -> None:
     module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     digest = save(tmp_path)
-    assert origins.of(BaseOf(module, str(tmp_path)), REFUSE, digest, soon()) == Origin(0)
+    base = BaseOf(module, str(tmp_path))
+    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
     origins.pushed(BaseOf(module), 3)
     origins.pushed(BaseOf(), 4)  # of a directory: no module
-    assert origins.of(BaseOf(module, str(tmp_path)), REFUSE, digest, soon()) == Origin(3)
-    assert origins.of(BaseOf(other), WARN, digest, soon()).version is None
+    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(3)
+    assert origins.of(BaseOf(other), None, digest, soon()).version is None
 
 
 def test_then_the_checkpoint_that_it_was_loaded_from(origins: Origins, tmp_path: Path) -> None:
     base, digest = BaseOf(None, str(tmp_path)), save(tmp_path)
-    assert origins.of(base, REFUSE, digest, soon()) == Origin(0)
-    another = origins.of(base, WARN, b"1" * 32, soon())
+    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
+    another = origins.of(base, None, b"1" * 32, soon())
     assert another.version is None
     assert "which is not what base@0 is" in another.why
-    assert "no replica has told" in origins.of(base, WARN, b"", soon()).why
+    assert "no replica has told" in origins.of(base, None, b"", soon()).why
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_then_the_checkpoint_that_it_was_loaded_from(origins: Origins, tmp_path:
      ("/", "no safetensors files")],
 )  # fmt: skip
 def test_else_nobody_knows(origins: Origins, name: str, words: str) -> None:
-    found = origins.of(BaseOf(None, name), REFUSE, b"1" * 32, soon())
+    found = origins.of(BaseOf(None, name), None, b"1" * 32, soon(), must_know=True)
     assert found.version is None
     assert words in found.why
 
@@ -90,11 +88,12 @@ def test_a_push_does_not_wait_for_the_disk_unless_it_must(
         return read(path, stop)
 
     monkeypatch.setattr(reader, "digest_file", slowly)
-    assert "still being read" in origins.of(base, WARN, digest, soon()).why
-    assert "still being read" in origins.of(base, REFUSE, digest, time.monotonic()).why
+    assert "still being read" in origins.of(base, None, digest, soon()).why
+    hurried = origins.of(base, None, digest, time.monotonic(), must_know=True)
+    assert "still being read" in hurried.why
     gate.set()
-    assert origins.of(base, REFUSE, digest, soon()) == Origin(0)
-    assert origins.of(base, WARN, digest, soon()) == Origin(0)
+    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
+    assert origins.of(base, None, digest, soon()) == Origin(0)
 
 
 def test_what_transformers_and_peft_write_down(tmp_path: Path) -> None:
@@ -121,13 +120,3 @@ def test_it_is_said_where_they_differ() -> None:
     assert Origin(None, "who knows").remarks(0) == (
         "trained on base@?, served over base@0: who knows",
     )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"version": -1}, {"version": 2**62}, {"version": True}, {"version": "1"},
-     {"on_change": "explode"}],
-)  # fmt: skip
-def test_what_cannot_be_meant(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError):
-        BaseOptions(**settings)

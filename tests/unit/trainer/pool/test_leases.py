@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer_side.leases import Leases
-from trainer_side.notices import Notices
+from trainer_side.pool.leases import Leases, Notices
 from weft.rpc.codec import duration_to_proto
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
@@ -103,7 +102,7 @@ def test_notices_come_in_turn_and_survive_what_they_raise(caplog: pytest.LogCapt
 def test_notices_are_bounded_and_those_that_wait_are_dropped_at_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainer_side.notices._MAX_WAITING", 1)
+    monkeypatch.setattr("trainer_side.pool.leases._MAX_WAITING", 1)
     seen, begun, gate = list[str](), threading.Event(), threading.Event()
 
     def function(name: str) -> None:

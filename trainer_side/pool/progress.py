@@ -15,12 +15,12 @@ UserProgress = Callable[[str, int, int], None]
 class ProgressReporter(Protocol):
     """Gives each push its progress function."""
 
-    def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress | None]:
+    def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress]:
         """The progress function of one push of ``version``, for as long as that takes."""
 
 
-def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter:
-    """A bar on a terminal for "auto" (if rich is installed), else what was given."""
+def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter | None:
+    """A bar on a terminal for "auto" (if rich is installed), else what was given, if anything."""
     if callable(progress):
         return _Calls(progress)
     if progress == "auto" and sys.stderr.isatty():
@@ -28,13 +28,7 @@ def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressRep
             return _Bar()
         except ImportError:
             pass
-    return _Silent()
-
-
-class _Silent:
-    @contextmanager
-    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
-        yield None
+    return None
 
 
 class _Calls:
@@ -42,7 +36,7 @@ class _Calls:
         self._function = function
 
     @contextmanager
-    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
+    def push(self, version: str, total_bytes: int) -> Iterator[Progress]:
         yield lambda done, total: self._function(version, done, total)
 
 
@@ -51,7 +45,7 @@ class _Bar:
         import rich.progress  # noqa: F401 (fail here, not in the middle of a push)
 
     @contextmanager
-    def push(self, version: str, total_bytes: int) -> Iterator[Progress | None]:
+    def push(self, version: str, total_bytes: int) -> Iterator[Progress]:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainer_side import Publisher
+from trainer_side.push_request import BaseOptions
 from weft.contract.errors import InvalidNameError, InvalidRequestError
 
 # Nobody listens there, and nothing of this connects.
@@ -107,3 +108,13 @@ def test_a_closed_publisher_says_so() -> None:
         with pytest.raises(InvalidRequestError, match="is closed") as caught:
             push(_MODEL)
         assert caught.value.reason == "PUBLISHER_CLOSED"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"version": -1}, {"version": 2**62}, {"version": True}, {"version": "1"},
+     {"on_change": "explode"}],
+)  # fmt: skip
+def test_what_cannot_be_meant_of_a_base(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        BaseOptions(**settings)
