@@ -1,4 +1,4 @@
-"""What the README says of grpcurl: run with it where it is installed, else through the
+"""What the manual says of grpcurl: run with it where it is installed, else through the
 reflection protocol that it speaks."""
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from weft.rpc import reflection
 from weft.rpc.channel import open_aio_channel
 from weft.v1 import inspect_pb2
 
-_README = Path(__file__).parents[2] / "README.md"
+_PAGE = Path(__file__).parents[2] / "docs/operations.md"
 _TARGET = "127.0.0.1:50051"
 _DESCRIBED = "weft.v1.PublishService.BeginTransfer"
 _METHODS = 2  # in the path of a method: its service's field, and its own
 
 
 def _lines() -> list[list[str]]:
-    """The README's commands, as words without the target."""
-    found = re.findall(rf"^grpcurl -plaintext {_TARGET} (.*)$", _README.read_text(), re.MULTILINE)
+    """The page's commands, as words without the target."""
+    found = re.findall(rf"^grpcurl -plaintext {_TARGET} (.*)$", _PAGE.read_text(), re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]
 
 
@@ -114,7 +114,7 @@ async def _run(pool: Pool, words: list[str], otherwise: Grpcurl) -> str:
     return out.decode()
 
 
-async def test_the_lines_of_the_readme(pool: Pool, grpcurl: Grpcurl) -> None:
+async def test_the_lines_of_the_manual(pool: Pool, grpcurl: Grpcurl) -> None:
     await pool.replica()
     lines = _lines()
     assert ["describe", _DESCRIBED] in lines
