@@ -154,7 +154,7 @@ class Engine(Protocol):
         """
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
-        """Like ``apply_base``, from a retained copy.
+        """Load a retained copy of the base, as ``apply_base`` loads a staged one.
 
         Raises:
             NotFoundError: None is held; nothing changed.

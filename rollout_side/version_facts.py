@@ -10,7 +10,7 @@ from weft.v1 import types_pb2
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """See ``weft.v1.VersionFacts``; plain, so that it can be kept and compared."""
+    """What is recorded of one version; plain, so that it can be kept and compared."""
 
     digest: bytes
     """``weft.v1.ContentDigest.value``."""
@@ -18,7 +18,7 @@ class VersionFacts:
     """The ``weft.v1.VersionFacts``, serialized."""
 
     def to_proto(self) -> types_pb2.VersionFacts:
-        """As the coordinator takes it."""
+        """The message that the coordinator takes."""
         return types_pb2.VersionFacts.FromString(self.message)
 
 

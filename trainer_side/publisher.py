@@ -206,8 +206,8 @@ class Publisher:
                 (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also
                 where it is not known which base it was trained on, or "ignore"; by default
                 as for ``Publisher``.
-            require: As for ``Publisher``, for this push.
-            timeout_seconds: As for ``Publisher``, for this push.
+            require: Which replicas must hold it; by default what ``Publisher`` was told.
+            timeout_seconds: Of this push; by default what ``Publisher`` was told.
 
         Returns:
             The version, for example ``math@17``; requests may name it, or ``math``.

@@ -58,7 +58,7 @@ class PushRequest:
     def with_options(
         self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
     ) -> PushRequest:
-        """The same with other options; None leaves one as it is.
+        """The request with other options; None leaves one as it is.
 
         Raises:
             InvalidRequestError: One of them cannot be right.

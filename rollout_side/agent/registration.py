@@ -63,7 +63,7 @@ class Registration:
 
     Args:
         config: Of the replica.
-        identity: See ``Identity``.
+        identity: What the replica says of itself at registration.
         current: Says what is served and held now; called on this object's thread,
             must be quick and thread-safe.
         on_failed: Called once, on this object's thread, if the pool refuses the

@@ -68,8 +68,8 @@ class Serving:
 
     @property
     def mixed_reason(self) -> str:
-        """The same, and said as well while a base is loaded in place: nobody but who
-        ordered that may rely on these weights."""
+        """Why nobody but who ordered it may rely on the weights: ``dirty_reason``, or that a
+        base is being loaded in place; empty when neither is so."""
         if self.dirty_reason or not self._engine.loading:
             return self.dirty_reason
         return "a base is being loaded in place"

@@ -193,7 +193,7 @@ class StagedHandle:
     content_digest: bytes
 
     def attach(self) -> StagedVersion:
-        """The same bytes, mapped into this process.
+        """Map the bytes into this process; nothing is copied.
 
         Raises:
             NotReadyError: Their owner is gone.

@@ -62,7 +62,7 @@ class SpillFolder:
     """One base model's part of a spill directory.
 
     Args:
-        settings: See there.
+        settings: Where the directory is, and how much may lie there.
         fingerprint: Of the base model.
     """
 

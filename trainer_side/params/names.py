@@ -118,7 +118,7 @@ def plan_conversions(
     Args:
         params: Parameter names, in order, with tensors of which only shape and
             dtype are used.
-        revert: See ``reverter``.
+        revert: The model's way back to checkpoint names, as ``reverter`` gives it.
 
     Returns:
         The groups in order, and a meta tensor (shape, dtype) for each target.

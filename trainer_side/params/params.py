@@ -93,7 +93,7 @@ class WholeParams:
     Args:
         tensors: Kept by reference, on any device; they must not change while a push
             reads them.
-        kind: See ``Params``.
+        kind: Where they lie, for people.
     """
 
     is_collective = False

@@ -23,7 +23,7 @@ class DequantisedParams:
     Args:
         module: Whose parameters; kept by reference.
         tensors: They, by unwrapped name; at least one ``is_quantised``.
-        kind: See ``Params``.
+        kind: Where they lie, for people.
     """
 
     is_collective = False

@@ -62,7 +62,7 @@ class ShardedParams:
 
     Args:
         params: The same names in the same order on every rank.
-        kind: See ``Params``.
+        kind: Where they lie, for people.
         ranks: Of the trainer.
     """
 

@@ -100,8 +100,8 @@ class _Overlaid:
 
 
 def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
-    """The same parameters with copies of what this rank holds of ``names``; the others
-    are still read in place.
+    """Parameters of which those called ``names`` are copies, in ``memory``, of what this rank
+    holds; the others are still read in place.
 
     Collective only where the framework alone can gather a parameter: it is then
     gathered now, and kept whole at the sender.

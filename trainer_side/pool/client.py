@@ -60,8 +60,10 @@ class PoolClient:
         data_host: Address that replicas reach this machine by; None finds it out.
         selection: Which backend carries the bytes, and from where.
         reporter: Shows progress; None where nobody wants to see it.
-        connect_seconds: See ``Contact``.
-        takeover, on_wanted: See ``Leases``.
+        connect_seconds: Longest wait for a coordinator that was never reached.
+        takeover: Whether leases are taken from a living process of this trainer.
+        on_wanted: Called with a policy that is to be published again, on a thread of the
+            leases; must return at once.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class PoolClient:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """See ``Leases.wanted``."""
+        """Policies held here that no replica can serve until they are pushed again."""
         return self._leases.wanted
 
     def close(self) -> None:

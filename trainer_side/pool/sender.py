@@ -286,7 +286,7 @@ class Sender:
             manifest: Its layout.
             transfer_id, nonce: Of the transfer.
             deadline: ``time.monotonic()`` at which to give up.
-            progress: See ``Progress``.
+            progress: Called after each release with buckets verified by all, and in all.
             check_finite: Look at each bucket as it was packed for NaN and infinities.
             find_group: Asked with the id of a group that was dropped before this rank came
                 to it: nobody could tell it there where the transfer continues.

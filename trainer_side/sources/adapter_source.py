@@ -191,7 +191,7 @@ def config_in_names(
 def named_config(
     config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
 ) -> dict[str, Any]:
-    """The same config with names in place of patterns.
+    """A PEFT config with names in place of its patterns.
 
     Args:
         config: PEFT's, read from JSON.

@@ -44,8 +44,8 @@ class Content(Protocol):
         """
 
     def kept(self, memory: SnapshotMemory) -> Content:
-        """The same with copies of the weights as they are now, in ``memory``: training
-        may go on. Collective where the framework alone can gather."""
+        """The content with copies of the weights as they are now, in ``memory``, after which
+        training may go on. Collective where the framework alone can gather."""
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ class ModuleSource:
     Args:
         model: The module itself, without wrappers, which knows its checkpoint names.
         params: Its parameters; they must not change while a push reads them.
-        cast: See ``CastRule``.
+        cast: Which dtype each of them travels in.
 
     Parameters that transformers holds in another form are converted one group at a
     time: extra memory at the sender is that of the largest such group.

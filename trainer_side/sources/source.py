@@ -83,10 +83,10 @@ class ParamsSource:
     """Parameters by their final names, as they are.
 
     Args:
-        params: See ``Params``.
+        params: What they are fetched from.
         names: Name in ``params`` to name on the wire, in the order of sending.
-        cast: See ``CastRule``.
-        description: See ``Source``.
+        cast: Which dtype each of them travels in.
+        description: What is read, for logs.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Identity:
 
 
 class DigestCache:
-    """See the module.
+    """The digests of files that were read before, by what identifies a file.
 
     Args:
         folder: Made when something is put; None keeps nothing.

@@ -46,7 +46,11 @@ def is_replica_sender(trainer_id: str) -> bool:
 
 
 def check_adapter_name(policy: str) -> str:
-    """Like ``check_name`` for an adapter's policy, which cannot be ``base``."""
+    """Return ``policy`` if it may name an adapter's policy, which cannot be ``base``.
+
+    Raises:
+        InvalidNameError: As ``check_name``, or it is ``base``.
+    """
     if policy == BASE_POLICY:
         raise InvalidNameError("'base' names the base model's weights; choose another name")
     return check_name(policy, "policy")
@@ -96,7 +100,7 @@ def provenance(trained_on: int | None, served_over: int) -> str:
 
     Args:
         trained_on: Version of the base; None where nobody knows.
-        served_over: Likewise.
+        served_over: Version of the base that it is served over.
     """
     known = "?" if trained_on is None else trained_on
     return f"trained on {BASE_POLICY}@{known}, served over {BASE_POLICY}@{served_over}"

@@ -171,7 +171,7 @@ class Membership:
     Args:
         ticket: The place; a channel of its own to the coordinator is opened.
         device: Where this rank's buffers lie.
-        on_message: See ``Attendance``.
+        on_message: Called with each direction, on the stream's thread; must not block.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
 

@@ -72,7 +72,7 @@ class Sending:
     """``time.monotonic()`` at which to give up."""
     progress: Progress | None = None
     digests: list[int] = field(default_factory=list)
-    """Of the buckets made so far."""
+    """Payload digests of the buckets made so far, in order."""
     num_released: int = 0
     """Buckets that every receiver has verified, in whatever group."""
 

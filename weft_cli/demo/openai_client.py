@@ -1,4 +1,4 @@
-"""As little of an OpenAI client as the demo needs; any other works as well."""
+"""An OpenAI client with as little as the demo needs; any other works as well."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class CopyPlan:
         return self._equal(self._segment_pairs(data))
 
     def holds_bucket(self, index: int, wire: torch.Tensor) -> bool:
-        """The same for what ``load_bucket`` would make of those that it fills."""
+        """Whether the parameters that a bucket fills are, bit for bit, what ``load_bucket`` would
+        make them."""
         return self._equal(self._pairs(index, self._payload(index, wire)))
 
     def _payload(self, index: int, wire: torch.Tensor) -> torch.Tensor:
@@ -174,8 +175,8 @@ def learn_in_place(
     bucket_digests: Sequence[int],
     rename: Callable[[str], str],
 ) -> CopyPlan | None:
-    """The same for a version whose buckets are gone: it is proven by reading the model's
-    parameters back and digesting them as the wire was.
+    """The plan that ``learn`` makes, of a version whose buckets are gone: it is proven by
+    reading the model's parameters back and digesting them as the wire was.
 
     Allocates one buffer of the largest bucket on the model's device, for as long as it
     runs; where there is no room for it, there is no plan.

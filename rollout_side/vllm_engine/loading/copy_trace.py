@@ -144,7 +144,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: a NaN equals itself there."""
+    """A view of a tensor's elements as integers of their size: a NaN equals itself there."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         tensor.element_size()
     ])  # fmt: skip

@@ -108,7 +108,7 @@ def _begun(arriving: Arriving) -> Iterator[_Bucket]:
 
 
 def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
-    """The same; fails where one is missing, since old weights would pass for new ones."""
+    """Pass buckets on; fails where one is missing, since old weights would pass for new ones."""
     due = 0
     for index, wire in buckets:
         if index != due:

@@ -26,7 +26,7 @@ class HoldingsReport:
     Args:
         writer: The page; this object's alone.
         look: What is held, in a form that is cheap to make and compare.
-        describe: The same as plain values; called where ``look`` has changed.
+        describe: What is held as plain values; called where ``look`` has changed.
     """
 
     def __init__(
