@@ -19,7 +19,7 @@ from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder
 from rollout_side.ticks import seconds_to_tick
-from weft.contract.errors import StaleEpochError, WeftError
+from weft.contract.errors import WeftError
 from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -52,28 +52,6 @@ class Agent:
         self._probes = ProbeOrders(engine)
 
     # -- orders, from the servicer -------------------------------------------
-
-    def check_generation(self, generation: int) -> None:
-        """Refuse an order of a coordinator older than the one registered with.
-
-        Raises:
-            StaleEpochError: It is older.
-        """
-        newest = self.registration.coordinator_generation if self.registration else 0
-        if generation < newest:
-            raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
-
-    def check_incarnation(self, incarnation: str) -> None:
-        """Refuse an order that is meant for another process at this address.
-
-        Raises:
-            StaleEpochError: It names another one.
-        """
-        if incarnation not in ("", self.config.incarnation):
-            raise StaleEpochError(
-                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
-                f"{self.config.incarnation!r} by now"
-            )
 
     async def join_group(self, order: JoinOrder) -> None:
         """Have the receivers join a side group."""

@@ -14,7 +14,7 @@ from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion, check_name
 from weft.rpc.codec import (
@@ -70,11 +70,34 @@ class ReplicaServicer(ReplicaServiceServicer):
             error.metadata["incarnation"] = self._agent.config.incarnation
             raise
 
+    def _check_generation(self, generation: int) -> None:
+        """Refuse an order of a coordinator older than the one registered with.
+
+        Raises:
+            StaleEpochError: It is older.
+        """
+        registration = self._agent.registration
+        newest = registration.coordinator_generation if registration else 0
+        if generation < newest:
+            raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        """Refuse an order that is meant for another process at this address.
+
+        Raises:
+            StaleEpochError: It names another one.
+        """
+        if incarnation not in ("", self._agent.config.incarnation):
+            raise StaleEpochError(
+                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
+                f"{self._agent.config.incarnation!r} by now"
+            )
+
     async def JoinGroup(  # noqa: N802
         self, request: pb.JoinGroupRequest, context: _Context
     ) -> pb.JoinGroupResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
+        self._check_generation(request.coordinator_generation)
         order = JoinOrder(
             ticket=self._ticket(request.group, agent.engine.capabilities),
             trainer_id=request.trainer_id,
@@ -87,8 +110,8 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.CommitTransferRequest, context: _Context
     ) -> pb.CommitTransferResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
-        agent.check_incarnation(request.incarnation)
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
         with self._signed():
             times = await agent.serving.commit(
                 _named(request.transfer_id),
@@ -109,7 +132,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.LoadTransferRequest, context: _Context
     ) -> pb.LoadTransferResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
+        self._check_generation(request.coordinator_generation)
         await agent.serving.load_in_place(
             _named(request.transfer_id),
             _version(request.version),
@@ -121,8 +144,8 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.SwitchVersionRequest, context: _Context
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
-        agent.check_incarnation(request.incarnation)
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
         spilled = None
         if request.HasField("spilled"):
             spilled = SpilledCopy(
@@ -158,7 +181,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.SendVersionRequest, context: _Context
     ) -> pb.SendVersionResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
+        self._check_generation(request.coordinator_generation)
         version = _version(request.version)
         order = SendOrder(
             ticket=self._ticket(request.group, None),
@@ -194,7 +217,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     async def DiscardTransfer(  # noqa: N802
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
-        self._agent.check_generation(request.coordinator_generation)
+        self._check_generation(request.coordinator_generation)
         agent = self._agent
         await agent.serving.discard(_named(request.transfer_id))
         return pb.DiscardTransferResponse(
@@ -206,7 +229,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.RetireVersionsRequest, context: _Context
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
+        self._check_generation(request.coordinator_generation)
         mistaken = request.mistaken_versions
         await agent.serving.drop_mistaken(
             [(_version(held.version), held.content_digest) for held in mistaken]
@@ -221,8 +244,8 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.RefuseRequestsRequest, context: _Context
     ) -> pb.RefuseRequestsResponse:
         agent = self._agent
-        agent.check_generation(request.coordinator_generation)
-        agent.check_incarnation(request.incarnation)
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
         order = OrderKey(request.coordinator_generation, request.order_number)
         agent.order_refusal(order, request.refuse_reason)
         agent.hurry()

@@ -23,7 +23,7 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.transport.speaking import SPEAK_SECONDS
+from weft.transport.group import SPEAK_SECONDS
 
 
 class HandoffQueue:

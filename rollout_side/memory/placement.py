@@ -14,8 +14,7 @@ from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import CapacityError
 from weft.contract.names import PolicyVersion
-from weft.transport.group import CPU, window
-from weft.transport.speaking import Speak, silent
+from weft.transport.group import CPU, Speak, silent, window
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30

@@ -16,7 +16,7 @@ from rollout_side.memory.placement import Memory
 from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft.transport.speaking import Speak
+from weft.transport.group import Speak
 
 
 class Sendable(Protocol):

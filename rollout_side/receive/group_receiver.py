@@ -30,9 +30,8 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.transport.group import Operation, on_device
+from weft.transport.group import Operation, Speak, on_device
 from weft.transport.member import FetchedManifests, Membership
-from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 

@@ -183,12 +183,12 @@ def _rank(strike: Strike) -> None:
 
 
 def _replica(strike: Strike) -> None:
-    from rollout_side.agent.agent import Agent
+    from rollout_side.agent.servicer import ReplicaServicer
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "before begin":
-            _before(Agent, "check_generation", strike)
+            _before(ReplicaServicer, "_check_generation", strike)
         case "in rendezvous":
             _before(EngineDouble, "join_group", strike)
         case _:

@@ -28,9 +28,8 @@ from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
 from weft.transport.digest import content_digest
-from weft.transport.group import Operation
+from weft.transport.group import Operation, speaking_time
 from weft.transport.member import Membership
-from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 

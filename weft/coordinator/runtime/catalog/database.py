@@ -42,12 +42,6 @@ from weft.coordinator.decisions.state.values import (
 )
 from weft.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
 from weft.coordinator.runtime.catalog.file import CatalogFile
-from weft.coordinator.runtime.catalog.rows import (
-    checkpoint_from_text,
-    checkpoint_to_text,
-    version_from_row,
-    version_to_row,
-)
 from weft.coordinator.runtime.catalog.schema import (
     APPLICATION_ID,
     SCHEMA_VERSION,
@@ -55,7 +49,18 @@ from weft.coordinator.runtime.catalog.schema import (
     connect,
     create,
 )
-from weft.coordinator.runtime.catalog.tables import META, PINS, POLICIES, VERSIONS, WITHDRAWN, Rows
+from weft.coordinator.runtime.catalog.tables import (
+    META,
+    PINS,
+    POLICIES,
+    VERSIONS,
+    WITHDRAWN,
+    Rows,
+    checkpoint_from_text,
+    checkpoint_to_text,
+    version_from_row,
+    version_to_row,
+)
 from weft.coordinator.runtime.catalog.wal import find_dropped
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
