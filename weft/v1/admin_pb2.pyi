@@ -184,7 +184,7 @@ class RollbackResponse(_message.Message):
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """Longest time any of them held its requests still; zero for an adapter."""
+        """Longest time that generation was paused at any of them; zero for an adapter."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class AdminServiceStub:
     alias is flipped; a base is loaded on every replica under a pause that keeps
     running requests. Waits for its turn until the caller's deadline; answers when
     every replica that can has switched (one that cannot leaves service until it
-    is repaired). Version numbers go on counting: a later push gets the next one.
+    is repaired). Version numbers keep counting: a later push gets the next one.
     Idempotent: rolling back to what is served already succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
@@ -81,7 +81,7 @@ class AdminServiceStub:
     """
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    the pool, still receives pushes and may send clones, but none is sent to it
     (one under way ends), and it is not ready: it leaves the routes at once, and is
     told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
     requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
@@ -105,8 +105,8 @@ class AdminServiceStub:
     it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
     (it is not in the pool, and nothing was ordered for it);
-    FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
-    keeps it out of service: mixed weights, a drain, a thread that hangs).
+    FAILED_PRECONDITION/NOT_TAKEN_OUT_OF_SERVICE (nothing was ordered for it, and
+    something else keeps it from being ready: mixed weights, a drain, a thread that hangs).
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Lets a replica leave the pool in good order: at once it is not ready and no
@@ -126,7 +126,7 @@ class AdminServiceStub:
     """
     RebindBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]
     """Lets go of the pool's base model: the next replica that registers binds the pool
-    to its own. Every version that is served is retired, and pins end; numbers go on
+    to its own. Every version that is served is retired, and pins end; numbers keep
     counting. Durable. (A pool to which nothing was ever pushed is bound anew by
     itself, by the first replica of another base once no other is there.)
     Idempotent: succeeds if the pool is bound to none.
@@ -147,7 +147,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     alias is flipped; a base is loaded on every replica under a pause that keeps
     running requests. Waits for its turn until the caller's deadline; answers when
     every replica that can has switched (one that cannot leaves service until it
-    is repaired). Version numbers go on counting: a later push gets the next one.
+    is repaired). Version numbers keep counting: a later push gets the next one.
     Idempotent: rolling back to what is served already succeeds.
     Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
     served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
@@ -189,7 +189,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
-    the pool, goes on receiving pushes and may send clones, but none is sent to it
+    the pool, still receives pushes and may send clones, but none is sent to it
     (one under way ends), and it is not ready: it leaves the routes at once, and is
     told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
     requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
@@ -213,8 +213,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     it takes requests. A drain cannot be taken back. Answers where the replica stands.
     Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
     (it is not in the pool, and nothing was ordered for it);
-    FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
-    keeps it out of service: mixed weights, a drain, a thread that hangs).
+    FAILED_PRECONDITION/NOT_TAKEN_OUT_OF_SERVICE (nothing was ordered for it, and
+    something else keeps it from being ready: mixed weights, a drain, a thread that hangs).
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Lets a replica leave the pool in good order: at once it is not ready and no
@@ -234,7 +234,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     RebindBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebindBaseRequest, _admin_pb2.RebindBaseResponse]  # type: ignore[assignment]
     """Lets go of the pool's base model: the next replica that registers binds the pool
-    to its own. Every version that is served is retired, and pins end; numbers go on
+    to its own. Every version that is served is retired, and pins end; numbers keep
     counting. Durable. (A pool to which nothing was ever pushed is bound anew by
     itself, by the first replica of another base once no other is there.)
     Idempotent: succeeds if the pool is bound to none.
@@ -258,7 +258,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         alias is flipped; a base is loaded on every replica under a pause that keeps
         running requests. Waits for its turn until the caller's deadline; answers when
         every replica that can has switched (one that cannot leaves service until it
-        is repaired). Version numbers go on counting: a later push gets the next one.
+        is repaired). Version numbers keep counting: a later push gets the next one.
         Idempotent: rolling back to what is served already succeeds.
         Statuses: NOT_FOUND/POLICY_UNKNOWN; NOT_FOUND/VERSION_UNKNOWN (it was never
         served); FAILED_PRECONDITION/NOT_RETAINED (an adapter version that was retired,
@@ -324,7 +324,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CordonResponse, _abc.Awaitable[_admin_pb2.CordonResponse]]:
         """Takes a replica out of service, so that it can come back at once: it stays in
-        the pool, goes on receiving pushes and may send clones, but none is sent to it
+        the pool, still receives pushes and may send clones, but none is sent to it
         (one under way ends), and it is not ready: it leaves the routes at once, and is
         told at once, so that its health service "weft.ready" is NOT_SERVING. Its running
         requests finish, and what is sent to it all the same is answered. Durable, and of the name: it outlives restarts of the
@@ -360,8 +360,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         it takes requests. A drain cannot be taken back. Answers where the replica stands.
         Idempotent: succeeds if nothing was ordered. Statuses: NOT_FOUND/REPLICA_UNKNOWN
         (it is not in the pool, and nothing was ordered for it);
-        FAILED_PRECONDITION/NOT_WITHDRAWN (nothing was ordered for it, and something else
-        keeps it out of service: mixed weights, a drain, a thread that hangs).
+        FAILED_PRECONDITION/NOT_TAKEN_OUT_OF_SERVICE (nothing was ordered for it, and
+        something else keeps it from being ready: mixed weights, a drain, a thread that hangs).
         """
 
     @_abc_1.abstractmethod
@@ -399,7 +399,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RebindBaseResponse, _abc.Awaitable[_admin_pb2.RebindBaseResponse]]:
         """Lets go of the pool's base model: the next replica that registers binds the pool
-        to its own. Every version that is served is retired, and pins end; numbers go on
+        to its own. Every version that is served is retired, and pins end; numbers keep
         counting. Durable. (A pool to which nothing was ever pushed is bound anew by
         itself, by the first replica of another base once no other is there.)
         Idempotent: succeeds if the pool is bound to none.

@@ -47,8 +47,8 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 5
     """It finishes its requests and transfers, then leaves the pool."""
     REPLICA_STATE_CORDONED: _ReplicaState.ValueType  # 6
-    """An operator took it out of service; it goes on receiving pushes."""
-    REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 20
+    """An operator took it out of service; it still receives pushes."""
+    REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 7
     """Its process is heard, but a transfer gave it up because the thread that receives
     (or sends) there made no progress. It takes no part in transfers until every
     receiver has answered a probe, or another process of it registers; while it
@@ -75,8 +75,8 @@ operator quarantined it.
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 5
 """It finishes its requests and transfers, then leaves the pool."""
 REPLICA_STATE_CORDONED: ReplicaState.ValueType  # 6
-"""An operator took it out of service; it goes on receiving pushes."""
-REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 20
+"""An operator took it out of service; it still receives pushes."""
+REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 7
 """Its process is heard, but a transfer gave it up because the thread that receives
 (or sends) there made no progress. It takes no part in transfers until every
 receiver has answered a probe, or another process of it registers; while it
@@ -127,6 +127,174 @@ VERSION_STATE_FAILED: VersionState.ValueType  # 5
 again, its number never used again. Its policy went back to what it served.
 """
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
+
+class _EventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
+    """Never sent."""
+    EVENT_KIND_REPLICA_READY: _EventKind.ValueType  # 1
+    """A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
+    EVENT_KIND_REPLICA_PENDING: _EventKind.ValueType  # 2
+    """To REPLICA_STATE_PENDING_WEIGHTS."""
+    EVENT_KIND_REPLICA_LOST: _EventKind.ValueType  # 3
+    """To REPLICA_STATE_LOST; or it left the pool."""
+    EVENT_KIND_REPLICA_QUARANTINED: _EventKind.ValueType  # 4
+    """To REPLICA_STATE_QUARANTINED."""
+    EVENT_KIND_REPLICA_DRAINING: _EventKind.ValueType  # 5
+    """To REPLICA_STATE_DRAINING."""
+    EVENT_KIND_REPLICA_CORDONED: _EventKind.ValueType  # 6
+    """To REPLICA_STATE_CORDONED."""
+    EVENT_KIND_REPLICA_SUSPECT: _EventKind.ValueType  # 7
+    """To REPLICA_STATE_SUSPECT."""
+    EVENT_KIND_REPLICA_ANSWERS: _EventKind.ValueType  # 8
+    """Every receiver of a replica that was suspect has answered a probe."""
+    EVENT_KIND_LEASE_ACQUIRED: _EventKind.ValueType  # 9
+    """A trainer took a policy's lease."""
+    EVENT_KIND_LEASE_RELEASED: _EventKind.ValueType  # 10
+    """A lease was given back, expired, or was taken over."""
+    EVENT_KIND_TRANSFER_BEGUN: _EventKind.ValueType  # 11
+    """A push has its version, its epoch and its group."""
+    EVENT_KIND_TRANSFER_REFORMED: _EventKind.ValueType  # 12
+    """A push lost members and continues with the others in another epoch."""
+    EVENT_KIND_TRANSFER_STAGED: _EventKind.ValueType  # 13
+    """Every rank has the same digest: its version is committed."""
+    EVENT_KIND_TRANSFER_COMMITTED: _EventKind.ValueType  # 14
+    """A push has ended; at least one replica serves its version, or may."""
+    EVENT_KIND_TRANSFER_ABORTED: _EventKind.ValueType  # 15
+    """A push has ended; nobody serves its version."""
+    EVENT_KIND_VERSION_FAILED: _EventKind.ValueType  # 16
+    """A version is never served again: no replica could switch to it."""
+    EVENT_KIND_VERSION_RETIRED: _EventKind.ValueType  # 17
+    """A version can no longer be requested."""
+    EVENT_KIND_VERSION_PINNED: _EventKind.ValueType  # 18
+    """An operator pinned a version."""
+    EVENT_KIND_VERSION_UNPINNED: _EventKind.ValueType  # 19
+    """An operator let go of a pinned version."""
+    EVENT_KIND_RETENTION_SET: _EventKind.ValueType  # 20
+    """An operator said how much of a policy is kept."""
+    EVENT_KIND_ROLLED_BACK: _EventKind.ValueType  # 21
+    """An operator made the pool serve a former version."""
+    EVENT_KIND_ROLLBACK_FAILED: _EventKind.ValueType  # 22
+    """No replica could switch to it."""
+    EVENT_KIND_CLONE_BEGUN: _EventKind.ValueType  # 23
+    """A replica sends a version to another that lacks it."""
+    EVENT_KIND_CLONE_INTERRUPTED: _EventKind.ValueType  # 24
+    """A push goes first; the clone resumes afterwards."""
+    EVENT_KIND_CLONE_ENDED: _EventKind.ValueType  # 25
+    """The other replica serves it."""
+    EVENT_KIND_CLONE_FAILED: _EventKind.ValueType  # 26
+    """It does not, and is tried again later."""
+    EVENT_KIND_RESTORE_BEGUN: _EventKind.ValueType  # 27
+    """A replica switches to a copy of its own."""
+    EVENT_KIND_RESTORE_ENDED: _EventKind.ValueType  # 28
+    """It serves it."""
+    EVENT_KIND_RESTORE_FAILED: _EventKind.ValueType  # 29
+    """It does not."""
+    EVENT_KIND_PUBLISH_AGAIN_WANTED: _EventKind.ValueType  # 30
+    """A policy's owner is asked to publish again (RenewLeaseResponse.publish_again_version)."""
+    EVENT_KIND_BASE_BOUND: _EventKind.ValueType  # 31
+    """The pool is bound to a base model."""
+    EVENT_KIND_BASE_UNBOUND: _EventKind.ValueType  # 32
+    """An operator let go of it."""
+    EVENT_KIND_CHECKPOINT_BOUND: _EventKind.ValueType  # 33
+    """A replica was the first to tell what base@0 is."""
+    EVENT_KIND_CATALOG_BEHIND: _EventKind.ValueType  # 34
+    """A replica has served a coordinator that had counted further than this catalog."""
+    EVENT_KIND_UNRECORDED_VERSIONS: _EventKind.ValueType  # 35
+    """Replicas hold versions that the catalog has no record of."""
+    EVENT_KIND_VERSION_ADOPTED: _EventKind.ValueType  # 36
+    """Such a version was recorded, as its holders describe it."""
+    EVENT_KIND_VERSION_NOT_ADOPTED: _EventKind.ValueType  # 37
+    """A holder of such a version could not describe it."""
+    EVENT_KIND_VERSION_CONFLICT: _EventKind.ValueType  # 38
+    """Such a version has different bytes at different replicas (Policy.conflicts)."""
+
+class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
+    """What has happened."""
+
+EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
+"""Never sent."""
+EVENT_KIND_REPLICA_READY: EventKind.ValueType  # 1
+"""A replica's state has changed to REPLICA_STATE_READY; likewise the next six."""
+EVENT_KIND_REPLICA_PENDING: EventKind.ValueType  # 2
+"""To REPLICA_STATE_PENDING_WEIGHTS."""
+EVENT_KIND_REPLICA_LOST: EventKind.ValueType  # 3
+"""To REPLICA_STATE_LOST; or it left the pool."""
+EVENT_KIND_REPLICA_QUARANTINED: EventKind.ValueType  # 4
+"""To REPLICA_STATE_QUARANTINED."""
+EVENT_KIND_REPLICA_DRAINING: EventKind.ValueType  # 5
+"""To REPLICA_STATE_DRAINING."""
+EVENT_KIND_REPLICA_CORDONED: EventKind.ValueType  # 6
+"""To REPLICA_STATE_CORDONED."""
+EVENT_KIND_REPLICA_SUSPECT: EventKind.ValueType  # 7
+"""To REPLICA_STATE_SUSPECT."""
+EVENT_KIND_REPLICA_ANSWERS: EventKind.ValueType  # 8
+"""Every receiver of a replica that was suspect has answered a probe."""
+EVENT_KIND_LEASE_ACQUIRED: EventKind.ValueType  # 9
+"""A trainer took a policy's lease."""
+EVENT_KIND_LEASE_RELEASED: EventKind.ValueType  # 10
+"""A lease was given back, expired, or was taken over."""
+EVENT_KIND_TRANSFER_BEGUN: EventKind.ValueType  # 11
+"""A push has its version, its epoch and its group."""
+EVENT_KIND_TRANSFER_REFORMED: EventKind.ValueType  # 12
+"""A push lost members and continues with the others in another epoch."""
+EVENT_KIND_TRANSFER_STAGED: EventKind.ValueType  # 13
+"""Every rank has the same digest: its version is committed."""
+EVENT_KIND_TRANSFER_COMMITTED: EventKind.ValueType  # 14
+"""A push has ended; at least one replica serves its version, or may."""
+EVENT_KIND_TRANSFER_ABORTED: EventKind.ValueType  # 15
+"""A push has ended; nobody serves its version."""
+EVENT_KIND_VERSION_FAILED: EventKind.ValueType  # 16
+"""A version is never served again: no replica could switch to it."""
+EVENT_KIND_VERSION_RETIRED: EventKind.ValueType  # 17
+"""A version can no longer be requested."""
+EVENT_KIND_VERSION_PINNED: EventKind.ValueType  # 18
+"""An operator pinned a version."""
+EVENT_KIND_VERSION_UNPINNED: EventKind.ValueType  # 19
+"""An operator let go of a pinned version."""
+EVENT_KIND_RETENTION_SET: EventKind.ValueType  # 20
+"""An operator said how much of a policy is kept."""
+EVENT_KIND_ROLLED_BACK: EventKind.ValueType  # 21
+"""An operator made the pool serve a former version."""
+EVENT_KIND_ROLLBACK_FAILED: EventKind.ValueType  # 22
+"""No replica could switch to it."""
+EVENT_KIND_CLONE_BEGUN: EventKind.ValueType  # 23
+"""A replica sends a version to another that lacks it."""
+EVENT_KIND_CLONE_INTERRUPTED: EventKind.ValueType  # 24
+"""A push goes first; the clone resumes afterwards."""
+EVENT_KIND_CLONE_ENDED: EventKind.ValueType  # 25
+"""The other replica serves it."""
+EVENT_KIND_CLONE_FAILED: EventKind.ValueType  # 26
+"""It does not, and is tried again later."""
+EVENT_KIND_RESTORE_BEGUN: EventKind.ValueType  # 27
+"""A replica switches to a copy of its own."""
+EVENT_KIND_RESTORE_ENDED: EventKind.ValueType  # 28
+"""It serves it."""
+EVENT_KIND_RESTORE_FAILED: EventKind.ValueType  # 29
+"""It does not."""
+EVENT_KIND_PUBLISH_AGAIN_WANTED: EventKind.ValueType  # 30
+"""A policy's owner is asked to publish again (RenewLeaseResponse.publish_again_version)."""
+EVENT_KIND_BASE_BOUND: EventKind.ValueType  # 31
+"""The pool is bound to a base model."""
+EVENT_KIND_BASE_UNBOUND: EventKind.ValueType  # 32
+"""An operator let go of it."""
+EVENT_KIND_CHECKPOINT_BOUND: EventKind.ValueType  # 33
+"""A replica was the first to tell what base@0 is."""
+EVENT_KIND_CATALOG_BEHIND: EventKind.ValueType  # 34
+"""A replica has served a coordinator that had counted further than this catalog."""
+EVENT_KIND_UNRECORDED_VERSIONS: EventKind.ValueType  # 35
+"""Replicas hold versions that the catalog has no record of."""
+EVENT_KIND_VERSION_ADOPTED: EventKind.ValueType  # 36
+"""Such a version was recorded, as its holders describe it."""
+EVENT_KIND_VERSION_NOT_ADOPTED: EventKind.ValueType  # 37
+"""A holder of such a version could not describe it."""
+EVENT_KIND_VERSION_CONFLICT: EventKind.ValueType  # 38
+"""Such a version has different bytes at different replicas (Policy.conflicts)."""
+Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -231,7 +399,7 @@ class Replica(_message.Message):
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
 @_typing.final
-class Withdrawal(_message.Message):
+class OutOfServiceOrder(_message.Message):
     """An operator's order that keeps a replica out of service."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -258,7 +426,7 @@ class Withdrawal(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
+Global___OutOfServiceOrder: _TypeAlias = OutOfServiceOrder  # noqa: Y015
 
 @_typing.final
 class BoundCheckpoint(_message.Message):
@@ -597,7 +765,7 @@ class GetPoolResponse(_message.Message):
     LAST_TRANSFER_FIELD_NUMBER: _builtins.int
     WEFT_VERSION_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
-    WITHDRAWALS_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     VERSION_VECTORS_FIELD_NUMBER: _builtins.int
     REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
     NEXT_REPLICA_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
@@ -637,7 +805,7 @@ class GetPoolResponse(_message.Message):
         """The transfer that ended last; absent when none has."""
 
     @_builtins.property
-    def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
+    def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfServiceOrder]:
         """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
 
     @_builtins.property
@@ -663,7 +831,7 @@ class GetPoolResponse(_message.Message):
         last_transfer: _publish_pb2.Transfer | None = ...,
         weft_version: _builtins.str = ...,
         coordinator_generation: _builtins.int = ...,
-        withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
+        out_of_service: _abc.Iterable[Global___OutOfServiceOrder] | None = ...,
         version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
         replica_counts: _abc.Iterable[Global___ReplicaCount] | None = ...,
         next_replica_page_token: _builtins.str = ...,
@@ -673,7 +841,7 @@ class GetPoolResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version", "withdrawals", b"withdrawals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "out_of_service", b"out_of_service", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -692,7 +860,7 @@ class ListReplicasRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means as many as a page may hold."""
     page_token: _builtins.str
-    """From a former response, to go on after it."""
+    """From a former response, to continue after it."""
     share_version_vectors: _builtins.bool
     """As in GetPoolRequest."""
     @_builtins.property
@@ -760,7 +928,7 @@ class ListPoliciesRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means as many as a page may hold."""
     page_token: _builtins.str
-    """From a former response, to go on after it."""
+    """From a former response, to continue after it."""
     def __init__(
         self,
         *,
@@ -817,7 +985,7 @@ class ListVersionsRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means 100; over 1000 means 1000."""
     page_token: _builtins.str
-    """From a former response, to go on after it."""
+    """From a former response, to continue after it."""
     def __init__(
         self,
         *,
@@ -872,7 +1040,7 @@ class ListTransfersRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 means as many as a page may hold."""
     page_token: _builtins.str
-    """From a former response, to go on after it."""
+    """From a former response, to continue after it."""
     def __init__(
         self,
         *,
@@ -988,19 +1156,12 @@ class WatchEventsResponse(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SUBJECT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """What, as a word: "replica_ready", "replica_pending", "replica_lost",
-    "replica_quarantined", "replica_cordoned", "replica_draining",
-    "lease_acquired", "lease_released", "transfer_begun", "transfer_staged",
-    "transfer_committed", "transfer_aborted", "version_retired", "clone_begun",
-    "clone_interrupted" (a push goes first; it goes on afterwards),
-    "clone_ended", "clone_failed", "restore_begun", "restore_ended",
-    "restore_failed", "rolled_back", "rollback_failed", "version_pinned",
-    "version_unpinned", "version_failed", "publish_again_wanted", "retention_set",
-    "base_bound", "base_unbound", "checkpoint_bound".
-    """
+    kind: Global___EventKind.ValueType
+    """What."""
     subject: _builtins.str
-    """Whom it concerns: a replica, policy@version, or transfer id."""
+    """Whom it concerns: a replica, policy, policy@version or transfer id, or the first 12
+    hexadecimal digits of a fingerprint or digest.
+    """
     message: _builtins.str
     """For people."""
     @_builtins.property
@@ -1011,7 +1172,7 @@ class WatchEventsResponse(_message.Message):
         self,
         *,
         time: _timestamp_pb2.Timestamp | None = ...,
-        kind: _builtins.str = ...,
+        kind: Global___EventKind.ValueType = ...,
         subject: _builtins.str = ...,
         message: _builtins.str = ...,
     ) -> None: ...
@@ -1089,8 +1250,8 @@ Global___Route: _TypeAlias = Route  # noqa: Y015
 class WatchRoutesResponse(_message.Message):
     """Where requests may be sent from now on, as changes to what was told before. To
     follow: forget everything where `whole` is set; put each of `routes` in place of the
-    one of its replica; drop `removed_replica_ids`; go on reading while `more` is set, then
-    use the result.
+    one of its replica; drop `removed_replica_ids`; read on while `more` is set, then use
+    the result.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -85,7 +85,7 @@ class InspectServiceServicer(object):
 
     def GetPool(self, request, context):
         """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
-        first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+        first of each, so that the answer stays below 1 MiB, and tokens to continue with in
         the lists.
         Idempotent: reads only.
         """
@@ -151,7 +151,7 @@ class InspectServiceServicer(object):
         reader is told of several changes as one, and never misses how it stands at last;
         one that is very slow may be told the whole list again (`whole`). A message stays
         below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-        are READY are listed; without a coordinator a reader goes on with the last list.
+        are READY are listed; without a coordinator a reader keeps to the last list.
         One that was restarted waits for as long as it takes it to give a replica up before
         it tells its first list: until then a replica that is missing may be about to
         register.

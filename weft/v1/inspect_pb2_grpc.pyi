@@ -37,7 +37,7 @@ class InspectServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InspectServiceAsyncStub: ...
     GetPool: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetPoolRequest, _inspect_pb2.GetPoolResponse]
     """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
-    first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+    first of each, so that the answer stays below 1 MiB, and tokens to continue with in
     the lists.
     Idempotent: reads only.
     """
@@ -75,7 +75,7 @@ class InspectServiceStub:
     reader is told of several changes as one, and never misses how it stands at last;
     one that is very slow may be told the whole list again (`whole`). A message stays
     below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-    are READY are listed; without a coordinator a reader goes on with the last list.
+    are READY are listed; without a coordinator a reader keeps to the last list.
     One that was restarted waits for as long as it takes it to give a replica up before
     it tells its first list: until then a replica that is missing may be about to
     register.
@@ -91,7 +91,7 @@ class InspectServiceAsyncStub(InspectServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPool: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetPoolRequest, _inspect_pb2.GetPoolResponse]  # type: ignore[assignment]
     """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
-    first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+    first of each, so that the answer stays below 1 MiB, and tokens to continue with in
     the lists.
     Idempotent: reads only.
     """
@@ -129,7 +129,7 @@ class InspectServiceAsyncStub(InspectServiceStub):
     reader is told of several changes as one, and never misses how it stands at last;
     one that is very slow may be told the whole list again (`whole`). A message stays
     below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-    are READY are listed; without a coordinator a reader goes on with the last list.
+    are READY are listed; without a coordinator a reader keeps to the last list.
     One that was restarted waits for as long as it takes it to give a replica up before
     it tells its first list: until then a replica that is missing may be about to
     register.
@@ -148,7 +148,7 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.GetPoolResponse, _abc.Awaitable[_inspect_pb2.GetPoolResponse]]:
         """The pool at a glance: replicas, policies, transfers under way. Of a large pool the
-        first of each, so that the answer stays below 1 MiB, and tokens to go on with in
+        first of each, so that the answer stays below 1 MiB, and tokens to continue with in
         the lists.
         Idempotent: reads only.
         """
@@ -228,7 +228,7 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         reader is told of several changes as one, and never misses how it stands at last;
         one that is very slow may be told the whole list again (`whole`). A message stays
         below 1 MiB: where there is more to tell it says so (`more`). Only replicas that
-        are READY are listed; without a coordinator a reader goes on with the last list.
+        are READY are listed; without a coordinator a reader keeps to the last list.
         One that was restarted waits for as long as it takes it to give a replica up before
         it tells its first list: until then a replica that is missing may be about to
         register.

@@ -62,6 +62,38 @@ served nowhere.
 """
 Global___TransferState: _TypeAlias = TransferState  # noqa: Y015
 
+class _TransferPurpose:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferPurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferPurpose.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_PURPOSE_UNSPECIFIED: _TransferPurpose.ValueType  # 0
+    """Never sent."""
+    TRANSFER_PURPOSE_PUSH: _TransferPurpose.ValueType  # 1
+    """A trainer brings a new version to the pool."""
+    TRANSFER_PURPOSE_CLONE: _TransferPurpose.ValueType  # 2
+    """A replica brings a version to another that lacks it."""
+    TRANSFER_PURPOSE_RESTORE: _TransferPurpose.ValueType  # 3
+    """A replica switches to a copy of its own, in memory or in its spill directory."""
+    TRANSFER_PURPOSE_ROLLBACK: _TransferPurpose.ValueType  # 4
+    """An operator makes the pool go back to a version that its replicas hold."""
+
+class TransferPurpose(_TransferPurpose, metaclass=_TransferPurposeEnumTypeWrapper):
+    """What a transfer is for."""
+
+TRANSFER_PURPOSE_UNSPECIFIED: TransferPurpose.ValueType  # 0
+"""Never sent."""
+TRANSFER_PURPOSE_PUSH: TransferPurpose.ValueType  # 1
+"""A trainer brings a new version to the pool."""
+TRANSFER_PURPOSE_CLONE: TransferPurpose.ValueType  # 2
+"""A replica brings a version to another that lacks it."""
+TRANSFER_PURPOSE_RESTORE: TransferPurpose.ValueType  # 3
+"""A replica switches to a copy of its own, in memory or in its spill directory."""
+TRANSFER_PURPOSE_ROLLBACK: TransferPurpose.ValueType  # 4
+"""An operator makes the pool go back to a version that its replicas hold."""
+Global___TransferPurpose: _TypeAlias = TransferPurpose  # noqa: Y015
+
 @_typing.final
 class DescribeTargetRequest(_message.Message):
     """Asks what the pool serves."""
@@ -191,7 +223,7 @@ class AcquirePolicyRequest(_message.Message):
     """
     last_fencing_token: _builtins.int
     """Largest token of the policy that this publisher held; the answer's is above it,
-    or is that token where its lease goes on.
+    or is that token where its lease continues.
     """
     displaced_token: _builtins.int
     """If not 0: end the lease of this token first, if a process of this same trainer_id
@@ -498,12 +530,12 @@ class Requirement(_message.Message):
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """At least this many of the replicas in contact at begin: if one dies, the
-    push goes on with the others while there are so many. 0 means all that are
+    push continues with the others while there are so many. 0 means all that are
     ready at begin: if one of them dies, the push fails. Replicas that have still
     to catch up take part where they are free (the push ends clones that are not
-    committed, which go on after it), and get the version afterwards otherwise;
+    committed, which resume after it), and get the version afterwards otherwise;
     where none is ready, all that take part count. Once a replica loads a base in
-    place (see ReplicaService.LoadTransfer) the push goes on with whoever is left.
+    place (see ReplicaService.LoadTransfer) the push continues with whoever is left.
     """
     def __init__(
         self,
@@ -536,6 +568,7 @@ class BeginTransferRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     CHECK_FINITE_FIELD_NUMBER: _builtins.int
     REFUSE_OTHER_BASE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -561,6 +594,8 @@ class BeginTransferRequest(_message.Message):
     """For an adapter: refuse it with BASE_MISMATCH, now and at its commit point, if
     the pool serves another version of the base than adapter.trained_on_base_version.
     """
+    protocol_revision: _builtins.int
+    """Of the trainer's process: 1. See types.proto."""
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
         """Set for an adapter, absent for the base."""
@@ -588,10 +623,11 @@ class BeginTransferRequest(_message.Message):
         session_id: _builtins.str = ...,
         check_finite: _builtins.bool = ...,
         refuse_other_base: _builtins.bool = ...,
+        protocol_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -697,11 +733,7 @@ Global___BeginTransferResponse: _TypeAlias = BeginTransferResponse  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):
-    """A transfer as seen from outside. Beside pushes: a clone, which brings a
-    version to one replica from another, a restore, by which a replica goes back to
-    a copy of its own (in memory or in its spill directory), and a rollback, by which
-    all do.
-    """
+    """A transfer as seen from outside."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -729,6 +761,7 @@ class Transfer(_message.Message):
     LAYOUT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -757,6 +790,8 @@ class Transfer(_message.Message):
     """For an adapter that was committed: the version of the base that it is served
     over since then.
     """
+    purpose: Global___TransferPurpose.ValueType
+    """What it is for."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -791,7 +826,7 @@ class Transfer(_message.Message):
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """Longest time any replica held its requests still; zero for adapters."""
+        """Longest time that generation was paused at any replica; zero for adapters."""
 
     @_builtins.property
     def lost_replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -837,10 +872,11 @@ class Transfer(_message.Message):
         layout_digest_hex: _builtins.str = ...,
         content_digest_hex: _builtins.str = ...,
         served_over_base_version: _builtins.int | None = ...,
+        purpose: Global___TransferPurpose.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

@@ -76,7 +76,8 @@ class PublishServiceStub:
     variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base; or refuse_other_base, and it was trained on another
-    version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH;
+    version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
+    REVISION_MISMATCH;
     ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
@@ -159,7 +160,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     variants that the engine cannot serve; the message names the first);
     FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
     adapter fits another base; or refuse_other_base, and it was trained on another
-    version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH;
+    version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
+    REVISION_MISMATCH;
     ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
@@ -275,7 +277,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base; or refuse_other_base, and it was trained on another
-        version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH;
+        version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
+        REVISION_MISMATCH;
         ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),

@@ -280,6 +280,7 @@ class RegisterRequest(_message.Message):
     LAST_COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     REFUSING_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -305,6 +306,8 @@ class RegisterRequest(_message.Message):
     about to end; empty while it is open. (What mixed weights refuse is said in
     dirty_reason.)
     """
+    protocol_revision: _builtins.int
+    """Of the replica's process: 1. See types.proto."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -360,10 +363,11 @@ class RegisterRequest(_message.Message):
         last_coordinator_id: _builtins.str = ...,
         checkpoint: Global___Checkpoint | None = ...,
         refusing: _builtins.str = ...,
+        protocol_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,7 +578,7 @@ class HeartbeatResponse(_message.Message):
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, is
-    neither withdrawn from service nor draining, and has said that it is open.
+    neither taken out of service nor draining, and has said that it is open.
     """
     in_transfer: _builtins.bool
     """Whether a transfer needs it: a replica that drains stays until it does not."""

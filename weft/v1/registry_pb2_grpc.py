@@ -73,7 +73,7 @@ class RegistryServiceServicer(object):
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-        side-group backend that the pool's weights move over);
+        side-group backend that the pool's weights move over), REVISION_MISMATCH;
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
         the name of an adapter that the pool serves; metadata `policy`).

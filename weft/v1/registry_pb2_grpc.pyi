@@ -40,7 +40,7 @@ class RegistryServiceStub:
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-    side-group backend that the pool's weights move over);
+    side-group backend that the pool's weights move over), REVISION_MISMATCH;
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
     the name of an adapter that the pool serves; metadata `policy`).
@@ -82,7 +82,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-    side-group backend that the pool's weights move over);
+    side-group backend that the pool's weights move over), REVISION_MISMATCH;
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
     the name of an adapter that the pool serves; metadata `policy`).
@@ -127,7 +127,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-        side-group backend that the pool's weights move over);
+        side-group backend that the pool's weights move over), REVISION_MISMATCH;
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
         the name of an adapter that the pool serves; metadata `policy`).

@@ -420,7 +420,7 @@ class AttendRequest(_message.Message):
 
     @_builtins.property
     def failed(self) -> Global___RankFailed:
-        """The rank cannot go on with a transfer."""
+        """The rank cannot continue with a transfer."""
 
     @_builtins.property
     def load_due(self) -> Global___LoadDue:
@@ -459,8 +459,17 @@ class Hello(_message.Message):
 
     CREDENTIAL_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    NUM_BUCKETS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The rank that speaks."""
+    protocol_revision: _builtins.int
+    """Of its process: 1. See types.proto."""
+    num_buckets_in_flight: _builtins.int
+    """Of rank 0: how many buckets it keeps, from the oldest that not every receiver has
+    verified, and so how many receives of the group a receiver may have posted; 1 to 8.
+    The receivers are told in Prepare.
+    """
     @_builtins.property
     def credential(self) -> Global___GroupCredential:
         """Of the group."""
@@ -470,10 +479,12 @@ class Hello(_message.Message):
         *,
         credential: Global___GroupCredential | None = ...,
         rank: _builtins.int = ...,
+        protocol_revision: _builtins.int = ...,
+        num_buckets_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credential", b"credential"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credential", b"credential", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credential", b"credential", "num_buckets_in_flight", b"num_buckets_in_flight", "protocol_revision", b"protocol_revision", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,7 +605,7 @@ Global___RankFailed: _TypeAlias = RankFailed  # noqa: Y015
 @_typing.final
 class LoadDue(_message.Message):
     """The receiver's buffers will soon be full of buckets that wait to be loaded: its
-    replica is to hold requests still (see ReplicaService.LoadTransfer). Until then
+    replica is to pause generation (see ReplicaService.LoadTransfer). Until then
     nothing has changed there. Said once a group, between Start and Staged.
     """
 
@@ -695,7 +706,7 @@ class AttendResponse(_message.Message):
 
     @_builtins.property
     def reform(self) -> Global___Reform:
-        """To the sender: members were lost; go on with the others in another group."""
+        """To the sender: members were lost; resume with the others in another group."""
 
     def __init__(
         self,
@@ -751,6 +762,7 @@ class Prepare(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    NUM_BUCKETS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
     layout_digest: _builtins.bytes
@@ -759,6 +771,10 @@ class Prepare(_message.Message):
     """Expected in every trailer."""
     kind: _types_pb2.PolicyKind.ValueType
     """Base or adapter."""
+    num_buckets_in_flight: _builtins.int
+    """As the sender has said in its Hello: no more receives than this may be posted at a
+    time, for the sender waits for the oldest before it sends another.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -776,10 +792,11 @@ class Prepare(_message.Message):
         nonce: _builtins.int = ...,
         kind: _types_pb2.PolicyKind.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        num_buckets_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,7 +814,7 @@ class Start(_message.Message):
     """Which transfer."""
     first_bucket: _builtins.int
     """Bucket that the sender begins with: the oldest that not every receiver has
-    verified. 0 but for a transfer that goes on in a new epoch: a push that lost a
+    verified. 0 but for a transfer that resumes in a new epoch: a push that lost a
     member, or a clone that was ended for the sake of a push.
     """
     def __init__(
@@ -816,7 +833,7 @@ Global___Start: _TypeAlias = Start  # noqa: Y015
 
 @_typing.final
 class Reform(_message.Message):
-    """The transfer goes on without some members. The group that this is said in is
+    """The transfer continues without some members. The group that this is said in is
     dropped right after; receivers are told by ReplicaService.JoinGroup.
     """
 

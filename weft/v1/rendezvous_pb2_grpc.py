@@ -68,7 +68,8 @@ class RendezvousServiceServicer(object):
         dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
         in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
         value over 2 MiB, or values over 3 MiB in one answer);
-        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, more than one
+        key to append to, or a counter
         that is none, or would not be one of 64 bits any more). Nothing has changed then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -78,7 +79,8 @@ class RendezvousServiceServicer(object):
     def GetManifest(self, request, context):
         """The manifest of a transfer of this group.
         Idempotent: reads only. Statuses: PERMISSION_DENIED/BAD_TOKEN;
-        NOT_FOUND/MANIFEST_UNKNOWN.
+        ABORTED/EPOCH_FENCED (the group was dropped); FAILED_PRECONDITION/MANIFEST_UNKNOWN
+        (no transfer of the group that was prepared has this layout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +93,12 @@ class RendezvousServiceServicer(object):
         Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
         ABORTED/EPOCH_FENCED (the group was dropped);
         ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
-        INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
+        FAILED_PRECONDITION/REVISION_MISMATCH;
+        INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
+        rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+        or a hello, or says that a rank is staged whose buckets were not all reported, or with
+        a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
+        read what it is told).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

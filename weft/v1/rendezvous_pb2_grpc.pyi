@@ -44,13 +44,15 @@ class RendezvousServiceStub:
     dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
     in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
     value over 2 MiB, or values over 3 MiB in one answer);
-    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, more than one
+    key to append to, or a counter
     that is none, or would not be one of 64 bits any more). Nothing has changed then.
     """
     GetManifest: _grpc.UnaryStreamMultiCallable[_rendezvous_pb2.GetManifestRequest, _rendezvous_pb2.GetManifestResponse]
     """The manifest of a transfer of this group.
     Idempotent: reads only. Statuses: PERMISSION_DENIED/BAD_TOKEN;
-    NOT_FOUND/MANIFEST_UNKNOWN.
+    ABORTED/EPOCH_FENCED (the group was dropped); FAILED_PRECONDITION/MANIFEST_UNKNOWN
+    (no transfer of the group that was prepared has this layout).
     """
     Attend: _grpc.StreamStreamMultiCallable[_rendezvous_pb2.AttendRequest, _rendezvous_pb2.AttendResponse]
     """A rank's stream: the rank reports, the coordinator directs. It stays open
@@ -59,7 +61,12 @@ class RendezvousServiceStub:
     Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
     ABORTED/EPOCH_FENCED (the group was dropped);
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
-    INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
+    FAILED_PRECONDITION/REVISION_MISMATCH;
+    INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
+    rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+    or a hello, or says that a rank is staged whose buckets were not all reported, or with
+    a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
+    read what it is told).
     """
 
 @_typing.type_check_only
@@ -78,13 +85,15 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
     in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
     value over 2 MiB, or values over 3 MiB in one answer);
-    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+    INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, more than one
+    key to append to, or a counter
     that is none, or would not be one of 64 bits any more). Nothing has changed then.
     """
     GetManifest: _aio.UnaryStreamMultiCallable[_rendezvous_pb2.GetManifestRequest, _rendezvous_pb2.GetManifestResponse]  # type: ignore[assignment]
     """The manifest of a transfer of this group.
     Idempotent: reads only. Statuses: PERMISSION_DENIED/BAD_TOKEN;
-    NOT_FOUND/MANIFEST_UNKNOWN.
+    ABORTED/EPOCH_FENCED (the group was dropped); FAILED_PRECONDITION/MANIFEST_UNKNOWN
+    (no transfer of the group that was prepared has this layout).
     """
     Attend: _aio.StreamStreamMultiCallable[_rendezvous_pb2.AttendRequest, _rendezvous_pb2.AttendResponse]  # type: ignore[assignment]
     """A rank's stream: the rank reports, the coordinator directs. It stays open
@@ -93,7 +102,12 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
     ABORTED/EPOCH_FENCED (the group was dropped);
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
-    INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
+    FAILED_PRECONDITION/REVISION_MISMATCH;
+    INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
+    rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+    or a hello, or says that a rank is staged whose buckets were not all reported, or with
+    a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
+    read what it is told).
     """
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -115,7 +129,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         dropped, also while waiting); DEADLINE_EXCEEDED/DEADLINE (a key was not set
         in `timeout`); RESOURCE_EXHAUSTED/STORE_FULL (over 64 MiB or 100,000 keys, a
         value over 2 MiB, or values over 3 MiB in one answer);
-        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, or a counter
+        INVALID_ARGUMENT/PROTOCOL (no operation, not as many values as keys, more than one
+        key to append to, or a counter
         that is none, or would not be one of 64 bits any more). Nothing has changed then.
         """
 
@@ -127,7 +142,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rendezvous_pb2.GetManifestResponse], _abc.AsyncIterator[_rendezvous_pb2.GetManifestResponse]]:
         """The manifest of a transfer of this group.
         Idempotent: reads only. Statuses: PERMISSION_DENIED/BAD_TOKEN;
-        NOT_FOUND/MANIFEST_UNKNOWN.
+        ABORTED/EPOCH_FENCED (the group was dropped); FAILED_PRECONDITION/MANIFEST_UNKNOWN
+        (no transfer of the group that was prepared has this layout).
         """
 
     @_abc_1.abstractmethod
@@ -142,7 +158,12 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
         ABORTED/EPOCH_FENCED (the group was dropped);
         ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
-        INVALID_ARGUMENT/PROTOCOL (the first message is no hello).
+        FAILED_PRECONDITION/REVISION_MISMATCH;
+        INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
+        rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+        or a hello, or says that a rank is staged whose buckets were not all reported, or with
+        a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
+        read what it is told).
         """
 
 def add_RendezvousServiceServicer_to_server(servicer: RendezvousServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -153,7 +153,7 @@ class CommitTransferResponse(_message.Message):
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """How long requests were held still; zero for an adapter."""
+        """How long generation was paused; zero for an adapter."""
 
     @_builtins.property
     def load(self) -> _duration_pb2.Duration:
@@ -219,7 +219,7 @@ Global___LoadTransferRequest: _TypeAlias = LoadTransferRequest  # noqa: Y015
 
 @_typing.final
 class LoadTransferResponse(_message.Message):
-    """Requests are held still."""
+    """Generation is paused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -578,7 +578,7 @@ class SwitchVersionResponse(_message.Message):
 
     @_builtins.property
     def pause(self) -> _duration_pb2.Duration:
-        """How long requests were held still; zero for an adapter."""
+        """How long generation was paused; zero for an adapter."""
 
     @_builtins.property
     def load(self) -> _duration_pb2.Duration:

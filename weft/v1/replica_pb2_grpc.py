@@ -28,9 +28,11 @@ if _version_not_supported:
 class ReplicaServiceStub(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica. One that is about a
-    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
-    INVALID_NAME.
+    to switch that are meant for another process of the replica.
+    Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
+    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
+    for CommitTransfer).
     """
 
     def __init__(self, channel):
@@ -94,9 +96,11 @@ class ReplicaServiceStub(object):
 class ReplicaServiceServicer(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica. One that is about a
-    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
-    INVALID_NAME.
+    to switch that are meant for another process of the replica.
+    Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
+    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
+    for CommitTransfer).
     """
 
     def JoinGroup(self, request, context):
@@ -116,8 +120,9 @@ class ReplicaServiceServicer(object):
         cache is reset. Answers when the version is served.
         Idempotent by version and content: committing what is held already succeeds and
         leaves the alias alone. A transfer that was refused once is refused again.
-        Statuses: FAILED_PRECONDITION/NOT_STAGED or TRANSFER_UNDER_WAY (an adapter,
-        while a base is loaded in place); INVALID_ARGUMENT/INVALID_NAME (the server has
+        Statuses: FAILED_PRECONDITION/NOT_STAGED (also: it failed to load here before, or the
+        version is being dropped), TRANSFER_UNDER_WAY (an adapter, while a base is loaded in
+        place) or LORA_DISABLED; INVALID_ARGUMENT/INVALID_NAME (the server has
         the adapter's name for something else) or INVALID_MANIFEST;
         DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an adapter is served under
         this number with other bytes, which RetireVersions must drop first);
@@ -131,12 +136,12 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadTransfer(self, request, context):
-        """Where Capabilities.loads_in_place, once a receiver has said LoadDue: holds
-        requests still, and loads each bucket of a base into the running model as soon
-        as it has arrived and was verified.
-        Answers when requests are held still. CommitTransfer ends it: the KV cache is
-        reset and requests go on. So does DiscardTransfer, or the end of the timeout:
-        requests go on if nothing was loaded yet; else the weights are mixed, and the
+        """Where Capabilities.loads_in_place, once a receiver has said LoadDue: pauses
+        generation, and loads each bucket of a base into the running model as soon as it
+        has arrived and was verified.
+        Answers when generation is paused. CommitTransfer ends it: the KV cache is reset
+        and generation resumes. So does DiscardTransfer, or the end of the timeout:
+        generation resumes if nothing was loaded yet; else the weights are mixed, and the
         replica refuses requests until a base is loaded whole.
         Idempotent by transfer_id. Statuses: FAILED_PRECONDITION/NOT_STAGED (the
         transfer was not prepared here, or has ended); ABORTED/EPOCH_FENCED;
@@ -178,7 +183,7 @@ class ReplicaServiceServicer(object):
 
     def SendVersion(self, request, context):
         """Makes the replica join a side group as rank 0 and send a version that it
-        holds to the group's receivers. It goes on serving. Answers when it was told,
+        holds to the group's receivers. It keeps serving. Answers when it was told,
         not when it has joined: that is said on its Attend stream.
         Idempotent by group_id. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held);
         ABORTED/EPOCH_FENCED; INVALID_ARGUMENT/INVALID_REQUEST (as for JoinGroup).
@@ -195,7 +200,9 @@ class ReplicaServiceServicer(object):
         found to be right. Answers when the version is served.
         Idempotent: switching to what is served already succeeds; with `spilled` it
         leaves the alias alone.
-        Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED;
+        Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED; with
+        `spilled` all of CommitTransfer, FAILED_PRECONDITION/NOT_STAGED, TRANSFER_UNDER_WAY,
+        LORA_DISABLED, INVALID_ARGUMENT/INVALID_NAME, UNIMPLEMENTED/UNSUPPORTED; and
         DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
         no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
         to); INTERNAL/LOAD_FAILED (as for CommitTransfer).
@@ -205,7 +212,7 @@ class ReplicaServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RefuseRequests(self, request, context):
-        """Refuses new requests (HTTP 503), or takes them again; running ones go on. Given
+        """Refuses new requests (HTTP 503), or takes them again; running ones continue. Given
         when an operator has taken the replica out of service or put it back; each answer
         to a heartbeat repeats it. The replica sends a heartbeat at once.
         Idempotent: an order with a smaller number than one of this generation that was
@@ -288,9 +295,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 class ReplicaService(object):
     """On each replica, called by the coordinator. Orders carry the coordinator's
     generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica. One that is about a
-    transfer or a version and names none is INVALID_ARGUMENT/INVALID_REQUEST or
-    INVALID_NAME.
+    to switch that are meant for another process of the replica.
+    Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
+    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
+    for CommitTransfer).
     """
 
     @staticmethod

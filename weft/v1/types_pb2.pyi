@@ -8,11 +8,17 @@ Conventions of this package, unless a comment says otherwise:
 - a failure is a gRPC status with one `google.rpc.ErrorInfo` whose `domain`
   is "weft" and whose `reason` is listed at the RPC; there is no in-band
   error field in a successful response;
-- every RPC may also answer INTERNAL (a bug: read the server's log),
-  UNAVAILABLE (the server is away: retry the same call),
-  DEADLINE_EXCEEDED (the caller's own deadline) and
-  INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
+- every RPC may also answer INTERNAL/INTERNAL (a bug: read the server's log),
+  UNAVAILABLE, with COORDINATOR_AWAY where the coordinator stops (retry the same
+  call), DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
+  server) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
   that is out of bounds; the message names it, metadata `field` too).
+
+This is protocol revision 1. Who registers, begins a transfer or attends a group says
+which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
+refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
+`coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes
+of a bucket are, and who calls what, is told in docs/protocol.md.
 
 Bounds, where a comment states no other: numbers are not negative; versions,
 tokens, epochs and generations are below 2^53, sizes below 2^63; durations are at
@@ -111,7 +117,7 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     DIGEST_ALGORITHM_UNSPECIFIED: _DigestAlgorithm.ValueType  # 0
     """Not set; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_XXH3_64: _DigestAlgorithm.ValueType  # 1
-    """xxh3_64 with seed 0, 8 bytes, big-endian. Detects accidents, not attacks."""
+    """xxh3_64 with seed 0, over the payload. Detects accidents, not attacks."""
     DIGEST_ALGORITHM_WSUM64: _DigestAlgorithm.ValueType  # 2
     """A weighted sum that an accelerator makes at the speed of its memory. The
     payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
@@ -123,12 +129,14 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     """
 
 class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrapper):
-    """How the content of a bucket is digested."""
+    """How the payload of a bucket is digested: to an unsigned number of 64 bits, which is
+    little-endian wherever bytes of it are meant.
+    """
 
 DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
 """Not set; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_XXH3_64: DigestAlgorithm.ValueType  # 1
-"""xxh3_64 with seed 0, 8 bytes, big-endian. Detects accidents, not attacks."""
+"""xxh3_64 with seed 0, over the payload. Detects accidents, not attacks."""
 DIGEST_ALGORITHM_WSUM64: DigestAlgorithm.ValueType  # 2
 """A weighted sum that an accelerator makes at the speed of its memory. The
 payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
@@ -210,10 +218,12 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class Bucket(_message.Message):
-    """A run of contiguous bytes that is sent and verified as one. On the wire it
-    is `payload_bytes` of tensors followed by a 32-byte trailer of four
-    little-endian uint64: digest of the payload, transfer nonce, bucket index,
-    payload_bytes.
+    """A run of contiguous bytes that is sent and verified as one. On the wire it is its
+    payload: tensors, each little-endian, row-major, from its offset_bytes on, with zeros
+    between them and up to `payload_bytes`; then a trailer of 32 bytes, four little-endian
+    uint64: digest of the payload (zeros included), transfer nonce, bucket index,
+    payload_bytes; then 224 bytes that mean nothing and that nobody reads, so that all is
+    a multiple of 256.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -332,8 +342,9 @@ class ContentDigest(_message.Message):
     algorithm: Global___DigestAlgorithm.ValueType
     """How each bucket was digested."""
     value: _builtins.bytes
-    """xxh3_64 with seed 0, big-endian, over the concatenation of the buckets'
-    digests (each as in its trailer) in bucket order.
+    """xxh3_64 with seed 0, over the concatenation of the buckets' digests in bucket
+    order, each 8 bytes, little-endian, as in its trailer. Itself 8 bytes, big-endian,
+    as xxHash writes a digest.
     """
     size_bytes: _builtins.int
     """Payload bytes covered."""
@@ -590,8 +601,8 @@ class ReferenceChunk(_message.Message):
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """SHA-256, hex, of "architecture\\n" and one line "name d0,d1,...\\n" a tensor
-    sorted by name. Two replicas of one pool must have the same.
+    """SHA-256, hex, of "architecture\\n" and one line "name d0,d1,...\\n" a tensor,
+    these lines sorted. Two replicas of one pool must have the same.
     """
     architecture: _builtins.str
     """First entry of the model's `architectures`."""

@@ -8,11 +8,17 @@ Conventions of this package, unless a comment says otherwise:
 - a failure is a gRPC status with one `google.rpc.ErrorInfo` whose `domain`
   is "weft" and whose `reason` is listed at the RPC; there is no in-band
   error field in a successful response;
-- every RPC may also answer INTERNAL (a bug: read the server's log),
-  UNAVAILABLE (the server is away: retry the same call),
-  DEADLINE_EXCEEDED (the caller's own deadline) and
-  INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
+- every RPC may also answer INTERNAL/INTERNAL (a bug: read the server's log),
+  UNAVAILABLE, with COORDINATOR_AWAY where the coordinator stops (retry the same
+  call), DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
+  server) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
   that is out of bounds; the message names it, metadata `field` too).
+
+This is protocol revision 1. Who registers, begins a transfer or attends a group says
+which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
+refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
+`coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes
+of a bucket are, and who calls what, is told in docs/protocol.md.
 
 Bounds, where a comment states no other: numbers are not negative; versions,
 tokens, epochs and generations are below 2^53, sizes below 2^63; durations are at
