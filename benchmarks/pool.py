@@ -28,6 +28,7 @@ from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.values import Layout
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
@@ -117,6 +118,7 @@ class Trainer:
             ),
             backend=CAPABILITIES.backends[0],
             timeout=duration_to_proto(60.0),
+            protocol_revision=PROTOCOL_REVISION,
         )
         began = time.monotonic()
         answer = self._stub.BeginTransfer(request, timeout=60.0)

@@ -129,7 +129,7 @@ def base(
 ) -> None:
     """Show which base model the pool is bound to, or let it be bound to another.
 
-    Only while no replica is in contact and no push runs. Version numbers go on counting.
+    Only while no replica is in contact and no push runs. Version numbers keep counting.
     """
     from weft_cli import base_model
 

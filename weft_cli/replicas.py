@@ -56,9 +56,9 @@ def uncordon(coordinator: str, replica_id: str) -> None:
         Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
         return
     state = inspect_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_")
-    words = state.lower().replace("_", " ")
+    words = f"it is {state.lower().replace('_', ' ')} ({answer.state_reason})"
     Console().print(
-        f"[bold]{replica_id}[/] is no longer withdrawn; it is {words} ({answer.state_reason})",
+        f"[bold]{replica_id}[/] is no longer taken out of service; {words}",
         soft_wrap=True,
     )
 

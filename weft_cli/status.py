@@ -75,7 +75,7 @@ def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
-        _headline(pool), _replicas(pool), *_withdrawn_elsewhere(pool), _policies(pool),
+        _headline(pool), _replicas(pool), *_out_of_service_elsewhere(pool), _policies(pool),
         *_conflicts(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
@@ -174,7 +174,7 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
     return f"base@0 not compared: {replica.checkpoint_reason}"
 
 
-def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
+def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     """Orders for replicas that are not in the pool: they wait for them."""
     here = {replica.replica_id for replica in pool.replicas}
     return [
@@ -183,7 +183,7 @@ def _withdrawn_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
             + (f": {order.reason}" if order.reason else ""),
             "yellow",
         )
-        for order in pool.withdrawals
+        for order in pool.out_of_service
         if order.replica_id not in here
     ]
 

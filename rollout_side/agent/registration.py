@@ -33,6 +33,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import PolicyVersion
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.checkpoint_codec import checkpoint_to_proto
 from weft.rpc.codec import (
@@ -233,6 +234,7 @@ class Registration:
             last_coordinator_id=self._coordinator_id,
             checkpoint=checkpoint_to_proto(now.checkpoint),
             refusing=now.refusing,
+            protocol_revision=PROTOCOL_REVISION,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None

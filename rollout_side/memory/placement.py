@@ -14,12 +14,12 @@ from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import CapacityError
 from weft.contract.names import PolicyVersion
-from weft.transport.group import CPU, Speak, silent, window
+from weft.transport.group import CPU, Speak, silent
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30
-# Those that a transfer needs, and twice the largest: a layer's tensors and what it becomes.
-_SPARE_BUFFERS = 5
+# Twice the largest bucket: a layer's tensors and what it becomes.
+_SPARE_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Memory:
             return DeviceSegment.allocate(num_bytes, place)
         return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda", speak=speak)
 
-    def room_for(self, num_bytes: int, device: torch.device, bound_bytes: int) -> int:
+    def room_for(
+        self, num_bytes: int, device: torch.device, bound_bytes: int, num_needed: int
+    ) -> int:
         """How many buffers of that size the accelerator has room for beside those that a
         transfer needs anyhow; 0 on the host.
 
@@ -66,13 +68,14 @@ class Memory:
 
         Args:
             bound_bytes: What all of a transfer's buffers may take, if it needs no more.
+            num_needed: Buffers that it needs anyhow.
         """
         if device.type != "cuda":
             return 0
         free_bytes, _ = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        room = (free_bytes + own - MARGIN_BYTES) // num_bytes - _SPARE_BUFFERS
-        return max(0, min(room, bound_bytes // num_bytes - window(device)))
+        room = (free_bytes + own - MARGIN_BYTES) // num_bytes - num_needed - _SPARE_BUFFERS
+        return max(0, min(room, bound_bytes // num_bytes - num_needed))
 
     def device_of(self, backend: str) -> torch.device:
         """Where a side group of this backend receives."""

@@ -234,6 +234,7 @@ class GroupReceiver:
             version=version,
             nonce=prepare.nonce,
             deadline=deadline,
+            num_in_flight=prepare.num_buckets_in_flight,
             transfer=transfer,
         )
         prepared = pb.Prepared(
@@ -284,7 +285,9 @@ class GroupReceiver:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
         check, manifest = membership.group.check, prepared.transfer.manifest
-        buffers = prepared.transfer.receive_buffers(first_bucket, self._device, check)
+        buffers = prepared.transfer.receive_buffers(
+            first_bucket, self._device, prepared.num_in_flight, check
+        )
         self._receive_buckets(membership, prepared, buffers, first_bucket)
         # Waits for the loader where it is loaded in place, so it may still be woken.
         digest = prepared.transfer.finish(check)

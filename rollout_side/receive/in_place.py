@@ -25,7 +25,6 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import Manifest
 from weft.transport.digest import content_digest, verify_bucket
-from weft.transport.group import window
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +58,17 @@ class InPlaceTransfer:
         return len(self._handoff.digests)
 
     def receive_buffers(
-        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+        self,
+        first_bucket: int,
+        device: torch.device,
+        num_in_flight: int,
+        check: Callable[[], None],
     ) -> ReceiveBuffers:
         """See ``IncomingTransfer``. What comes again, for a slower member, is verified and
         dropped."""
         largest = max(bucket.wire_bytes for bucket in self.manifest.buckets)
-        num_more = self._memory.room_for(largest, device, self._bound_bytes)
-        return InPlaceBuffers(self._handoff, device, check, num_more)
+        num_more = self._memory.room_for(largest, device, self._bound_bytes, num_in_flight)
+        return InPlaceBuffers(self._handoff, device, num_in_flight, check, num_more)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
@@ -92,6 +95,7 @@ class InPlaceBuffers:
     Args:
         handoff: Where verified buckets are put.
         device: Where the side group receives.
+        ahead: Receives that may be posted; a loader that is slow leaves fewer buffers free.
         check: Raises to end a wait for the loader, once ``handoff.wake`` was called.
         num_more: Buckets that there may be memory for beside those that must be: the more,
             the later generation is paused.
@@ -101,12 +105,12 @@ class InPlaceBuffers:
         self,
         handoff: HandoffQueue,
         device: torch.device,
+        ahead: int,
         check: Callable[[], None],
         num_more: int = 0,
     ) -> None:
         self._handoff, self._check = handoff, check
-        #: See ``ReceiveBuffers``. A loader that is slow leaves fewer buffers free.
-        self.ahead = window(device)
+        self.ahead = ahead
         self._buffers = make_buffers(handoff.manifest, self.ahead, device, more=num_more)
         # With so few there is nothing to wait for; nor where it has begun, in another group.
         self._is_due = len(self._buffers) <= self.ahead or bool(handoff.digests)

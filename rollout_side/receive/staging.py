@@ -18,7 +18,6 @@ from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.transport.digest import content_digest, verify_bucket
-from weft.transport.group import window
 
 
 class StagingTransfer:
@@ -47,7 +46,11 @@ class StagingTransfer:
         return len(self._partial.digests)
 
     def receive_buffers(
-        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+        self,
+        first_bucket: int,
+        device: torch.device,
+        num_in_flight: int,
+        check: Callable[[], None],
     ) -> ReceiveBuffers:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
@@ -57,7 +60,7 @@ class StagingTransfer:
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
             self._device_copy = [copy]
         return StagingBuffers(
-            manifest, partial.digests, partial.segment, device, *self._device_copy
+            manifest, partial.digests, partial.segment, device, num_in_flight, *self._device_copy
         )
 
     def finish(self, check: Callable[[], None]) -> bytes:
@@ -100,6 +103,7 @@ class StagingBuffers:
         digests: Of the buckets verified so far; grows.
         segment: For all its buckets, one after the other with their trailers.
         device: Where the side group receives.
+        ahead: Buckets whose receives may be posted before the first of them was accepted.
         second: Memory on that device for another copy, of the same layout as the segment.
     """
 
@@ -109,16 +113,16 @@ class StagingBuffers:
         digests: list[int],
         segment: Segment,
         device: torch.device,
+        ahead: int,
         second: torch.Tensor | None = None,
     ) -> None:
         self._second, self._digests = second, digests
         self._manifest, self._data = manifest, segment.data
         self._starts = bucket_starts(manifest)
         self._buffers: Sequence[torch.Tensor] = ()
-        #: Buckets whose receives may be posted before the first of them was accepted.
-        self.ahead = window(device)
+        self.ahead = ahead
         if segment.data.device != device:
-            self._buffers = make_buffers(manifest, self.ahead, device)
+            self._buffers = make_buffers(manifest, ahead, device)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: what was accepted is done with."""

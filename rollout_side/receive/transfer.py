@@ -31,12 +31,17 @@ class IncomingTransfer(Protocol):
         """Buckets that need not come again."""
 
     def receive_buffers(
-        self, first_bucket: int, device: torch.device, check: Callable[[], None]
+        self,
+        first_bucket: int,
+        device: torch.device,
+        num_in_flight: int,
+        check: Callable[[], None],
     ) -> ReceiveBuffers:
         """Where buckets from ``first_bucket`` on, at most ``num_verified``, are received.
 
         Args:
             device: Of the side group.
+            num_in_flight: Buckets that the sender keeps: no more receives may be posted.
             check: Raises if the group has ended; asked after ``wake``.
         """
 
@@ -68,6 +73,7 @@ class Prepared:
     version: PolicyVersion
     nonce: int
     deadline: float
+    num_in_flight: int
     transfer: IncomingTransfer
 
 

@@ -15,6 +15,7 @@ from weft.v1 import (
     admin_pb2_grpc,
     inspect_pb2,
     inspect_pb2_grpc,
+    publish_pb2,
     registry_pb2,
     types_pb2,
 )
@@ -53,6 +54,9 @@ async def test_rollback_of_an_adapter(pool: Pool) -> None:
     assert (await _policy(pool, "math")).served_version == 1
     again = await _rollback(pool, "math", 1)
     assert (again.replaced_version, list(again.replica_ids)) == (1, [])
+    listed = await trainer.inspect.ListTransfers(inspect_pb2.ListTransfersRequest())
+    purposes = [publish_pb2.TransferPurpose.Name(t.purpose) for t in listed.transfers]
+    assert purposes == ["TRANSFER_PURPOSE_ROLLBACK", *["TRANSFER_PURPOSE_PUSH"] * 2]
     assert (await trainer.push()).version.version == 3
 
 

@@ -38,14 +38,14 @@ async def test_a_cordon_outlives_both_sides(pool: Pool) -> None:
     await (await pool.trainer()).push()
     assert replica.vector.adapters["math"].alias == 1
     await pool.restart()
-    (order,) = (await pool.seen()).withdrawals
+    (order,) = (await pool.seen()).out_of_service
     assert (order.replica_id, order.state, order.reason) == (
         "r0",
         inspect_pb2.REPLICA_STATE_CORDONED,
         "new disk",
     )
     await _admin(pool, "Uncordon", pb.UncordonRequest(replica_id="r0"))  # it is not back yet
-    assert not (await pool.seen()).withdrawals
+    assert not (await pool.seen()).out_of_service
 
 
 async def test_a_quarantine_tells_the_replica_to_refuse(pool: Pool) -> None:

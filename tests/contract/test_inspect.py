@@ -9,6 +9,7 @@ import pytest
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import REFERENCE
+from weft.coordinator.decisions.effects import EventKind
 from weft.v1 import inspect_pb2, publish_pb2
 
 
@@ -102,11 +103,16 @@ async def test_watch_events(pool: Pool) -> None:
     await trainer.push()
     kinds = []
     async with asyncio.timeout(5):
-        while "transfer_committed" not in kinds:
+        while inspect_pb2.EVENT_KIND_TRANSFER_COMMITTED not in kinds:
             event = await watch.read()
             assert event.time.seconds > 1e9
             kinds.append(event.kind)
-    assert kinds == ["replica_ready", "transfer_begun", "transfer_staged", "transfer_committed"]
+    assert kinds == [
+        inspect_pb2.EVENT_KIND_REPLICA_READY,
+        inspect_pb2.EVENT_KIND_TRANSFER_BEGUN,
+        inspect_pb2.EVENT_KIND_TRANSFER_STAGED,
+        inspect_pb2.EVENT_KIND_TRANSFER_COMMITTED,
+    ]
     watch.cancel()
 
 
@@ -117,7 +123,7 @@ async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
     assert pool.coordinator is not None
     feed = pool.coordinator._driver._feed  # type: ignore[union-attr]
     for i in range(1200):
-        feed.publish(0.0, "replica_ready", f"r{i}", "")
+        feed.publish(0.0, EventKind.REPLICA_READY, f"r{i}", "")
 
     async def read_all() -> None:
         while True:

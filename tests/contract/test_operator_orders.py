@@ -139,4 +139,4 @@ async def test_what_no_operator_keeps_out_of_service_is_not_put_back(replica: Re
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await replica.admin.Uncordon(admin_pb2.UncordonRequest(replica_id="r0"))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert error_from_rpc(refused.value).reason == "NOT_WITHDRAWN"
+    assert error_from_rpc(refused.value).reason == "NOT_TAKEN_OUT_OF_SERVICE"

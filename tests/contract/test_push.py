@@ -7,7 +7,7 @@ import asyncio
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import BASE_MANIFEST
-from weft.contract.errors import CapacityError
+from weft.contract.errors import LoadFailedError
 from weft.v1 import inspect_pb2, publish_pb2
 
 
@@ -157,11 +157,11 @@ async def test_replicas_that_load_in_place_are_told_to(pool: Pool) -> None:
 
 async def test_one_that_cannot_load_in_place_is_named(pool: Pool) -> None:
     replica = await pool.replica("r0", loads_in_place=True)
-    replica.load_error = CapacityError("the engine does not hold still")
+    replica.load_error = LoadFailedError("the engine does not pause")
     replica.breaks_at = "never-staged"
     trainer = await pool.trainer(policy="base")
     error = await error_of(trainer.push())
-    assert "r0 does not load in place: the engine does not hold still" in error.message
+    assert "r0 does not load in place: the engine does not pause" in error.message
     assert error.metadata["dirty"] == "true"
     assert not await replica.heartbeat()
     status = await trainer.inspect.ListReplicas(inspect_pb2.ListReplicasRequest())

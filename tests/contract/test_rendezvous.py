@@ -11,9 +11,9 @@ import pytest
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.rank import FakeRank
+from tests.doubles.replicas import FakeReplica
 from weft.contract.errors import (
     NotAllowedError,
-    NotFoundError,
     NotReadyError,
     StaleEpochError,
     TransferTimeoutError,
@@ -104,6 +104,24 @@ async def test_attend(pool: Pool) -> None:
     await fails(stranger.hear(), "INVALID_ARGUMENT", "PROTOCOL")
 
 
+async def test_the_sender_announces_how_many_buckets_are_in_flight(pool: Pool) -> None:
+    sender = await _rank(pool)
+    for wrong, reason in ((0, "PROTOCOL"), (9, "INVALID_REQUEST")):
+        rude = FakeRank(pool.target, sender.group, 0)
+        pool.things.append(_Closing(rude))
+        rude.num_in_flight = wrong
+        await rude.hello()
+        await fails(rude.hear(), "INVALID_ARGUMENT", reason)
+    sender.num_in_flight = 5
+    await sender.hello()
+    (replica,) = [thing for thing in pool.things if isinstance(thing, FakeReplica)]
+    receiver = FakeRank(pool.target, replica.joins[0].group, 1)
+    pool.things.append(_Closing(receiver))
+    await receiver.hello()
+    assert (await receiver.hear()).HasField("welcome")
+    assert (await receiver.hear()).prepare.num_buckets_in_flight == 5
+
+
 async def test_a_rank_may_close_its_stream(pool: Pool) -> None:
     rank = await _rank(pool)
     await rank.hello()
@@ -168,5 +186,6 @@ async def test_a_rank_speaks_for_itself_alone(pool: Pool) -> None:
 async def test_get_manifest_of_no_transfer(pool: Pool) -> None:
     rank = await _rank(pool)
     request = rendezvous_pb2.GetManifestRequest(credential=rank.credential, layout_digest=b"?")
-    error = await fails(rank.stub.GetManifest(request).read(), "NOT_FOUND", "MANIFEST_UNKNOWN")
-    assert isinstance(error, NotReadyError | NotFoundError)
+    call = rank.stub.GetManifest(request).read()
+    error = await fails(call, "FAILED_PRECONDITION", "MANIFEST_UNKNOWN")
+    assert isinstance(error, NotReadyError)

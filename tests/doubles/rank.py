@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_aio_channel
 from weft.v1 import publish_pb2, rendezvous_pb2, rendezvous_pb2_grpc, types_pb2
 
@@ -20,12 +21,19 @@ class FakeRank:
         self.rank = rank
         token = [group.token, *group.further_tokens][rank - group.rank :][:1] or [group.token]
         self.credential = rendezvous_pb2.GroupCredential(group_id=group.group_id, token=token[0])
+        #: Announced by a sender.
+        self.num_in_flight = 0 if rank else 2
         self.log: list[str] = []
         self.released = 0
         self.call: Any = self.stub.Attend()
 
     async def hello(self) -> None:
-        hello = rendezvous_pb2.Hello(credential=self.credential, rank=self.rank)
+        hello = rendezvous_pb2.Hello(
+            credential=self.credential,
+            rank=self.rank,
+            protocol_revision=PROTOCOL_REVISION,
+            num_buckets_in_flight=self.num_in_flight,
+        )
         await self.call.write(rendezvous_pb2.AttendRequest(hello=hello))
 
     async def say(self, **message: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from weft.contract.capabilities import Capabilities
 from weft.contract.names import VersionVector
 from weft.contract.tensors import Reference
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft.rpc.manifest_codec import reference_to_chunks
 from weft.v1 import registry_pb2
@@ -30,7 +31,7 @@ async def register(
         capabilities=capabilities_to_proto(capabilities),
         version_vector=vector_to_proto(vector),
         model_name="tiny",
-        **fields,
+        **{"protocol_revision": PROTOCOL_REVISION, **fields},
     )
     response = await stub.Register(request, timeout=timeout, wait_for_ready=True)
     if response.reference_wanted:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.doubles.rank import FakeRank
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, adapter_spec, content_digest
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
@@ -66,6 +67,7 @@ class FakeTrainer:
             "timeout": duration_to_proto(10.0),
             "backend": "gloo",
             "group_id": self.sender.group.group_id if self.sender else "",
+            "protocol_revision": PROTOCOL_REVISION,
         }
         return publish_pb2.BeginTransferRequest(**{**fields, **changes})
 

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from tests.fuzz.world import World
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
 from weft.v1 import admin_pb2 as admin
@@ -51,6 +52,7 @@ def _register(world: World) -> list[Message]:
         capabilities=capabilities_to_proto(world.engine.capabilities),
         version_vector=vector_to_proto(world.agent.serving.vector),
         retained_base_versions=[1],
+        protocol_revision=PROTOCOL_REVISION,
     )
     return [request]
 
@@ -89,7 +91,12 @@ def _store(world: World) -> list[Message]:
 
 def _attend(world: World) -> list[Message]:
     rank = world.chance.choice((0, 1, 2))
-    hello = rendezvous.Hello(credential=world.credential(min(rank, 1)), rank=rank)
+    hello = rendezvous.Hello(
+        credential=world.credential(min(rank, 1)),
+        rank=rank,
+        protocol_revision=PROTOCOL_REVISION,
+        num_buckets_in_flight=2,
+    )
     of = {"transfer_id": world.transfer_id}
     said: list[dict[str, Any]] = [
         {"prepared": rendezvous.Prepared(**of)},

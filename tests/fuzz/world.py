@@ -22,6 +22,7 @@ from tests.doubles.pool import Pool
 from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.pool import PoolState
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import (
@@ -118,6 +119,7 @@ class World:
             require=publish_pb2.Requirement(min_replicas=1),
             timeout=Duration(seconds=30),
             backend="gloo",
+            protocol_revision=PROTOCOL_REVISION,
         )
 
     async def refresh(self) -> None:

@@ -12,14 +12,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rollout_side.receive import staging
+from rollout_side.receive.staging import StagingBuffers
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
+from trainer_side.pool import sender
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.reader import read_checkpoint
 from weft.contract.errors import BaseMismatchError, LeaseFencedError, PolicyOwnedError
 from weft.contract.names import AdapterVersions, PolicyVersion
+from weft.transport import member
 
 
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):
@@ -43,6 +47,24 @@ def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publi
     assert publisher.last_report.num_replicas == 2
     assert publisher.last_report.total_bytes > 0
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch, number):
+    posted = []
+
+    class Buffers(StagingBuffers):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            posted.append(self.ahead)
+
+    monkeypatch.setattr(staging, "StagingBuffers", Buffers)
+    for module in (sender, member):
+        monkeypatch.setattr(module, "window", lambda device: number)
+    with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:
+        publisher.push_base(base := Model(seed=3))
+    assert posted == [number, number]
+    assert all(same(engine.base, weights(base)) for engine in engines)
 
 
 def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path):

@@ -31,6 +31,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
@@ -169,6 +170,7 @@ class PoolClient:
             backend=backend,
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
+            protocol_revision=PROTOCOL_REVISION,
         )
         self._request = request
         fenced = False

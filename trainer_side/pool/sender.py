@@ -324,7 +324,7 @@ class Sender:
                 try:
                     self._carry(*self._last)
                 except WeftError as error:
-                    _log.info("could not go on in another group: %s", error)
+                    _log.info("could not resume in another group: %s", error)
                     return
 
     def _carry(self, sending: Sending, buckets: _PackedBuckets, find_group: FindGroup) -> bytes:
@@ -345,7 +345,7 @@ class Sender:
     def _rejoin(
         self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: _PackedBuckets
     ) -> None:
-        """Go on in the next group; with other buffers where these are not safe to use."""
+        """Resume in the next group; with other buffers where these are not safe to use."""
         released = old.num_released(sending.transfer_id)
         sending.num_released = max(sending.num_released, released)
         are_safe = old.leave()

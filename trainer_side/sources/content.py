@@ -45,7 +45,7 @@ class Content(Protocol):
 
     def kept(self, memory: SnapshotMemory) -> Content:
         """The content with copies of the weights as they are now, in ``memory``, after which
-        training may go on. Collective where the framework alone can gather."""
+        training may continue. Collective where the framework alone can gather."""
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class CheckpointReader:
             found = not_compared(str(why.args[0]) if why.args else "no files")
         except Stopped:
             found = not_compared("its reading was stopped")
-        except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving goes on)
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving continues)
             _log.warning("the checkpoint cannot be compared: %s", error)
             found = not_compared(f"its files cannot be read: {error}"[:500])
         self._checkpoint = found

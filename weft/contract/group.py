@@ -10,6 +10,8 @@ MAX_RECEIVERS: Final = 1024
 #: Ranks of one side group, the sender included. The coordinator forms no larger one,
 #: and a replica joins none: what a rank keeps of each other one adds up.
 MAX_GROUP_SIZE: Final = 16_384
+#: Buckets that a sender may keep at once: each costs every receiver a buffer, too.
+MAX_BUCKETS_IN_FLIGHT: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ class Coordinator:
         """Wait until it is stopped.
 
         Raises:
-            Exception: It cannot go on: the catalog could not be written.
+            Exception: It cannot continue: the catalog could not be written.
         """
         if self._deciding is not None:
             await asyncio.shield(self._deciding)
@@ -172,7 +172,7 @@ async def serve(config: CoordinatorConfig, *, ready: Callable[[int], None] | Non
 
     Raises:
         WeftError: It cannot start; says why.
-        Exception: It cannot go on: the catalog could not be written.
+        Exception: It cannot continue: the catalog could not be written.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

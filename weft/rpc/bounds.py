@@ -19,9 +19,12 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from weft.contract.adapter_config import MAX_CONFIG_BYTES
-from weft.contract.errors import error_from_reason
-from weft.contract.group import MAX_GROUP_SIZE, MAX_RECEIVERS
+from weft.contract.errors import NotReadyError, error_from_reason
+from weft.contract.group import MAX_BUCKETS_IN_FLIGHT, MAX_GROUP_SIZE, MAX_RECEIVERS
 
+#: Of this process. Raised by a change that a peer of before would misunderstand; see
+#: docs/protocol.md.
+PROTOCOL_REVISION: Final = 1
 #: Ten years; longer than anything here waits, runs or pauses.
 MAX_DURATION_SECONDS: Final = 315_360_000
 MAX_DRAIN_SECONDS: Final = 86_400
@@ -61,6 +64,32 @@ def check(message: Message) -> None:
     for name, field, test in checks.messages:
         if message.HasField(name):
             test(message, field, getattr(message, name))
+
+
+def check_revision(given: int, caller: str) -> None:
+    """Refuse a caller that speaks another revision than this coordinator.
+
+    Args:
+        given: What it says; 0 where it says nothing, as who is older than revisions does.
+        caller: Who it is, for people.
+
+    Raises:
+        NotReadyError: ``REVISION_MISMATCH``; says which side is older.
+    """
+    if given == PROTOCOL_REVISION:
+        return
+    older = "caller" if given < PROTOCOL_REVISION else "coordinator"
+    theirs = f"protocol revision {given}" if given else "none, so it is older than revisions"
+    raise NotReadyError(
+        f"{caller} speaks {theirs}, the coordinator protocol revision {PROTOCOL_REVISION}: update "
+        f"{caller if older == 'caller' else 'the coordinator'}, which is older",
+        reason="REVISION_MISMATCH",
+        metadata={
+            "caller_revision": str(given),
+            "coordinator_revision": str(PROTOCOL_REVISION),
+            "older": older,
+        },
+    )
 
 
 def _refuse(field: FieldDescriptor, why: str, reason: str = "INVALID_REQUEST") -> None:
@@ -212,6 +241,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
     "GroupPlan.rank": _number(0, MAX_GROUP_SIZE - 1),
     "GroupPlan.size": _number(2, MAX_GROUP_SIZE),
+    "Hello.num_buckets_in_flight": _number(0, MAX_BUCKETS_IN_FLIGHT),
     "ListPoliciesRequest.page_size": _anything,
     "ListPoliciesRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListReplicasRequest.page_size": _anything,

@@ -39,8 +39,8 @@ CPU = torch.device("cpu")
 
 
 def window(device: torch.device) -> int:
-    """Buckets that a sender may have under way: as many buffers it has, and no more may a
-    receiver have posted.
+    """Buckets that a sender keeps under way: as many buffers it has. It announces them, for
+    a receiver may have no more receives posted.
 
     On an accelerator a receive that waits for its sender occupies the device, where an
     allocation, or the loading of a kernel, may wait for it: if the sender itself waited

@@ -25,10 +25,11 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.manifest_codec import manifest_from_chunks
 from weft.rpc.status import error_from_rpc
-from weft.transport.group import SPEAK_SECONDS, SideGroup
+from weft.transport.group import SENDER_RANK, SPEAK_SECONDS, SideGroup, window
 from weft.transport.rendezvous_store import RendezvousStore
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
@@ -47,7 +48,8 @@ class Attendance:
 
     ``on_message`` is called on the stream's own thread for every direction but the
     welcome, and must not block; ``on_closed`` once, on the same thread, when the
-    stream ends for any reason but ``close``.
+    stream ends for any reason but ``close``. ``num_in_flight`` is what a sender announces:
+    how many buckets it keeps.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Attendance:
         *,
         on_message: Callable[[pb.AttendResponse], None],
         on_closed: Callable[[WeftError], None],
+        num_in_flight: int = 0,
     ) -> None:
         self._queue: queue.Queue[pb.AttendRequest | None] = queue.Queue(_MAX_QUEUED)
         self._on_message, self._on_closed = on_message, on_closed
@@ -66,7 +69,12 @@ class Attendance:
         self._error: WeftError | None = None
         #: ``time.monotonic()`` when the rank said something last.
         self.sent_at = time.monotonic()
-        hello = pb.Hello(credential=credential, rank=rank)
+        hello = pb.Hello(
+            credential=credential,
+            rank=rank,
+            protocol_revision=PROTOCOL_REVISION,
+            num_buckets_in_flight=num_in_flight,
+        )
         self._queue.put_nowait(pb.AttendRequest(hello=hello))
         self._call = stub.Attend(self._requests())
         self._thread = threading.Thread(target=self._read, name=f"weft-attend-{rank}", daemon=True)
@@ -209,6 +217,7 @@ class Membership:
             ticket.rank,
             on_message=on_message,
             on_closed=self._closed,
+            num_in_flight=window(device) if ticket.rank == SENDER_RANK else 0,
         )
         self.progress = Progress(self.attendance)
 

@@ -82,7 +82,7 @@ class Sending:
 
 
 class Reformed(Exception):
-    """Members were lost; the transfer goes on in ``SendingRank.successor``."""
+    """Members were lost; the transfer resumes in ``SendingRank.successor``."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class SendingRank:
 
     def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
         self.ticket = ticket
-        #: The place in the group that the transfer goes on in now, if it is another one.
+        #: The place in the group that the transfer resumes in, if it is another one.
         self.successor: GroupTicket | None = None
         self._condition = threading.Condition()  # guards all that the stream's thread says
         self._direction = _Direction()
@@ -138,7 +138,7 @@ class SendingRank:
             The content digest.
 
         Raises:
-            Reformed: The transfer goes on elsewhere.
+            Reformed: The transfer resumes elsewhere.
             TransferTimeoutError: The deadline passed.
             WeftError: The transfer or the group has ended, with its reason; or ``buckets``
                 failed. Nobody was told: ``give_up`` does.
@@ -303,11 +303,11 @@ class SendingRank:
                 self._membership.group.abort(error)
             elif kind == "reform":
                 reform = response.reform
-                _log.warning("going on in epoch %d: %s", reform.group.epoch, reform.message)
+                _log.warning("resuming in epoch %d: %s", reform.group.epoch, reform.message)
                 self.successor = ticket_from_proto(
                     reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
                 )
-                self._membership.group.abort(WeftError("going on in another group"))
+                self._membership.group.abort(WeftError("resuming in another group"))
             self._condition.notify_all()
 
     def _follow(self, transfer_id: str) -> _Direction:

@@ -128,7 +128,7 @@ def _first_module(*names: str) -> Any:
 
 
 async def pause_keeping(engine: Any) -> None:
-    """Hold the scheduler still; running requests keep their place.
+    """Pause the scheduler; running requests keep their place.
 
     ``AsyncLLM.pause_generation`` would add a sleep of 20 ms that its author calls
     not required for correctness.

@@ -89,7 +89,7 @@ class WorkerCalls:
         timeout_seconds: float | None = None,
         changes_weights: bool = True,
     ) -> T:
-        """Await without ever cancelling: the engine would go on with it anyhow.
+        """Await without ever cancelling: the engine would finish it anyhow.
 
         Args:
             work: What the engine is to do.
@@ -100,7 +100,7 @@ class WorkerCalls:
                 are back, and nothing needs repair.
 
         Raises:
-            TransferTimeoutError: The deadline passed (the work goes on unattended).
+            TransferTimeoutError: The deadline passed (the work continues unattended).
             LoadFailedError: Metadata ``dirty`` "true"; the same where it changes weights,
                 or the engine is gone.
         """

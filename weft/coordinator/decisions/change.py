@@ -13,6 +13,7 @@ from weft.coordinator.decisions.effects import (
     Announce,
     Answer,
     Effect,
+    EventKind,
     Refuse,
     Reply,
     SaveEpoch,
@@ -51,7 +52,7 @@ class Change:
         """Fail calls."""
         self.effects += [Refuse(ticket, error) for ticket in tickets]
 
-    def announce(self, kind: str, subject: str, message: str) -> None:
+    def announce(self, kind: EventKind, subject: str, message: str) -> None:
         """Notify watchers, and log it."""
         self.effects.append(Announce(kind, subject, message))
 

@@ -205,6 +205,9 @@ def transfer_to_proto(
             for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
         ],
         served_over_base_version=transfer.purpose.served_over,
+        purpose=publish_pb2.TransferPurpose.Value(
+            f"TRANSFER_PURPOSE_{transfer.purpose.name.upper()}"
+        ),
     )
     if started:
         message.staging.CopyFrom(duration_to_proto((committed or end) - started))
@@ -232,6 +235,7 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
             if committed
             else publish_pb2.TRANSFER_STATE_ABORTED
         ),
+        purpose=publish_pb2.TRANSFER_PURPOSE_PUSH,
         begin_time=timestamp_to_proto(record.create_time),
         layout_digest=record.layout_digest,
         layout_digest_hex=record.layout_digest.hex(),
@@ -320,10 +324,10 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def out_of_service_to_proto(state: PoolState) -> list[inspect_pb2.Withdrawal]:
+def out_of_service_to_proto(state: PoolState) -> list[inspect_pb2.OutOfServiceOrder]:
     """Replicas that operators keep out of service, sorted."""
     return [
-        inspect_pb2.Withdrawal(
+        inspect_pb2.OutOfServiceOrder(
             replica_id=replica_id,
             state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
             reason=order.reason,

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.effects import EventKind
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import Failure
 from weft.coordinator.decisions.step import step
@@ -31,7 +32,13 @@ _log = logging.getLogger(__name__)
 
 #: Events of every push beside its end, which is logged: watchers get them all the same.
 _DETAILS = frozenset(
-    {"transfer_begun", "transfer_staged", "clone_begun", "restore_begun", "version_retired"}
+    {
+        EventKind.TRANSFER_BEGUN,
+        EventKind.TRANSFER_STAGED,
+        EventKind.CLONE_BEGUN,
+        EventKind.RESTORE_BEGUN,
+        EventKind.VERSION_RETIRED,
+    }
 )
 
 TICK_SECONDS: Final = 0.25

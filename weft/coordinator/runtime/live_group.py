@@ -132,6 +132,8 @@ class LiveGroup:
         self.links: dict[int, RankLink] = {}
         self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
+        #: Buckets that the sender keeps, as it has said when it came.
+        self.num_in_flight = 0
         self.words: dict[int, Word] = {}
         self.num_told: dict[int, int] = {}
 

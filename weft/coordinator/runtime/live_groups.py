@@ -86,12 +86,16 @@ class LiveGroups:
         """The layout of a transfer of the group, for any of its ranks."""
         return self._authorised(group_id, token)[0].layouts.get(digest)
 
-    def attend(self, group_id: str, token: str, rank: int) -> RankLink:
+    def attend(self, group_id: str, token: str, rank: int, num_in_flight: int = 0) -> RankLink:
         """Open a rank's stream.
+
+        Args:
+            num_in_flight: Buckets that the sender keeps.
 
         Raises:
             NotAllowedError, StaleEpochError: Not the rank's own token; no such group.
-            InvalidRequestError: ``PROTOCOL``: the group has no such rank.
+            InvalidRequestError: ``PROTOCOL``: the group has no such rank, or the sender does
+                not say how many buckets it keeps.
             RequestConflictError: The rank attends already.
         """
         live, authorised = self._authorised(group_id, token)
@@ -105,6 +109,13 @@ class LiveGroups:
             )
         if rank in live.links:
             raise RequestConflictError(f"rank {rank} attends already")
+        if rank == 0:
+            if not num_in_flight:
+                raise InvalidRequestError(
+                    "rank 0 sends, and says how many buckets it keeps in flight: at least 1",
+                    reason="PROTOCOL",
+                )
+            live.num_in_flight = num_in_flight
         link = live.links[rank] = RankLink(group_id, rank)
         welcome = rendezvous_pb2.Welcome(num_attending=len(live.links))
         link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
@@ -209,6 +220,7 @@ class LiveGroups:
             nonce=transfer.ids.nonce,
             kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
             timeout=duration_to_proto(time_left),
+            num_buckets_in_flight=live.num_in_flight,
         )
         self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from typing import Final, Protocol
 
-from weft.contract.errors import WeftError
+from weft.contract.errors import DigestMismatchError, WeftError
 from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
@@ -190,8 +190,7 @@ async def _fetch(
 ) -> Layout:
     manifest = await describer.describe(effect.source_address, effect.version)
     if manifest.layout_digest != record.layout_digest:
-        raise WeftError(
-            f"{effect.source_id} holds {effect.version} in another layout than was committed",
-            reason="DIGEST_MISMATCH",
+        raise DigestMismatchError(
+            f"{effect.source_id} holds {effect.version} in another layout than was committed"
         )
     return manifests.put(manifest)

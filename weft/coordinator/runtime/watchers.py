@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Final
 
 from weft.contract.errors import CapacityError, PeerUnavailableError
+from weft.coordinator.decisions.effects import EventKind
 from weft.rpc.codec import timestamp_to_proto
 from weft.v1 import inspect_pb2
 
@@ -78,11 +79,14 @@ class Feed:
         """A reader has gone."""
         self._watchers.discard(watcher)
 
-    def publish(self, unix_seconds: float, kind: str, subject: str, message: str) -> None:
+    def publish(self, unix_seconds: float, kind: EventKind, subject: str, message: str) -> None:
         """Notify every watcher."""
         if self._watchers:
             event = inspect_pb2.WatchEventsResponse(
-                time=timestamp_to_proto(unix_seconds), kind=kind, subject=subject, message=message
+                time=timestamp_to_proto(unix_seconds),
+                kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{kind.name}"),
+                subject=subject,
+                message=message,
             )
             for watcher in self._watchers:
                 watcher.put(event)

@@ -85,7 +85,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             last_transfer=self._shown(last) if last else None,
             weft_version=__version__,
             coordinator_generation=state.generation,
-            withdrawals=out_of_service_to_proto(state),
+            out_of_service=out_of_service_to_proto(state),
             version_vectors=vectors.messages if vectors else (),
             replica_counts=[
                 inspect_pb2.ReplicaCount(

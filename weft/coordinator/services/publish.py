@@ -31,6 +31,7 @@ from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fresh_ids
 from weft.coordinator.services.uploads import Uploads
+from weft.rpc.bounds import check_revision
 from weft.rpc.codec import dtype_to_proto, duration_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.v1 import publish_pb2, publish_pb2_grpc
@@ -158,6 +159,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request: publish_pb2.BeginTransferRequest, context: Context
     ) -> publish_pb2.BeginTransferResponse:
         """Source: protos/weft/v1/publish.proto."""
+        check_revision(request.protocol_revision, "the trainer")
         check_name(request.policy, "policy")
         adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
         timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0

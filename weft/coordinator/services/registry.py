@@ -16,6 +16,7 @@ from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import ReferenceCache
 from weft.coordinator.services.uploads import Uploads
+from weft.rpc.bounds import check_revision
 from weft.rpc.checkpoint_codec import checkpoint_from_proto
 from weft.rpc.codec import (
     capabilities_from_proto,
@@ -52,6 +53,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> registry_pb2.RegisterResponse:
         """Source: protos/weft/v1/registry.proto."""
+        check_revision(request.protocol_revision, "the replica")
         capabilities = capabilities_from_proto(request.capabilities)
         held = await self._heard(request.held_versions)
         told = request.HasField("checkpoint") and request.checkpoint.state

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import InvalidRequestError, NotFoundError, WeftError
+from weft.contract.errors import InvalidRequestError, NotReadyError, WeftError
 from weft.coordinator.runtime.live_group import RankLink
 from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache
+from weft.rpc.bounds import check_revision
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.inbound import on_call_end
 from weft.v1 import rendezvous_pb2, rendezvous_pb2_grpc
@@ -74,7 +75,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         credential = request.credential
         layout = self._groups.layout(credential.group_id, credential.token, request.layout_digest)
         if layout is None:
-            raise NotFoundError(
+            raise NotReadyError(
                 f"no transfer of this group has the layout {request.layout_digest.hex()[:12]}",
                 reason="MANIFEST_UNKNOWN",
             )
@@ -89,7 +90,10 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         """Source: protos/weft/v1/rendezvous.proto."""
         hello = await _hello(request_iterator)
         credential = hello.credential
-        link = self._groups.attend(credential.group_id, credential.token, hello.rank)
+        check_revision(hello.protocol_revision, f"rank {hello.rank}")
+        link = self._groups.attend(
+            credential.group_id, credential.token, hello.rank, hello.num_buckets_in_flight
+        )
         on_call_end(context, lambda: self._groups.leave(link, "its stream broke"))
         reader = asyncio.get_running_loop().create_task(self._read(link, request_iterator))
         on_call_end(context, reader.cancel)

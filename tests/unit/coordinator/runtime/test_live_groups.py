@@ -75,6 +75,8 @@ async def test_who_may_attend() -> None:
         groups.attend("g", _token(0), 1)
     with pytest.raises(InvalidRequestError):
         groups.attend("g", _token(1), 2)
+    with pytest.raises(InvalidRequestError, match="in flight"):
+        groups.attend("g", _token(0), 0)
     link = groups.attend("g", _token(1), 1)
     with pytest.raises(RequestConflictError):
         groups.attend("g", _token(1), 1)
@@ -90,7 +92,7 @@ async def test_who_may_attend() -> None:
 async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
     groups = LiveGroups(lambda event: None)
     groups.open_group(_group())
-    link = groups.attend("g", _token(0), 0)
+    link = groups.attend("g", _token(0), 0, 2)
     assert (await link.next()).WhichOneof("message") == "welcome"
     for n in range(1, 10_001):
         link.release("t", n)

@@ -111,7 +111,7 @@ def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tenso
 def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
     second = torch.zeros(SIZE, dtype=torch.uint8)
-    buffers = StagingBuffers(MANIFEST, [], segment, device, second)
+    buffers = StagingBuffers(MANIFEST, [], segment, device, 2, second)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
         payload = send(buffers, index)
@@ -124,7 +124,7 @@ def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
 
 def test_a_bucket_of_another_transfer_does_not_land() -> None:
     segment = WorkerStore(10 * SIZE, SIZE).reserve("t", SIZE, adapter=False)
-    buffers = StagingBuffers(MANIFEST, [], segment, ELSEWHERE)
+    buffers = StagingBuffers(MANIFEST, [], segment, ELSEWHERE, 2)
     send(buffers, 0, nonce=8)
     with pytest.raises(DigestMismatchError, match="nonce"):
         buffers.accept(0, NONCE)

@@ -16,10 +16,12 @@ from weft.contract.manifest import pack_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import payload_digest
-from weft.transport.group import CPU, window
+from weft.transport.group import CPU
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
 MANIFEST = plan_buckets(METAS, 256)
+
+IN_FLIGHT = 2
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def _handoff() -> HandoffQueue:
 
 
 def test_with_as_few_buffers_as_there_must_be_at_once() -> None:
-    buffers = InPlaceBuffers(_handoff(), CPU, lambda: None)
+    buffers = InPlaceBuffers(_handoff(), CPU, IN_FLIGHT, lambda: None)
     assert buffers.is_load_due()
     assert not buffers.is_load_due()  # said once
 
@@ -67,21 +69,21 @@ def test_with_as_few_buffers_as_there_must_be_at_once() -> None:
 def test_with_more_of_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    buffers = InPlaceBuffers(_handoff(), CPU, lambda: None, num_more=3)
+    buffers = InPlaceBuffers(_handoff(), CPU, IN_FLIGHT, lambda: None, num_more=3)
     said = []
-    for index in range(window(CPU) + 3):
+    for index in range(IN_FLIGHT + 3):
         assert buffers.make_room(index, wait=False)
         now[0] += 1.0
         _land(buffers, index)
         said.append(buffers.is_load_due())
     assert said == [False, False, False, True, False]
-    assert not buffers.make_room(window(CPU) + 3, wait=False)
+    assert not buffers.make_room(IN_FLIGHT + 3, wait=False)
 
 
 def test_where_it_goes_on_in_another_group_at_once() -> None:
     handoff = _handoff()
-    _land(InPlaceBuffers(handoff, CPU, lambda: None, num_more=6), 0)
-    assert InPlaceBuffers(handoff, CPU, lambda: None, num_more=6).is_load_due()
+    _land(InPlaceBuffers(handoff, CPU, IN_FLIGHT, lambda: None, num_more=6), 0)
+    assert InPlaceBuffers(handoff, CPU, IN_FLIGHT, lambda: None, num_more=6).is_load_due()
 
 
 def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +94,11 @@ def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     memory = Memory(device, in_place=True)
     assert 13 * gib - MARGIN_BYTES == 11 * gib
-    assert memory.room_for(gib, device, 64 * gib) == 6  # but for five
-    assert memory.room_for(gib, device, 5 * gib) == 2  # but for three
-    assert memory.room_for(gib, device, 1) == 0
-    assert memory.room_for(4 * gib, device, 64 * gib) == 0
-    assert memory.room_for(gib, CPU, 64 * gib) == 0
+    assert memory.room_for(gib, device, 64 * gib, 3) == 6  # but for five
+    assert memory.room_for(gib, device, 5 * gib, 3) == 2  # but for three
+    assert memory.room_for(gib, device, 1, 3) == 0
+    assert memory.room_for(4 * gib, device, 64 * gib, 3) == 0
+    assert memory.room_for(gib, CPU, 64 * gib, 3) == 0
 
 
 def test_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

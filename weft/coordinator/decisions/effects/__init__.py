@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from weft.coordinator.decisions.effects.answers import (
@@ -107,16 +108,61 @@ __all__ = [
     "CheckFit",
     "LookUp",
     "DescribeHeld",
+    "EventKind",
     "Announce",
     "RoutesChanged",
 ]
+
+
+class EventKind(enum.StrEnum):
+    """What has happened; in capitals, the names are those of ``weft.v1.EventKind``, which says
+    what each means."""
+
+    REPLICA_READY = enum.auto()
+    REPLICA_PENDING = enum.auto()
+    REPLICA_LOST = enum.auto()
+    REPLICA_QUARANTINED = enum.auto()
+    REPLICA_DRAINING = enum.auto()
+    REPLICA_CORDONED = enum.auto()
+    REPLICA_SUSPECT = enum.auto()
+    REPLICA_ANSWERS = enum.auto()
+    LEASE_ACQUIRED = enum.auto()
+    LEASE_RELEASED = enum.auto()
+    TRANSFER_BEGUN = enum.auto()
+    TRANSFER_REFORMED = enum.auto()
+    TRANSFER_STAGED = enum.auto()
+    TRANSFER_COMMITTED = enum.auto()
+    TRANSFER_ABORTED = enum.auto()
+    VERSION_FAILED = enum.auto()
+    VERSION_RETIRED = enum.auto()
+    VERSION_PINNED = enum.auto()
+    VERSION_UNPINNED = enum.auto()
+    RETENTION_SET = enum.auto()
+    ROLLED_BACK = enum.auto()
+    ROLLBACK_FAILED = enum.auto()
+    CLONE_BEGUN = enum.auto()
+    CLONE_INTERRUPTED = enum.auto()
+    CLONE_ENDED = enum.auto()
+    CLONE_FAILED = enum.auto()
+    RESTORE_BEGUN = enum.auto()
+    RESTORE_ENDED = enum.auto()
+    RESTORE_FAILED = enum.auto()
+    PUBLISH_AGAIN_WANTED = enum.auto()
+    BASE_BOUND = enum.auto()
+    BASE_UNBOUND = enum.auto()
+    CHECKPOINT_BOUND = enum.auto()
+    CATALOG_BEHIND = enum.auto()
+    UNRECORDED_VERSIONS = enum.auto()
+    VERSION_ADOPTED = enum.auto()
+    VERSION_NOT_ADOPTED = enum.auto()
+    VERSION_CONFLICT = enum.auto()
 
 
 @dataclass(frozen=True)
 class Announce:
     """A line of the log and of WatchEvents."""
 
-    kind: str
+    kind: EventKind
     subject: str
     message: str
 

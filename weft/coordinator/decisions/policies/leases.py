@@ -13,7 +13,7 @@ from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import Done, LeaseAnswer, SavePolicy
+from weft.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
@@ -48,7 +48,7 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
         policy = replace(policy, fencing_token=token)
         change.emit(SavePolicy(policy))
         change.announce(
-            "lease_acquired", event.policy, f"by trainer {event.trainer_id}, token {token}"
+            EventKind.LEASE_ACQUIRED, event.policy, f"by trainer {event.trainer_id}, token {token}"
         )
     _answer(change, event.ticket, policy, lease)
 
@@ -111,7 +111,7 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
     is_own = event.session_id in ("", lease.session_id) if lease else False
     if policy and lease and is_own and lease.fencing_token == event.fencing_token:
         change.put_policy(replace(policy, lease=None))
-        change.announce("lease_released", policy.name, f"by trainer {lease.trainer_id}")
+        change.announce(EventKind.LEASE_RELEASED, policy.name, f"by trainer {lease.trainer_id}")
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
     change.reply(event.ticket, Done())
 
@@ -135,7 +135,7 @@ def _expire(
         why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
     else:
         why = f"the lease of trainer {lease.trainer_id!r} expired"
-    change.announce("lease_released", policy.name, why)
+    change.announce(EventKind.LEASE_RELEASED, policy.name, why)
     _abort_transfers(change, policy.name, why)
 
 

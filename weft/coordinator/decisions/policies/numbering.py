@@ -1,4 +1,4 @@
-"""Numbering: versions, tokens, epochs and generations go on above all that was heard.
+"""Numbering: versions, tokens, epochs and generations continue above all that was heard.
 
 The catalog counts them; but it may have been lost, or be an older copy. Replicas and
 trainers say how far they have heard each count go, and what is beyond the catalog's is
@@ -16,6 +16,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
+    EventKind,
     SaveEpoch,
     SaveGeneration,
     SaveNumberFloor,
@@ -38,7 +39,7 @@ def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
 
 
 def replica_registers(change: Change, event: events.Register) -> None:
-    """Go on above what a replica has heard."""
+    """Continue above what a replica has heard."""
     state = change.state
     generation, epoch = event.last_generation, event.last_epoch
     # The same, and of another: that one's catalog does not know of us, or ours of it.
@@ -50,11 +51,11 @@ def replica_registers(change: Change, event: events.Register) -> None:
         # An order of the former coordinator may be on its way to it yet.
         epoch += LEAP
         change.announce(
-            "catalog_behind",
+            EventKind.CATALOG_BEHIND,
             event.replica_id,
             f"it has served a coordinator of generation {generation}, this catalog has counted "
-            f"to {state.generation}: it was lost, or is an older copy; what is known of it goes "
-            f"on from here, numbers leap by {LEAP:,}",
+            f"to {state.generation}: it was lost, or is an older copy; what is known of it "
+            f"continues from here, numbers leap by {LEAP:,}",
         )
         _leap_all(change)
     if state.epoch < epoch <= MAX_NUMBER:
@@ -73,7 +74,7 @@ def _leap_all(change: Change) -> None:
 
 
 def versions_heard(change: Change, replica: Replica, heard: Iterable[events.Heard] = ()) -> None:
-    """Go on above the versions that a replica serves, and those that it holds the bytes of."""
+    """Continue above the versions that a replica serves, and those that it holds the bytes of."""
     vector = replica.vector
     versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]
     for name, entry in vector.adapters.items():
@@ -98,7 +99,7 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
 
 
 def _raise(change: Change, policy: Policy, last_version: int) -> None:
-    """Let a policy's numbers go on above one, and its tokens above those of the
+    """Let a policy's numbers continue above one, and its tokens above those of the
     coordinators that assigned what is below."""
     last_version = max(policy.last_version, last_version)
     policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)

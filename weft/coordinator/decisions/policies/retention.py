@@ -19,6 +19,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     CallRetire,
     Done,
+    EventKind,
     RetentionAnswer,
     SavePin,
     SavePolicy,
@@ -133,7 +134,7 @@ def pin(change: Change, event: events.Pin) -> None:
         pinned = tuple(sorted(rest | ({version.version} if event.pinned else set())))
         change.put_policy(replace(policy, pinned=pinned))
         change.emit(SavePin(version, event.pinned))
-        kind = "version_pinned" if event.pinned else "version_unpinned"
+        kind = EventKind.VERSION_PINNED if event.pinned else EventKind.VERSION_UNPINNED
         change.announce(kind, str(version), "by an operator")
     change.reply(event.ticket, Done())
 
@@ -231,7 +232,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
     change.put_policy(policy)
     change.emit(SavePolicy(policy))
     number = num_retained(policy, change.state.settings)
-    change.announce("retention_set", policy.name, f"{number} versions, by an operator")
+    change.announce(EventKind.RETENTION_SET, policy.name, f"{number} versions, by an operator")
     retire(change)
     change.reply(event.ticket, RetentionAnswer(number))
 
@@ -244,7 +245,7 @@ def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: st
     for version in versions:
         retired = PolicyVersion(policy.name, version)
         change.emit(SaveRetired(retired, durable=True))
-        change.announce("version_retired", str(retired), why)
+        change.announce(EventKind.VERSION_RETIRED, str(retired), why)
     return policy
 
 
@@ -335,7 +336,7 @@ def _record(change: Change, kept: dict[str, frozenset[int]], held: set[PolicyVer
         for version in gone:
             retired = PolicyVersion(name, version)
             change.emit(SaveRetired(retired))
-            change.announce("version_retired", str(retired), "no replica holds it any more")
+            change.announce(EventKind.VERSION_RETIRED, str(retired), "no replica holds it any more")
 
 
 def _is_alias_somewhere(state: PoolState, policy: str, version: int) -> bool:

@@ -1,6 +1,6 @@
 """Clone: a replica sends another what it lacks, over a side group of the two.
 
-The same version, no new number, no lease; generation goes on at the source. A clone is for
+The same version, no new number, no lease; generation continues at the source. A clone is for
 one replica, a push for all: a push interrupts the clones of the replicas it goes to rather
 than wait for them. What was verified stays with the target under the same transfer, which
 waits for its turn anew and resumes from there. So that replicas catch up under continuous
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallSend, OpenGroup
+from weft.coordinator.decisions.effects import CallSend, EventKind, OpenGroup
 from weft.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.replicas import suspects
@@ -95,7 +95,7 @@ class Clone(Repair):
         change.put_group(group)
         change.put_transfer(transfer)
         change.announce(
-            "clone_begun",
+            EventKind.CLONE_BEGUN,
             transfer.transfer_id,
             f"{transfer.policy_version} from {self.source} to {self.replica_id}, "
             f"epoch {group.epoch}, {transfer.layout.total_bytes} bytes",
@@ -122,7 +122,7 @@ class Clone(Repair):
 
     def on_interrupted(self, change: Change, transfer: Transfer, by: Transfer) -> None:
         why = f"a {by.purpose.name} of {by.policy} goes first"
-        abort.close_group(change, transfer.group_id, f"{why}; the clone goes on after it")
+        abort.close_group(change, transfer.group_id, f"{why}; the clone resumes after it")
         in_place.abandon(change, transfer, transfer.targets, Failure("TRANSFER_ABORTED", why))
         change.put_transfer(
             replace(
@@ -139,7 +139,7 @@ class Clone(Repair):
             )
         )
         change.announce(
-            "clone_interrupted",
+            EventKind.CLONE_INTERRUPTED,
             transfer.transfer_id,
             f"{transfer.policy_version} from {self.source} to {self.replica_id}: {why}",
         )
@@ -152,7 +152,7 @@ class Clone(Repair):
             return ""  # its loss is told in other ways
         if not takes_clones(state, replica):
             return f"{self.replica_id} was taken out of service"
-        # One that is being loaded in place goes on: only that makes its target's weights whole.
+        # One that is being loaded in place continues: only that makes its target's weights whole.
         if not transfer.loading and transfer.policy_version not in wants(state, replica):
             return f"the pool does not serve {transfer.policy_version} any more"
         return ""
@@ -171,7 +171,7 @@ class Clone(Repair):
         assert failure is not None
         backoff.note(change, self.replica_id, version, self.source, failure)
         text = f"{version}: {failure.message} [{failure.reason}]"
-        change.announce("clone_failed", ended.transfer_id, text)
+        change.announce(EventKind.CLONE_FAILED, ended.transfer_id, text)
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         """Both have the same digest over everything; it must be the catalog's, too."""

@@ -23,7 +23,13 @@ from typing import ClassVar
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import BeginAnswer, OpenGroup, SavePolicy, SaveVersion
+from weft.coordinator.decisions.effects import (
+    BeginAnswer,
+    EventKind,
+    OpenGroup,
+    SavePolicy,
+    SaveVersion,
+)
 from weft.coordinator.decisions.policies.leases import live_lease, require_lease
 from weft.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
 from weft.coordinator.decisions.state.pool import Policy, PoolState
@@ -172,7 +178,7 @@ class Push(Purpose):
         change.put_transfer(transfer)
         change.emit(SavePolicy(policy), SaveVersion(transfer.record(VersionState.STAGING)))
         change.announce(
-            "transfer_begun",
+            EventKind.TRANSFER_BEGUN,
             transfer.transfer_id,
             f"{transfer.policy_version} by trainer {transfer.trainer_id} to "
             f"{len(transfer.targets)} replicas, epoch {group.epoch}, "
@@ -261,7 +267,7 @@ class Push(Purpose):
         # Not at once: a restart ends a version that is STAGING in the same way.
         change.emit(SaveVersion(ended.record(VersionState.ABORTED), durable=False))
         change.announce(
-            "transfer_aborted",
+            EventKind.TRANSFER_ABORTED,
             ended.transfer_id,
             f"{ended.policy_version}: {ended.failure.message} [{ended.failure.reason}]",
         )
@@ -295,7 +301,9 @@ class Push(Purpose):
         change.put_transfer(transfer)
         record = transfer.record(VersionState.COMMITTED, change.state.wall(change.now))
         change.emit(SaveVersion(record), SavePolicy(policy))
-        change.announce("transfer_staged", transfer.transfer_id, str(transfer.policy_version))
+        change.announce(
+            EventKind.TRANSFER_STAGED, transfer.transfer_id, str(transfer.policy_version)
+        )
         change.emit(*(commit.call_to_commit(transfer, replica, digest) for replica in replicas))
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
@@ -316,7 +324,9 @@ class Push(Purpose):
         seconds = change.now - transfer.begin_at
         served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
         change.announce(
-            "transfer_committed" if ended.phase is Phase.COMMITTED else "transfer_aborted",
+            EventKind.TRANSFER_COMMITTED
+            if ended.phase is Phase.COMMITTED
+            else EventKind.TRANSFER_ABORTED,
             transfer.transfer_id,
             f"{transfer.policy_version} served by {served}, epoch {transfer.epoch}, "
             f"{transfer.layout.total_bytes} bytes, {seconds:.3f} seconds"

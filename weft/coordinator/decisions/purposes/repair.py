@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import EventKind
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.replicas.replica_state import obeys_pins, wants
 from weft.coordinator.decisions.state.pool import PoolState
@@ -77,12 +78,12 @@ class Repair(Purpose):
         if failure:
             backoff.note(change, replica_id, version, self.source, failure)
             text = f"{version} at {replica_id}: {failure.message} [{failure.reason}]"
-            change.announce(f"{self.name}_failed", transfer.transfer_id, text)
+            change.announce(EventKind(f"{self.name}_failed"), transfer.transfer_id, text)
             return
         seconds = change.now - transfer.begin_at
         text = f"{version} served by {replica_id}, {transfer.layout.total_bytes} bytes"
         change.announce(
-            f"{self.name}_ended", transfer.transfer_id, f"{text}, {seconds:.3f} seconds"
+            EventKind(f"{self.name}_ended"), transfer.transfer_id, f"{text}, {seconds:.3f} seconds"
         )
 
 

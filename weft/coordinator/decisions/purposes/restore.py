@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallCommit, CallRestore, CallSwitch
+from weft.coordinator.decisions.effects import CallCommit, CallRestore, CallSwitch, EventKind
 from weft.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
@@ -44,7 +44,7 @@ class Restore(Repair):
         order = self._order(change.state, transfer, replica)
         where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
         text = f"{transfer.policy_version} at {self.replica_id}, from its {where}"
-        change.announce("restore_begun", transfer.transfer_id, text)
+        change.announce(EventKind.RESTORE_BEGUN, transfer.transfer_id, text)
         change.emit(order)
 
     def origin(self, replica: Replica, version: PolicyVersion) -> str:

@@ -22,6 +22,7 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     CallSwitch,
+    EventKind,
     RollbackAnswer,
     SaveCommitted,
     SavePolicy,
@@ -87,7 +88,7 @@ class Rollback(Purpose):
         _serve(change, policy, transfer.version)
         version = transfer.policy_version
         text = f"from {policy.served_version}; {len(targets)} replicas switch"
-        change.announce("rolled_back", str(version), text)
+        change.announce(EventKind.ROLLED_BACK, str(version), text)
         for replica in targets:
             change.emit(
                 CallSwitch(
@@ -102,7 +103,7 @@ class Rollback(Purpose):
             self.on_answered(change, transfer)
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
-        """If none could switch and nothing changed anywhere, the pool goes on with what it
+        """If none could switch and nothing changed anywhere, the pool stays with what it
         served; otherwise the rollback stands."""
         failure: Failure | None = None
         version = transfer.policy_version
@@ -122,7 +123,7 @@ class Rollback(Purpose):
         )
         change.end_transfer(replace(transfer, phase=phase, failure=failure), answer)
         if failure:
-            change.announce("rollback_failed", str(version), failure.message)
+            change.announce(EventKind.ROLLBACK_FAILED, str(version), failure.message)
 
 
 def ask(change: Change, event: events.Rollback) -> None:

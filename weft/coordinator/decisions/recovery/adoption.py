@@ -21,7 +21,13 @@ from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import DescribeHeld, SavePolicy, SaveRetired, SaveVersion
+from weft.coordinator.decisions.effects import (
+    DescribeHeld,
+    EventKind,
+    SavePolicy,
+    SaveRetired,
+    SaveVersion,
+)
 from weft.coordinator.decisions.replicas.holdings import counted, without_mistaken
 from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, num_retained
 from weft.coordinator.decisions.state.replica import Replica
@@ -48,7 +54,7 @@ _Found = Mapping[int, Mapping[bytes, list[Replica]]]
 
 
 def watch(change: Change) -> None:
-    """Go on with what is not recorded yet; with each tick.
+    """Continue with what is not recorded yet; with each tick.
 
     O(replicas) while there is nothing.
     """
@@ -66,7 +72,7 @@ def watch(change: Change) -> None:
         held = ", ".join(f"{name}@{number}" for number in sorted(found[name])[-4:])
         seconds = change.state.settings.publish_again_after_seconds
         change.announce(
-            "unrecorded_versions",
+            EventKind.UNRECORDED_VERSIONS,
             name,
             f"replicas hold {held}, which the catalog does not know: recorded in "
             f"{seconds:g} s, unless others hold other bytes",
@@ -182,7 +188,9 @@ def _disbelieve(change: Change, event: events.HeldDescribed) -> None:
         left = frozenset(h for h in replica.unrecorded if h.version != event.version)
         change.put_replica(replace(replica, unrecorded=left))
         why = event.failure.message if event.failure else "it cannot say what it is"
-        change.announce("version_not_adopted", str(event.version), f"{event.replica_id}: {why}")
+        change.announce(
+            EventKind.VERSION_NOT_ADOPTED, str(event.version), f"{event.replica_id}: {why}"
+        )
 
 
 def _adopt(
@@ -230,7 +238,7 @@ def _adopt(
     change.emit(SaveVersion(record), SavePolicy(policy))
     holders = ", ".join(_holders(change.state, version))
     change.announce(
-        "version_adopted",
+        EventKind.VERSION_ADOPTED,
         str(version),
         f"held by {holders} and not known to the catalog: recorded with digest "
         f"{facts.content_digest.value.hex()}" + (", and served" if is_newest else ""),
@@ -268,7 +276,7 @@ def _note_conflict(
     change.state = replace(change.state, conflicts={**others, version: contents})
     found = "; ".join(f"{d.hex()} at {', '.join(ids)}" for d, ids in contents.items())
     change.announce(
-        "version_conflict",
+        EventKind.VERSION_CONFLICT,
         str(version),
         f"replicas hold other bytes under one number that the catalog does not know ({found}): "
         "none of them is served, the owner is asked to publish again",

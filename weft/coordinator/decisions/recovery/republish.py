@@ -9,6 +9,7 @@ from __future__ import annotations
 from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
+from weft.coordinator.decisions.effects import EventKind
 from weft.coordinator.decisions.replicas.replica_state import wants, who_publishes
 from weft.coordinator.decisions.state.pool import PoolState, Republish
 from weft.coordinator.decisions.state.replica import holds
@@ -32,7 +33,7 @@ def watch(change: Change) -> None:
         if not wanted.is_asked and waited >= state.settings.publish_again_after_seconds:
             wanted = replace(wanted, is_asked=True)
             change.announce(
-                "publish_again_wanted",
+                EventKind.PUBLISH_AGAIN_WANTED,
                 str(PolicyVersion(policy, version)),
                 f"no replica in contact holds it: {who_publishes(state, policy)}",
             )

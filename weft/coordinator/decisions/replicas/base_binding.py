@@ -9,6 +9,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
+    EventKind,
     RebindAnswer,
     SavePin,
     SavePolicy,
@@ -25,7 +26,7 @@ def bind(change: Change, capabilities: Capabilities) -> None:
         return
     if change.state.fingerprint:
         why = f"{capabilities.architecture}, in place of {change.state.architecture}"
-        change.announce("base_bound", given[:12], f"{why}: nothing was ever pushed")
+        change.announce(EventKind.BASE_BOUND, given[:12], f"{why}: nothing was ever pushed")
     for replica in list(change.state.replicas.values()):
         if replica.capabilities.base_fingerprint != given:
             change.drop_replica(replica.replica_id)
@@ -82,7 +83,7 @@ def rebind(change: Change, event: events.RebindBase) -> None:
     change.touched_all = True
     _save(change, "", "")
     change.announce(
-        "base_unbound",
+        EventKind.BASE_UNBOUND,
         state.fingerprint[:12],
         f"{state.architecture}, by an operator; {len(retired)} versions were retired, and the next "
         "replica's base model is the pool's",

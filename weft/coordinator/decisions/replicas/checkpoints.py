@@ -13,7 +13,7 @@ from weft.contract.errors import NotFoundError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import Done, SaveCheckpoint
+from weft.coordinator.decisions.effects import Done, EventKind, SaveCheckpoint
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import BoundCheckpoint
@@ -111,7 +111,7 @@ def _bind(change: Change, replica: Replica) -> None:
     change.touched_all = True
     change.emit(SaveCheckpoint(bound))
     change.announce(
-        "checkpoint_bound",
+        EventKind.CHECKPOINT_BOUND,
         own.digest.hex()[:12],
         f"base@0 is the checkpoint that {replica.replica_id} was started with",
     )

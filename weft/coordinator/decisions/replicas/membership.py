@@ -14,7 +14,13 @@ from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CloseChannel, Done, HeartbeatAnswer, RegisterAnswer
+from weft.coordinator.decisions.effects import (
+    CloseChannel,
+    Done,
+    EventKind,
+    HeartbeatAnswer,
+    RegisterAnswer,
+)
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings
@@ -205,7 +211,7 @@ def leave(change: Change, event: events.Leave) -> None:
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         _remove(change, replica, "it left the pool")
-        change.announce("replica_lost", replica.replica_id, "it left the pool")
+        change.announce(EventKind.REPLICA_LOST, replica.replica_id, "it left the pool")
     change.reply(event.ticket, Done())
 
 

@@ -47,7 +47,7 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
         if where in (ReplicaState.QUARANTINED, ReplicaState.DRAINING, ReplicaState.SUSPECT):
             error = NotReadyError(
                 f"no operator's order keeps {name!r} out of service, and none puts it back: {why}",
-                reason="NOT_WITHDRAWN",
+                reason="NOT_TAKEN_OUT_OF_SERVICE",
             )
             change.refuse([event.ticket], error)
             return

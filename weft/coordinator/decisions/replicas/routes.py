@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.contract.frozen import replace
 from weft.contract.names import VersionVector
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import RoutesChanged
+from weft.coordinator.decisions.effects import EventKind, RoutesChanged
 from weft.coordinator.decisions.replicas.replica_state import (
     explain_state,
     is_routable,
@@ -16,13 +16,13 @@ from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import ReplicaState
 
 _EVENT_KINDS = {
-    ReplicaState.READY: "replica_ready",
-    ReplicaState.PENDING_WEIGHTS: "replica_pending",
-    ReplicaState.LOST: "replica_lost",
-    ReplicaState.QUARANTINED: "replica_quarantined",
-    ReplicaState.DRAINING: "replica_draining",
-    ReplicaState.CORDONED: "replica_cordoned",
-    ReplicaState.SUSPECT: "replica_suspect",
+    ReplicaState.READY: EventKind.REPLICA_READY,
+    ReplicaState.PENDING_WEIGHTS: EventKind.REPLICA_PENDING,
+    ReplicaState.LOST: EventKind.REPLICA_LOST,
+    ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
+    ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
+    ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
+    ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
 }
 
 

@@ -15,7 +15,7 @@ import hashlib
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallJoin, OpenGroup
+from weft.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup
 from weft.coordinator.decisions.state.replica import Replica, Suspicion
 from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
 from weft.coordinator.decisions.transfers import abort
@@ -109,5 +109,5 @@ def rank_attends(change: Change, event: events.RankAttends) -> None:
     if replica is not None and replica.suspect and replica.suspect.group_id == group.group_id:
         change.put_replica(replace(replica, suspect=None))
         why = f"every receiver of it has answered; {replica.suspect.why}"
-        change.announce("replica_answers", replica.replica_id, why)
+        change.announce(EventKind.REPLICA_ANSWERS, replica.replica_id, why)
     abort.close_group(change, group.group_id, "every receiver has answered")

@@ -39,7 +39,7 @@ class ReplicaState(enum.IntEnum):
     QUARANTINED = 4
     DRAINING = 5
     CORDONED = 6
-    SUSPECT = 20
+    SUSPECT = 7
 
 
 class Phase(enum.IntEnum):

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 
 from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallDiscard, CallJoin, OpenGroup, SendReform
+from weft.coordinator.decisions.effects import (
+    CallDiscard,
+    CallJoin,
+    EventKind,
+    OpenGroup,
+    SendReform,
+)
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, members_of
 from weft.coordinator.decisions.state.values import Failure, Phase
@@ -73,14 +79,14 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
     change.put_transfer(transfer)
     change.emit(OpenGroup(renewed))
     change.emit(SendReform(group.group_id, transfer.transfer_id, renewed, why))
-    abort.close_group(change, group.group_id, f"going on without {who}: {why}")
+    abort.close_group(change, group.group_id, f"continued without {who}: {why}")
     call_to_join(change, transfer, renewed)
     for replica_id in lost:
         _discard_at(change, transfer, change.state.replicas.get(replica_id))
     change.announce(
-        "transfer_reformed",
+        EventKind.TRANSFER_REFORMED,
         transfer.transfer_id,
-        f"{transfer.policy_version} goes on with {len(survivors)} replicas without {who}, "
+        f"{transfer.policy_version} continues with {len(survivors)} replicas without {who}, "
         f"epoch {epoch}: {why}",
     )
 

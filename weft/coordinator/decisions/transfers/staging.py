@@ -193,7 +193,7 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
     if event.rank in transfer.attempt.accusations:
         return  # it gave up because of another; judge() will tell
     failure = abort.peer_gone(member, event.why)
-    if event.rank == 0:  # without its sender no push goes on
+    if event.rank == 0:  # without its sender no push continues
         abort.abort(change, transfer, failure)
     else:
         reform.lose_replica(change, transfer, member, failure)

@@ -1,7 +1,7 @@
 """Stalls: a member that lives, owes the next step, and says nothing.
 
 A death shows as a broken stream or as silence of a whole process. A working thread that
-hangs shows as neither: its process goes on beating and its stream stays open. So each
+hangs shows as neither: its process keeps beating and its stream stays open. So each
 rank's working thread says what it does (``weft.v1.Progress``), and one that *owes* a step
 and is silent for ``Settings.stall_seconds`` is given up for its transfer, and is suspect
 (see suspects.py). Who owes what, and which message discharges it:

@@ -23,7 +23,7 @@ from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import SavePolicy, SaveRetired, SaveVersion
+from weft.coordinator.decisions.effects import EventKind, SavePolicy, SaveRetired, SaveVersion
 from weft.coordinator.decisions.state.pool import PoolState, Unserved
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
@@ -153,7 +153,7 @@ def _forget(change: Change, version: PolicyVersion) -> None:
 
 
 def undo(change: Change, ended: Transfer) -> None:
-    """The version fails, and its policy goes on with what it served before."""
+    """The version fails, and its policy stays with what it served before."""
     policy = change.state.policies[ended.policy]
     change.put_policy(replace(policy, served_version=ended.served_before))
     _mark_failed(change, ended)
@@ -172,7 +172,9 @@ def _mark_failed(change: Change, ended: Transfer) -> None:
     now = f"{policy.name!r} stays at {policy.served_version}"
     if not policy.served_version:
         now = f"{policy.name!r} has no version" if policy.name != BASE_POLICY else "base@0 stays"
-    change.announce("version_failed", str(ended.policy_version), f"{ended.failure.message}; {now}")
+    change.announce(
+        EventKind.VERSION_FAILED, str(ended.policy_version), f"{ended.failure.message}; {now}"
+    )
 
 
 def retire_replaced(change: Change, ended: Transfer) -> None:
@@ -180,4 +182,6 @@ def retire_replaced(change: Change, ended: Transfer) -> None:
     if ended.kind is PolicyKind.BASE and ended.served_before:
         before = replace(ended, version=ended.served_before).policy_version
         change.emit(SaveRetired(before))
-        change.announce("version_retired", str(before), f"superseded by {ended.policy_version}")
+        change.announce(
+            EventKind.VERSION_RETIRED, str(before), f"superseded by {ended.policy_version}"
+        )

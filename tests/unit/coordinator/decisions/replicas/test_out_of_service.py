@@ -380,9 +380,9 @@ def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     vector = m.state.replicas["r0"].vector
     m.do(events.Heartbeat(0, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
     error = m.error(_uncordon(m, "r0"))
-    assert (error.reason, "the engine broke" in error.message) == ("NOT_WITHDRAWN", True)
+    assert (error.reason, "the engine broke" in error.message) == ("NOT_TAKEN_OUT_OF_SERVICE", True)
     _drain(m, "r1", reason="old card")
-    assert m.error(_uncordon(m, "r1")).reason == "NOT_WITHDRAWN"
+    assert m.error(_uncordon(m, "r1")).reason == "NOT_TAKEN_OUT_OF_SERVICE"
     _take_out(m, "r1", ReplicaState.CORDONED)  # the name may come back: the order goes
     answer = m.answer(_uncordon(m, "r1"))
     assert isinstance(answer, effects.UncordonAnswer)

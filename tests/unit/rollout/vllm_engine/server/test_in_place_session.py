@@ -1,4 +1,4 @@
-"""What holds requests still for a load in place, and all that may end it; a fake engine."""
+"""What pauses generation for a load in place, and all that may end it; a fake engine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_the_order_may_come_again(fake: Fake) -> None:
     fake.engine.answers["weft_load_arriving"] = lambda: [failed("NOT_STAGED")]
     with pytest.raises(NotReadyError):
         await fake.load()
-    assert fake.calls() == ["weft_load_arriving"]  # whoever ends it lets requests go on
+    assert fake.calls() == ["weft_load_arriving"]  # whoever ends it lets generation resume
     assert fake.replica.loading == "t"
 
 
