@@ -1,0 +1,206 @@
+"""The vectors of docs/protocol.md, made by the code that trainers and replicas run.
+
+``python -m tests.contract.protocol_vectors`` writes docs/protocol_vectors.json anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_side.pool.sender import Packer
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft.contract.errors import CapacityError, InvalidNameError, WeftError
+from weft.contract.manifest import WSUM64, XXH3_64, Manifest, plan_buckets
+from weft.contract.names import PolicyVersion, check_name, name_in_the_way
+from weft.contract.tensors import DataType, TensorMeta, base_fingerprint
+from weft.rpc.status import status_from_error
+from weft.transport.digest import content_digest, payload_digest, tensor_digest
+
+PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
+
+NONCE = 0x0123_4567_89AB_CDEF
+#: Two layers, so two buckets of at most 512 bytes; the first has room between its tensors.
+TENSORS = {
+    "model.layers.0.mlp.up_proj.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 4,
+    "model.layers.0.mlp.up_proj.bias": torch.tensor([1.0, -2.5, 0.0], dtype=torch.bfloat16),
+    "model.norm.step": torch.tensor(-2, dtype=torch.int64),
+}
+_CAPACITY_BYTES = 512
+#: One row of the weighted sum and a half, so that both of its weights change.
+_LONG_BYTES = 6144 * 8
+
+
+def long_payload() -> torch.Tensor:
+    """The bytes that the vectors of digests describe by a rule: byte i is 7 i + 3 mod 256."""
+    return ((torch.arange(_LONG_BYTES) * 7 + 3) % 256).to(torch.uint8)
+
+
+def metas() -> list[TensorMeta]:
+    """What ``TENSORS`` are called, and their shapes."""
+    return [
+        TensorMeta(name, DataType[str(t.dtype).removeprefix("torch.").upper()], tuple(t.shape))
+        for name, t in TENSORS.items()
+    ]
+
+
+class _Tensors:
+    """A ``Source`` of ``TENSORS``."""
+
+    def read(self, first: int, count: int, into: list[torch.Tensor]) -> None:
+        values = list(TENSORS.values())[first : first + count]
+        for target, value in zip(into, values, strict=True):
+            target.copy_(value)
+
+
+def make() -> dict[str, Any]:
+    """All vectors, as the file holds them."""
+    return {
+        "protocol_revision": 1,
+        "pushes": [_push(XXH3_64), _push(WSUM64)],
+        "digests": _digests(),
+        "checkpoint": _checkpoint(),
+        "fingerprint": {
+            "architecture": "TinyForCausalLM",
+            "tensors": [{"name": m.name, "dims": list(m.shape)} for m in metas()],
+            "fingerprint": base_fingerprint("TinyForCausalLM", metas()),
+        },
+        "names": _names(),
+        "errors": [
+            _error(
+                CapacityError(
+                    "replica 'r0' has 0 bytes of staging memory free, this push needs 768",
+                    metadata={"replica": "r0"},
+                )
+            ),
+            _error(InvalidNameError("'../x' cannot name a policy")),
+        ],
+    }
+
+
+def _push(algorithm: int) -> dict[str, Any]:
+    manifest = plan_buckets(metas(), _CAPACITY_BYTES, algorithm)
+    packer, digests, buckets = Packer(manifest), list[int](), []
+    for index, bucket in enumerate(manifest.buckets):
+        wire, digest = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
+        digests.append(digest)
+        buckets.append(
+            {
+                "payload_bytes": bucket.payload_bytes,
+                "num_tensors": bucket.num_tensors,
+                "digest": f"{digest:016x}",
+                "trailer": bytes(wire[bucket.payload_bytes :][:32].tolist()).hex(),
+                "wire": bytes(wire.tolist()).hex(),
+            }
+        )
+    return {
+        "digest_algorithm": algorithm,
+        "nonce": f"{NONCE:016x}",
+        "tensors": _tensors(manifest),
+        "buckets": buckets,
+        "layout_digest": manifest.layout_digest.hex(),
+        "content_digest": content_digest(digests).hex(),
+        "total_bytes": manifest.total_bytes,
+    }
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": slot.meta.name,
+            "dtype": int(slot.meta.dtype),
+            "dims": list(slot.meta.shape),
+            "bucket": slot.bucket,
+            "offset_bytes": slot.offset_bytes,
+            "values": TENSORS[slot.meta.name].double().flatten().tolist(),
+        }
+        for slot in manifest.tensors
+    ]
+
+
+def _digests() -> dict[str, Any]:
+    payload = long_payload()
+    return {
+        "payload": "byte i is (7 i + 3) modulo 256",
+        "num_bytes": len(payload),
+        "xxh3_64": f"{payload_digest(payload, XXH3_64):016x}",
+        "wsum64": f"{payload_digest(payload, WSUM64):016x}",
+    }
+
+
+def _checkpoint() -> dict[str, Any]:
+    stored = []
+    for meta in metas():
+        content = TENSORS[meta.name].reshape(-1).view(torch.uint8)
+        digest = tensor_digest(content)
+        stored.append(
+            (content, StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest))
+        )
+    return {
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "dims": list(tensor.shape),
+                "content": bytes(content.tolist()).hex(),
+                "digest": f"{tensor.digest:016x}",
+            }
+            for content, tensor in stored
+        ],
+        "digest": checkpoint_digest(tensor for _, tensor in stored).hex(),
+    }
+
+
+_NAMES = ("math", "Qwen2.5-7B_lora", "7b", "a" * 63, "base", "")
+_NO_NAMES = ("a" * 64, "-math", ".math", "a..b", "a/b", "math@17", "mäth", "a b")
+_VERSIONS = ("math@17", "base@0", "a.b@007", "math", "@1", "math@", "math@-1", "math@+1", "a@b@1")
+_SERVED = ("Qwen/Qwen2.5-7B", "math@17", "chat", "math@latest", "mathematics@1")
+
+
+def _names() -> dict[str, Any]:
+    return {
+        "names": {name: _is_name(name) for name in (*_NAMES, *_NO_NAMES)},
+        "versions": {text: _parsed(text) for text in _VERSIONS},
+        "served_names": list(_SERVED),
+        "in_the_way": {name: name_in_the_way(name, _SERVED) for name in ("math", "chat", "code")},
+    }
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_name(name, "policy")
+    except InvalidNameError:
+        return False
+    return True
+
+
+def _parsed(text: str) -> list[Any] | None:
+    try:
+        version = PolicyVersion.parse(text)
+    except InvalidNameError:
+        return None
+    return [version.policy, version.version]
+
+
+def _error(error: WeftError) -> dict[str, Any]:
+    return {
+        "status": error.status,
+        "reason": error.reason,
+        "message": error.message,
+        "metadata": error.metadata,
+        "grpc-status-details-bin": status_from_error(error)
+        .SerializeToString(deterministic=True)
+        .hex(),
+    }
+
+
+def main() -> None:
+    """Write the file."""
+    PATH.write_text(json.dumps(make(), indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
