@@ -14,6 +14,7 @@ import torch
 from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.contract.served_replica import Served, serving
+from tests.documented import keeps_to_comments  # noqa: F401 (of every test here)
 from tests.doubles.engine import EngineDouble
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import CAPABILITIES

@@ -55,6 +55,11 @@ _SERVICES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def keeps_to_comments() -> None:
+    """Not here: a servicer that fails in every way there is."""
+
+
 class _Raising(inspect_pb2_grpc.InspectServiceServicer):
     """Raises what it is told to, from a unary and from a streaming method."""
 
@@ -70,7 +75,7 @@ class _Raising(inspect_pb2_grpc.InspectServiceServicer):
         await asyncio.sleep(60)
 
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        yield inspect_pb2.WatchEventsResponse(kind="first")
+        yield inspect_pb2.WatchEventsResponse(subject="first")
         raise self.error
 
 
@@ -107,7 +112,7 @@ async def test_streams_fail_as_typed_too(raising: tuple[_Raising, str]) -> None:
     async with open_aio_channel(target) as channel:
         stub = inspect_pb2_grpc.InspectServiceStub(channel)
         stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest())
-        assert (await stream.read()).kind == "first"
+        assert (await stream.read()).subject == "first"
         with pytest.raises(grpc.RpcError) as failed:
             await stream.read()
         assert error_from_rpc(failed.value).reason == "TOO_SLOW"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import keeps_to_comments  # noqa: F401 (of every test here)
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, weights
