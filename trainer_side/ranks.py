@@ -88,7 +88,7 @@ class Ranks(Protocol):
         """
 
     def abandon(self) -> None:
-        """Not collective: leave, so that whoever waits for this rank fails at once."""
+        """Leave, so that whoever waits for this rank fails at once; not collective."""
 
 
 def ranks_of(together: Together) -> Ranks:

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
-from weft import __version__
-from weft.contract import logs
+from weft import __version__, logs
 from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import WeftError
 from weft.contract.push_defaults import (
@@ -25,7 +24,7 @@ from weft.contract.push_defaults import (
 )
 from weft.coordinator.config import CoordinatorConfig
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
-from weft_cli.orders import add_orders
+from weft_cli.orders.commands import add_orders
 
 app = typer.Typer(
     no_args_is_help=True,

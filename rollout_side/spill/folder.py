@@ -246,7 +246,7 @@ def _owner(partial: Path) -> str:
 
 
 def _idle_seconds(partial: Path) -> float:
-    """Since anything was written to it."""
+    """Seconds since anything was written to it."""
     newest = 0.0
     with contextlib.suppress(OSError):
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))

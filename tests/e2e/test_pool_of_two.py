@@ -26,8 +26,8 @@ from tests.e2e.replicas import (
 )
 from trainer_side import Publisher
 from weft_cli.demo.processes import Process
-from weft_cli.operate import roll_back
-from weft_cli.replicas import drain
+from weft_cli.orders.replicas import drain
+from weft_cli.orders.versions import roll_back
 
 _NUM_TOKENS = 240
 _SECONDS = 60.0

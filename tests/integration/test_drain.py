@@ -16,8 +16,8 @@ from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until
 from trainer_side import Publisher
 from weft.contract.errors import WeftError
-from weft_cli import replicas
 from weft_cli.main import app
+from weft_cli.orders import replicas
 
 
 def weft(pool: Pool, *args: str) -> str:

@@ -53,7 +53,7 @@ class Checkpoint:
     digest: bytes = b""
     """Over all tensors, whichever files they lie in; empty unless DIGESTED."""
     files: tuple[FileDigest, ...] = ()
-    """By name."""
+    """Its files, in the order of their names."""
     reason: str = ""
     """Why it is not compared, for people."""
 

@@ -77,7 +77,7 @@ class Sending:
 
     @property
     def num_buckets(self) -> int:
-        """In all."""
+        """Buckets of the version, released or not."""
         return len(self.buckets.manifest.buckets)
 
 

@@ -35,7 +35,7 @@ class HeldCopy:
     pickled_manifest: bytes
 
     def manifest(self) -> Manifest:
-        """Not unpickled before it is asked for: a switch does without it."""
+        """The manifest, unpickled only here: a switch does without it."""
         manifest: Manifest = pickle.loads(self.pickled_manifest)
         return manifest
 

@@ -44,7 +44,7 @@ from rollout_side.vllm_engine.worker.state import (
     served_base,
     state_of,
 )
-from weft.contract import logs
+from weft import logs
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion

@@ -30,7 +30,7 @@ def rollback(
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
 ) -> None:
     """Serve a former version again: an adapter's alias, or a base that replicas retain."""
-    from weft_cli.operate import roll_back
+    from weft_cli.orders.versions import roll_back
 
     roll_back(coordinator, policy, to, timeout_seconds=timeout)
 
@@ -42,18 +42,18 @@ def pin(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Keep a version of an adapter from being retired, or the copies of a base."""
-    from weft_cli import operate
+    from weft_cli.orders import versions
 
-    operate.pin(coordinator, operate.parse_version(name, number), pinned=not off)
+    versions.pin(coordinator, versions.parse_version(name, number), pinned=not off)
 
 
 def retire(
     name: VersionName, number: VersionNumber = None, coordinator: Coordinator = DEFAULT_COORDINATOR
 ) -> None:
     """Retire a version of an adapter now; its alias must stand for another."""
-    from weft_cli import operate
+    from weft_cli.orders import versions
 
-    operate.retire(coordinator, operate.parse_version(name, number))
+    versions.retire(coordinator, versions.parse_version(name, number))
 
 
 def retain(
@@ -70,16 +70,16 @@ def retain(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Keep so many versions of an adapter, from now on and over restarts."""
-    from weft_cli import operate
+    from weft_cli.orders import versions
 
-    operate.retain(coordinator, policy, number)
+    versions.retain(coordinator, policy, number)
 
 
 def cordon(
     replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = DEFAULT_COORDINATOR
 ) -> None:
     """Take a replica out of service; it keeps up with pushes and can come back at once."""
-    from weft_cli import replicas
+    from weft_cli.orders import replicas
 
     replicas.cordon(coordinator, replica, reason)
 
@@ -90,14 +90,14 @@ def quarantine(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Take a replica out of service and out of transfers; it refuses new requests."""
-    from weft_cli import replicas
+    from weft_cli.orders import replicas
 
     replicas.quarantine(coordinator, replica, reason)
 
 
 def uncordon(replica: ReplicaId, coordinator: Coordinator = DEFAULT_COORDINATOR) -> None:
     """Put a replica back into service, cordoned or quarantined."""
-    from weft_cli import replicas
+    from weft_cli.orders import replicas
 
     replicas.uncordon(coordinator, replica)
 
@@ -112,7 +112,7 @@ def drain(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
 ) -> None:
     """Let a replica finish what runs, leave the pool and end; returns when it has left."""
-    from weft_cli import replicas
+    from weft_cli.orders import replicas
 
     replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
 

@@ -1,0 +1,1 @@
+"""The operator's orders: as commands, about versions, and about replicas."""
