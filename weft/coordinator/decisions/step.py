@@ -15,7 +15,7 @@ from weft.contract.errors import (
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import Done, Effect
+from weft.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged
 from weft.coordinator.decisions.policies import leases, retention
 from weft.coordinator.decisions.purposes import begin, rollback
 from weft.coordinator.decisions.recovery import adoption, catch_up, republish
@@ -25,23 +25,37 @@ from weft.coordinator.decisions.replicas import (
     drains,
     membership,
     out_of_service,
-    routes,
     suspects,
 )
-from weft.coordinator.decisions.replicas.replica_state import base_targets
+from weft.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    explain_state,
+    is_routable,
+    replica_state,
+    seen,
+)
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Failure, Phase
+from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 from weft.coordinator.decisions.transfers import (
     abort,
-    commit,
+    course,
     discard,
     preflight,
-    staging,
     stalls,
     turns,
     unserved,
 )
+
+_EVENT_KINDS = {
+    ReplicaState.READY: EventKind.REPLICA_READY,
+    ReplicaState.PENDING_WEIGHTS: EventKind.REPLICA_PENDING,
+    ReplicaState.LOST: EventKind.REPLICA_LOST,
+    ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
+    ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
+    ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
+    ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
+}
 
 
 def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
@@ -68,8 +82,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
-        routes.announce_states(change)
-        routes.note_changes(state, change)
+        _announce_states(change)
+        _note_routes(state, change)
     _answer_describers(change)
     return change.state, change.effects
 
@@ -81,7 +95,7 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.find_lost(change)
             leases.expire_leases(change)
             stalls.watch(change)
-            staging.watch_deadlines(change)
+            course.watch_deadlines(change)
             suspects.probe(change)
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:
@@ -121,27 +135,27 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.FitChecked():
             preflight.fit_checked(change, event)
         case events.RankAttends():
-            staging.rank_attends(change, event)
+            course.rank_attends(change, event)
             suspects.rank_attends(change, event)
         case events.RankGone():
-            staging.rank_gone(change, event)
+            course.rank_gone(change, event)
         case events.RanksHeard():
             stalls.heard(change, event)
         case events.RankPrepared():
-            staging.rank_prepared(change, event)
+            course.rank_prepared(change, event)
         case events.RankLoadDue():
-            staging.rank_load_due(change, event)
+            course.rank_load_due(change, event)
         case events.RankStaged():
-            staging.rank_staged(change, event)
+            course.rank_staged(change, event)
         case events.RankFailed():
-            staging.rank_failed(change, event)
+            course.rank_failed(change, event)
         case events.JoinAnswered():
             if not suspects.join_answered(change, event):
-                staging.join_answered(change, event)
+                course.join_answered(change, event)
         case events.LoadAnswered():
-            staging.load_answered(change, event)
+            course.load_answered(change, event)
         case events.CommitAnswered():
-            commit.commit_answered(change, event)
+            course.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retention.retire(change)
         case events.RetireAnswered():
@@ -253,6 +267,37 @@ def _forget_caller(change: Change, ticket: int) -> None:
         if (begins, awaits) != (transfer.begin_tickets, transfer.await_tickets):
             change.put_transfer(replace(transfer, begin_tickets=begins, await_tickets=awaits))
             return
+
+
+def _announce_states(change: Change) -> None:
+    """Notify watchers of the replicas whose state changed."""
+    ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
+    for replica_id in ids:
+        replica = change.state.replicas.get(replica_id)
+        if replica is None:
+            continue
+        now_is = replica_state(change.state, replica)
+        routed = is_routable(change.state, replica)
+        if routed is not replica.routed:
+            replica = change.put_replica(replace(replica, routed=routed))
+        if now_is is not replica.announced:
+            why = explain_state(change.state, replica)[1]
+            change.put_replica(replace(replica, announced=now_is))
+            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
+
+
+def _note_routes(before: PoolState, change: Change) -> None:
+    """Notify readers of what a step changed; states must have been announced."""
+    touched = before.replicas.keys() | change.state.replicas.keys()
+    if not change.touched_all:
+        touched = touched & change.touched
+    changed = []
+    for replica_id in touched:
+        was, now_is = before.replicas.get(replica_id), change.state.replicas.get(replica_id)
+        if was is not now_is and seen(was) != seen(now_is):
+            changed.append(replica_id)
+    if changed:
+        change.emit(RoutesChanged(tuple(changed)))
 
 
 def _answer_describers(change: Change) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from weft.coordinator.decisions.replicas.routes import is_listed, routes
+from weft.coordinator.decisions.replicas.replica_state import is_listed, routes
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.messages.listing import entry_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from weft.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
-    LeaseFencedError,
     PolicyOwnedError,
     WeftError,
 )
@@ -16,7 +15,7 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
+from weft.coordinator.decisions.state.pool import Lease, Policy, live_lease, require_lease
 from weft.coordinator.decisions.state.values import Failure, PolicyKind
 from weft.coordinator.decisions.transfers import abort
 
@@ -145,34 +144,3 @@ def _abort_transfers(change: Change, policy: str, why: str) -> None:
         is_leased = transfer.purpose.fencing_token is not None and transfer.policy == policy
         if is_leased and transfer.uncommitted:
             abort.abort(change, transfer, failure)
-
-
-def live_lease(policy: Policy, now: float) -> Lease | None:
-    """The lease, if it has not run out."""
-    lease = policy.lease
-    return lease if lease and now < lease.expires_at else None
-
-
-def require_lease(
-    state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
-) -> tuple[Policy, Lease]:
-    """The policy and its lease, if the token is that lease's, and the session where one
-    is named: a catalog that was lost may have given the token before.
-
-    Raises:
-        LeaseFencedError: The lease expired, was taken over, or never was.
-    """
-    policy = state.policies.get(policy_name)
-    lease = live_lease(policy, now) if policy else None
-    if policy is None or lease is None:
-        raise LeaseFencedError(
-            f"no lease of policy {policy_name[:80]!r} is held: it expired or was never taken; "
-            "acquire it again"
-        )
-    if lease.fencing_token != fencing_token or session_id not in ("", lease.session_id):
-        raise LeaseFencedError(
-            f"token {fencing_token} of policy {policy_name!r} was superseded by "
-            f"{lease.fencing_token}, held by trainer {lease.trainer_id!r} ({lease.process})",
-            metadata={"holder": lease.trainer_id},
-        )
-    return policy, lease

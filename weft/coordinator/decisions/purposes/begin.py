@@ -15,9 +15,8 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer
-from weft.coordinator.decisions.policies.leases import require_lease
 from weft.coordinator.decisions.purposes.push import Push, begin_answer
-from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState
+from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState, require_lease
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Phase, PolicyKind
 from weft.coordinator.decisions.transfers import preflight

@@ -25,7 +25,7 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, seats
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
-from weft.coordinator.decisions.transfers import abort, commit, in_place, reform
+from weft.coordinator.decisions.transfers import abort, course, in_place, reform
 from weft.coordinator.decisions.transfers.discard import discard
 from weft.coordinator.decisions.transfers.turns import Turns
 
@@ -188,6 +188,6 @@ class Clone(Repair):
         # Its source has done its part, however long the target takes to switch.
         abort.close_group(change, transfer.group_id, "its clone is staged")
         replica = change.state.replicas[self.replica_id]
-        transfer = change.put_transfer(commit.at_commit_point(change, transfer, [replica]))
+        transfer = change.put_transfer(course.at_commit_point(change, transfer, [replica]))
         alias = alias_of(change.state, transfer)
-        change.emit(commit.call_to_commit(transfer, replica, expected, alias=alias))
+        change.emit(course.call_to_commit(transfer, replica, expected, alias=alias))

@@ -30,9 +30,8 @@ from weft.coordinator.decisions.effects import (
     SavePolicy,
     SaveVersion,
 )
-from weft.coordinator.decisions.policies.leases import live_lease, require_lease
 from weft.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
-from weft.coordinator.decisions.state.pool import Policy, PoolState
+from weft.coordinator.decisions.state.pool import Policy, PoolState, live_lease, require_lease
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Group, Purpose, Transfer, seats
 from weft.coordinator.decisions.state.values import (
@@ -44,11 +43,10 @@ from weft.coordinator.decisions.state.values import (
 )
 from weft.coordinator.decisions.transfers import (
     abort,
-    commit,
+    course,
     in_place,
     preflight,
     reform,
-    staging,
     stalls,
     unserved,
 )
@@ -189,7 +187,7 @@ class Push(Purpose):
             reform.call_to_join(change, transfer, group)
         for ticket in tickets:
             change.reply(ticket, begin_answer(transfer, group))
-        staging.prepare_if_complete(change, transfer)
+        course.prepare_if_complete(change, transfer)
 
     def _usable_group(
         self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
@@ -287,7 +285,7 @@ class Push(Purpose):
         replicas = [change.state.replicas[name] for name in transfer.targets]
         served_over = change.state.vector.base if transfer.adapter else None
         transfer = replace(
-            commit.at_commit_point(change, transfer, replicas),
+            course.at_commit_point(change, transfer, replicas),
             content_digest=digest,
             purpose=replace(self, served_over=served_over),
         )
@@ -304,7 +302,7 @@ class Push(Purpose):
         change.announce(
             EventKind.TRANSFER_STAGED, transfer.transfer_id, str(transfer.policy_version)
         )
-        change.emit(*(commit.call_to_commit(transfer, replica, digest) for replica in replicas))
+        change.emit(*(course.call_to_commit(transfer, replica, digest) for replica in replicas))
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
         is_undone = transfer.is_replaced_kept and not transfer.served_by and all_definite(transfer)

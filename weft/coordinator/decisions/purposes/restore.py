@@ -16,7 +16,7 @@ from weft.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.transfers import commit
+from weft.coordinator.decisions.transfers import course
 from weft.coordinator.decisions.transfers.turns import Turns
 
 
@@ -40,7 +40,7 @@ class Restore(Repair):
 
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
         """Order the replica to switch: there is nothing to stage first."""
-        transfer = change.put_transfer(commit.at_commit_point(change, transfer, [replica]))
+        transfer = change.put_transfer(course.at_commit_point(change, transfer, [replica]))
         order = self._order(change.state, transfer, replica)
         where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
         text = f"{transfer.policy_version} at {self.replica_id}, from its {where}"
@@ -63,7 +63,7 @@ class Restore(Repair):
         assert digest is not None
         alias = alias_of(state, transfer)
         if self.staged_by:
-            return commit.call_to_commit(
+            return course.call_to_commit(
                 transfer, replica, digest, staged_by=self.staged_by, alias=alias
             )
         return CallRestore(

@@ -29,9 +29,9 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
 )
 from weft.coordinator.decisions.policies.retention import known_policy, requestable, ways_back
-from weft.coordinator.decisions.replicas.checkpoints import difference
 from weft.coordinator.decisions.replicas.replica_state import (
     base_targets,
+    difference,
     eligible_targets,
     is_ready,
     obeys_pins,
@@ -40,7 +40,7 @@ from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
 from weft.coordinator.decisions.state.transfer import Purpose, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft.coordinator.decisions.transfers.commit import at_commit_point
+from weft.coordinator.decisions.transfers.course import at_commit_point
 from weft.coordinator.decisions.transfers.refusals import all_definite
 from weft.coordinator.decisions.transfers.turns import Turns, take_over
 

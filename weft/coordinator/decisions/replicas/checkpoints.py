@@ -8,73 +8,14 @@ version is brought to all, whatever they were started with.
 
 from __future__ import annotations
 
-from weft.contract.checkpoint import CheckpointState, differing_files
+from weft.contract.checkpoint import CheckpointState
 from weft.contract.errors import NotFoundError
 from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, EventKind, SaveCheckpoint
-from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import BoundCheckpoint
-
-_MAX_NAMED_FILES = 3
-
-
-def doubt(state: PoolState, replica: Replica) -> str:
-    """Why a replica may not answer as base@0, for people; empty where it may, or where
-    base@0 is not what the pool and it serve. Cheap where it is compared already."""
-    if state.vector.base or replica.vector.base:
-        return ""
-    return difference(state, replica)
-
-
-def difference(state: PoolState, replica: Replica) -> str:
-    """How a replica's base@0 is not known to be the pool's; empty where it is, or where
-    there is nothing to compare."""
-    own, bound = replica.checkpoint, state.checkpoint
-    match own.state:
-        case CheckpointState.READING:
-            return "its checkpoint is being read, to compare its base@0 with the pool's"
-        case CheckpointState.DUMMY:
-            return (
-                "it was started with dummy weights, which are nobody's base@0: push a base, or "
-                "start it without --load-format dummy"
-            )
-        case CheckpointState.NOT_COMPARED:
-            return ""
-    if bound is None:
-        return ""
-    if own.digest != bound.digest:
-        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_REMEDY}"
-    served = replica.capabilities
-    if served.base_dtype is not bound.base_dtype:
-        return (
-            f"it serves base@0 in {served.base_dtype.torch_name}, {bound.replica_id} bound it in "
-            f"{bound.base_dtype.torch_name}: start it with the same --dtype, or push a base"
-        )
-    if served.quantization != bound.quantization:
-        return (
-            f"it serves base@0 quantised by {served.quantization or 'nothing'}, "
-            f"{bound.replica_id} bound it quantised by {bound.quantization or 'nothing'}: start it "
-            "with the same --quantization, or push a base"
-        )
-    return ""
-
-
-_REMEDY = (
-    "start it from the same files, or push a base; if the pool's is the wrong one, stop all "
-    "replicas and bind it anew: weft base --rebind"
-)
-
-
-def _files(replica: Replica, bound: BoundCheckpoint) -> str:
-    names = differing_files(replica.checkpoint, bound.files)
-    shown = ", ".join(names[:_MAX_NAMED_FILES]) or "files beyond those that are told"
-    more = len(names) - _MAX_NAMED_FILES
-    if more > 0:
-        shown += f" and {more} more"
-    return f"{shown} differ from those of {bound.replica_id}, which bound it"
 
 
 def report(change: Change, event: events.ReportCheckpoint) -> None:

@@ -34,7 +34,7 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import abort, in_place, reform, stalls
-from weft.coordinator.decisions.transfers.commit import note_commit_answer
+from weft.coordinator.decisions.transfers.course import note_commit_answer
 from weft.coordinator.decisions.transfers.discard import tell_at_registration
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
+from weft.contract.checkpoint import CheckpointState, differing_files
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions.policies.retention import kept_versions
-from weft.coordinator.decisions.replicas.checkpoints import doubt
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import OutOfService, Replica
-from weft.coordinator.decisions.state.values import ReplicaState
+from weft.coordinator.decisions.state.values import BoundCheckpoint, ReplicaState
 
 
 def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
@@ -97,6 +97,29 @@ def _missing(state: PoolState, replica: Replica) -> str:
     if replica.commit_failure:
         reason += f" ({replica.commit_failure})"
     return reason
+
+
+# -- who may be sent requests -----------------------------------------------
+
+
+def routes(state: PoolState) -> list[Replica]:
+    """The replicas to route to, by id; O(replicas)."""
+    return sorted(
+        (replica for replica in state.replicas.values() if is_listed(replica)),
+        key=lambda replica: replica.replica_id,
+    )
+
+
+def is_listed(replica: Replica) -> bool:
+    """Whether requests may be sent to a replica."""
+    return seen(replica) is not None
+
+
+def seen(replica: Replica | None) -> tuple[str, str, VersionVector] | None:
+    """What a reader of the routes sees of a replica; None where it is not listed."""
+    if replica is None or not replica.routed or not replica.http_url:
+        return None
+    return replica.http_url, replica.model_name, replica.vector
 
 
 # -- who is brought weights --------------------------------------------------
@@ -239,3 +262,62 @@ def who_publishes(state: PoolState, policy: str) -> str:
     if known is None or known.lease is None:
         return "nobody owns it now, push it again"
     return f"its owner {known.lease.trainer_id} is asked to publish it again"
+
+
+# -- whether its base@0 is the pool's ----------------------------------------
+
+_MAX_NAMED_FILES = 3
+_REMEDY = (
+    "start it from the same files, or push a base; if the pool's is the wrong one, stop all "
+    "replicas and bind it anew: weft base --rebind"
+)
+
+
+def doubt(state: PoolState, replica: Replica) -> str:
+    """Why a replica may not answer as base@0, for people; empty where it may, or where
+    base@0 is not what the pool and it serve. Cheap where it is compared already."""
+    if state.vector.base or replica.vector.base:
+        return ""
+    return difference(state, replica)
+
+
+def difference(state: PoolState, replica: Replica) -> str:
+    """How a replica's base@0 is not known to be the pool's; empty where it is, or where
+    there is nothing to compare."""
+    own, bound = replica.checkpoint, state.checkpoint
+    match own.state:
+        case CheckpointState.READING:
+            return "its checkpoint is being read, to compare its base@0 with the pool's"
+        case CheckpointState.DUMMY:
+            return (
+                "it was started with dummy weights, which are nobody's base@0: push a base, or "
+                "start it without --load-format dummy"
+            )
+        case CheckpointState.NOT_COMPARED:
+            return ""
+    if bound is None:
+        return ""
+    if own.digest != bound.digest:
+        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_REMEDY}"
+    served = replica.capabilities
+    if served.base_dtype is not bound.base_dtype:
+        return (
+            f"it serves base@0 in {served.base_dtype.torch_name}, {bound.replica_id} bound it in "
+            f"{bound.base_dtype.torch_name}: start it with the same --dtype, or push a base"
+        )
+    if served.quantization != bound.quantization:
+        return (
+            f"it serves base@0 quantised by {served.quantization or 'nothing'}, "
+            f"{bound.replica_id} bound it quantised by {bound.quantization or 'nothing'}: start it "
+            "with the same --quantization, or push a base"
+        )
+    return ""
+
+
+def _files(replica: Replica, bound: BoundCheckpoint) -> str:
+    names = differing_files(replica.checkpoint, bound.files)
+    shown = ", ".join(names[:_MAX_NAMED_FILES]) or "files beyond those that are told"
+    more = len(names) - _MAX_NAMED_FILES
+    if more > 0:
+        shown += f" and {more} more"
+    return f"{shown} differ from those of {bound.replica_id}, which bound it"

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.errors import LeaseFencedError
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
 from weft.coordinator.decisions.state.transfer import Group, Transfer
@@ -106,6 +107,12 @@ class Policy:
     trained_on: Mapping[int, int] = field(default_factory=dict)
     """By version of an adapter, the version of the base that it was trained on, where
     that is known. In the catalog with each version's record."""
+
+
+def live_lease(policy: Policy, now: float) -> Lease | None:
+    """The lease, if it has not run out."""
+    lease = policy.lease
+    return lease if lease and now < lease.expires_at else None
 
 
 def num_retained(policy: Policy, settings: Settings) -> int:
@@ -262,3 +269,28 @@ class PoolState:
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""
         return now + self.wall_offset_seconds
+
+
+def require_lease(
+    state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
+) -> tuple[Policy, Lease]:
+    """The policy and its lease, if the token is that lease's, and the session where one
+    is named: a catalog that was lost may have given the token before.
+
+    Raises:
+        LeaseFencedError: The lease expired, was taken over, or never was.
+    """
+    policy = state.policies.get(policy_name)
+    lease = live_lease(policy, now) if policy else None
+    if policy is None or lease is None:
+        raise LeaseFencedError(
+            f"no lease of policy {policy_name[:80]!r} is held: it expired or was never taken; "
+            "acquire it again"
+        )
+    if lease.fencing_token != fencing_token or session_id not in ("", lease.session_id):
+        raise LeaseFencedError(
+            f"token {fencing_token} of policy {policy_name!r} was superseded by "
+            f"{lease.fencing_token}, held by trainer {lease.trainer_id!r} ({lease.process})",
+            metadata={"holder": lease.trainer_id},
+        )
+    return policy, lease

@@ -158,7 +158,7 @@ class Attempt:
     watch: Watch = field(default_factory=Watch)
     """What the ranks say of their work."""
     accusations: Mapping[int, Failure] = field(default_factory=dict)
-    """Ranks that say a peer is gone, without knowing which (see staging.py)."""
+    """Ranks that say a peer is gone, without knowing which (see course.py)."""
     judge_at: float = 0.0
 
 

@@ -13,7 +13,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft.coordinator.decisions.transfers.commit import at_commit_point, call_to_commit
+from weft.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
 from weft.coordinator.decisions.transfers.turns import Turns
 
 

@@ -12,8 +12,7 @@ from weft.contract.names import VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.replicas.routes import routes
+from weft.coordinator.decisions.replicas.replica_state import explain_state, routes
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
 from weft.coordinator.runtime.catalog.database import Catalog

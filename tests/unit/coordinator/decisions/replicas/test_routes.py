@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.unit.coordinator.decisions.machine import DIRTY, Machine
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.routes import routes
+from weft.coordinator.decisions.replicas.replica_state import routes
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
 

@@ -7,8 +7,11 @@ import itertools
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, suspects_of
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
-from weft.coordinator.decisions.replicas.routes import routes
+from weft.coordinator.decisions.replicas.replica_state import (
+    eligible_targets,
+    explain_state,
+    routes,
+)
 from weft.coordinator.decisions.state.values import ReplicaState
 
 
