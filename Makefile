@@ -20,7 +20,7 @@ NOT_ON_CPU := torchvision torchaudio torchcodec triton
 SEEDS ?= 20000
 SECONDS ?= 60
 
-.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen ci baseline clean
+.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -108,6 +108,9 @@ protos: install .venv-gen/.installed  ## buf lint and breaking; stubs are what t
 
 gen: install .venv-gen/.installed  ## Regenerate the stubs in weft/v1.
 	@$(MAKE) --no-print-directory gen-into OUT=.
+
+vectors: install  ## Write docs/protocol_vectors.json anew, as the code makes them.
+	$(BIN)/python -m tests.contract.protocol_vectors
 
 # An old, pinned generator, so that the stubs load under every protobuf from 5.29 on.
 # The descriptors are what server reflection shows, with the protos' comments.

@@ -1,6 +1,6 @@
 """The vectors of docs/protocol.md, made by the code that trainers and replicas run.
 
-``python -m tests.contract.protocol_vectors`` writes docs/protocol_vectors.json anew.
+``make vectors`` writes docs/protocol_vectors.json anew.
 """
 
 from __future__ import annotations

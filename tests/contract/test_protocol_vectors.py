@@ -24,7 +24,7 @@ _ALGORITHMS = {1: "xxh3_64", 2: "wsum64"}
 
 
 def test_the_file_is_what_the_code_makes() -> None:
-    again = "python -m tests.contract.protocol_vectors writes it anew"
+    again = "make vectors writes it anew"
     assert protocol_vectors.make() == VECTORS, again
 
 
