@@ -31,6 +31,7 @@ _ANYWHERE = {
     ("INVALID_ARGUMENT", "INVALID_REQUEST"),
     ("INTERNAL", "INTERNAL"),
     ("UNAVAILABLE", "COORDINATOR_AWAY"),
+    ("RESOURCE_EXHAUSTED", "TOO_SLOW"),
 }
 #: What has its answer from elsewhere: a transfer's own failure, "or the reason that a rank gave".
 _ANYTHING = {"/weft.v1.PublishService/AwaitTransfer"}
