@@ -220,7 +220,7 @@ class StoreKeys(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Longest wait for them (get and wait only)."""
+        """Longest wait for them (get and wait only); at most an hour."""
 
     def __init__(
         self,

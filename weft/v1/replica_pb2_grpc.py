@@ -122,8 +122,8 @@ class ReplicaServiceServicer(object):
         leaves the alias alone. A transfer that was refused once is refused again.
         Statuses: FAILED_PRECONDITION/NOT_STAGED (also: it failed to load here before, or the
         version is being dropped), TRANSFER_UNDER_WAY (an adapter, while a base is loaded in
-        place) or LORA_DISABLED; INVALID_ARGUMENT/INVALID_NAME (the server has
-        the adapter's name for something else) or INVALID_MANIFEST;
+        place) or LORA_DISABLED; INVALID_ARGUMENT/INVALID_NAME (the server has the adapter's
+        name for something else), INVALID_ADAPTER (its config is too long) or INVALID_MANIFEST;
         DATA_LOSS/DIGEST_MISMATCH (other bytes are staged; or an adapter is served under
         this number with other bytes, which RetireVersions must drop first);
         RESOURCE_EXHAUSTED/STAGING_FULL; UNIMPLEMENTED/UNSUPPORTED (adapter ids are used
@@ -202,7 +202,8 @@ class ReplicaServiceServicer(object):
         leaves the alias alone.
         Statuses: FAILED_PRECONDITION/NOT_RETAINED (not held); ABORTED/EPOCH_FENCED; with
         `spilled` all of CommitTransfer, FAILED_PRECONDITION/NOT_STAGED, TRANSFER_UNDER_WAY,
-        LORA_DISABLED, INVALID_ARGUMENT/INVALID_NAME, UNIMPLEMENTED/UNSUPPORTED; and
+        LORA_DISABLED, INVALID_ARGUMENT/INVALID_NAME, INVALID_ADAPTER,
+        UNIMPLEMENTED/UNSUPPORTED; and
         DATA_LOSS/DIGEST_MISMATCH (the spilled files are not that version: they are
         no longer listed); RESOURCE_EXHAUSTED/STAGING_FULL (no memory to read them
         to); INTERNAL/LOAD_FAILED (as for CommitTransfer).

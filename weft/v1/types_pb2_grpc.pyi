@@ -10,7 +10,8 @@ Conventions of this package, unless a comment says otherwise:
   error field in a successful response;
 - every RPC may also answer INTERNAL/INTERNAL (a bug: read the server's log),
   UNAVAILABLE, with COORDINATOR_AWAY where the coordinator stops (retry the same
-  call), DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
+  call), RESOURCE_EXHAUSTED, with TOO_SLOW where the coordinator has too many calls
+  to answer, DEADLINE_EXCEEDED (the caller's own deadline), UNIMPLEMENTED (an older
   server) and INVALID_ARGUMENT/INVALID_REQUEST (bytes that are not its message, or a field
   that is out of bounds; the message names it, metadata `field` too).
 
