@@ -218,13 +218,13 @@ def _at_once(strike: Strike) -> None:
 
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
-    import rollout_side.receive.transfer
     from rollout_side.memory.store import WorkerStore
+    from rollout_side.receive import staging
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(rollout_side.receive.transfer, "payload_digest", strike, _count(BUCKET, strike))
+            _before(staging, "verify_bucket", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":
