@@ -11,6 +11,14 @@ import typer.main
 
 from tests.unit.docs.pages import ROOT, Page, page, pages
 from trainer_side import Publisher
+from weft.v1 import (
+    admin_pb2,
+    inspect_pb2,
+    publish_pb2,
+    registry_pb2,
+    rendezvous_pb2,
+    replica_pb2,
+)
 from weft_cli.main import app
 
 COMMANDS = typer.main.get_command(app).commands
@@ -132,10 +140,15 @@ def wrong_options(page: Page) -> list[str]:
     return wrong
 
 
+DEFAULT = re.compile(
+    r"`(--[a-z-]+|[a-z_]+)`(?:\s+\((?=[\d.,]+[),; ])|,\s+(?=[\d.,]+\s+by\s+default))([\d.,]+)"
+)
+
+
 def wrong_defaults(page: Page) -> list[str]:
-    """Numbers in parentheses right after an option or an argument: its default."""
+    """Numbers right after an option or an argument, in parentheses or "by default"."""
     wrong = []
-    for name, said in re.findall(r"`(--[a-z-]+|[a-z_]+)`\s+\(([\d.,]+)[),; ]", page.prose):
+    for name, said in DEFAULT.findall(page.prose):
         number = float(said.rstrip(".,").replace(",", ""))
         if name in ALL:
             known = {p.default for c in COMMANDS for o, p in options(c).items() if o == name}
@@ -176,7 +189,27 @@ def wrong_arguments(page: Page) -> list[str]:
     return wrong
 
 
-CHECKS = [wrong_commands, wrong_options, wrong_defaults, wrong_arguments]
+SERVICES = {
+    service.name: set(service.methods_by_name)
+    for module in (admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+}
+
+
+def wrong_calls(page: Page) -> list[str]:
+    """Calls of services of ours that do not exist, in text and in tables of services."""
+    text = "\n".join([page.prose, *(block.text for block in page.blocks)])
+    named = re.findall(r"\b(\w+Service)[/.]([A-Z]\w+)", text)
+    for service, row in re.findall(r"^\| `(\w+Service)` \|(.*)$", page.prose, re.MULTILINE):
+        named += [(service, call) for call in re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", row)]
+    return [
+        f"{service}.{call}"
+        for service, call in named
+        if service in SERVICES and call not in SERVICES[service]
+    ]
+
+
+CHECKS = [wrong_calls, wrong_commands, wrong_options, wrong_defaults, wrong_arguments]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -197,6 +230,9 @@ def test_what_is_quoted_is_so(page, check):
         (wrong_options, "`--staging outside`"),
         (wrong_defaults, "`--stall-seconds` (11)"),
         (wrong_defaults, "`connect_seconds` (11)"),
+        (wrong_defaults, "(`--retain-base`,\n2 by default: the one served)"),
+        (wrong_calls, "`weft.v1.InspectService/GetPond`"),
+        (wrong_calls, "| `InspectService` | anybody | GetPond |"),
         (wrong_arguments, "`Publisher(bakcend=)`"),
         (wrong_arguments, '`push_adapter(model, polcy="math")`'),
     ],
