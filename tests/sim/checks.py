@@ -182,9 +182,10 @@ class Checks:
     def saving(self, saves: Sequence[effects.Save]) -> None:
         """Before a transaction is durable."""
         self.orders.saving(saves)
+        again: set[PolicyVersion] = set()  # what the same transaction makes COMMITTED before
         for save in saves:
             if isinstance(save, effects.SaveVersion):
-                self._saving_version(save)
+                self._saving_version(save, again)
             elif isinstance(save, effects.SavePolicy):
                 policy = save.policy
                 if policy.last_version < self._newest.get(policy.name, 0):
@@ -201,6 +202,7 @@ class Checks:
                 record = self._world.catalog.versions.get(save.version)
                 if save.version.version and (record is None or record.state not in _HELD):
                     fail(f"{save.version} is served again and was never committed")
+                again.add(save.version)
 
     def saved(self) -> None:
         """After a transaction."""
@@ -227,7 +229,7 @@ class Checks:
         if version not in since:
             fail(f"{answer.version} was said to be served again; since then: {since}")
 
-    def _saving_version(self, save: effects.SaveVersion) -> None:
+    def _saving_version(self, save: effects.SaveVersion, again: set[PolicyVersion]) -> None:
         record, version = save.record, save.record.version
         owner = self._owners.setdefault(version, record.transfer_id)
         is_adopted = record.transfer_id == f"adopted:{version}"
@@ -238,6 +240,8 @@ class Checks:
             fail(f"request {record.request_id} burnt {other.version} and {version}")
         old = self._world.catalog.versions.get(version)
         before = old.state if old else VersionState.STAGING
+        if version in again:  # a rollback from it that nobody could follow
+            before = VersionState.COMMITTED
         if old is not None and old.state is VersionState.ABORTED and not old.content_digest:
             # It may have been committed in what an older copy of the catalog has lost.
             is_adopted |= record.state in _HELD and self.losses.num_losses > 0

@@ -79,6 +79,16 @@ class LossChecks:
             fail(f"{replica.name} was told generation {generation} after {replica.generation}")
 
 
+def _is_stuck_with(state: PoolState, replica_id: str, version: PolicyVersion) -> bool:
+    """Whether a replica cannot drop a version: its alias stands there, its engine is broken,
+    and the pool has no base to repair it by. It was not to be kept when that was decided,
+    and more that are kept later do not bring it back."""
+    replica = state.replicas.get(replica_id)
+    entry = replica.vector.adapters.get(version.policy) if replica else None
+    is_alias = entry is not None and entry.alias == version.version
+    return is_alias and bool(replica and replica.dirty_reason) and not state.vector.base
+
+
 def unrecorded(world: World) -> Iterator[str]:
     """What replicas hold in the end that is neither recorded nor found to be in conflict."""
     state = world.coordinator.state
@@ -89,7 +99,7 @@ def unrecorded(world: World) -> Iterator[str]:
             record = world.catalog.find_version(held.version)
             known = record is not None and record.content_digest is not None
             is_wanted = would_be_kept(state, held.version) and held.version not in state.conflicts
-            if not known and is_wanted:
+            if not known and is_wanted and not _is_stuck_with(state, name, held.version):
                 yield f"{name} holds {held.version}, which the catalog does not know"
     for replica_id, known in state.replicas.items():
         adapters = [h.version for h in known.mistaken if h.version.policy != BASE_POLICY]
