@@ -263,3 +263,11 @@ def test_the_tables_of_options_have_every_option_and_its_default(command):
             assert param.default in ({"-": ("", None), "off": (False,), "on": (True,)}[said]), name
         else:
             assert said == str(param.default), name
+
+
+def test_the_table_of_a_publishers_arguments_has_each_of_them_and_its_default():
+    text = page("docs/trainers.md").prose
+    quoted = dict(re.findall(r"^\| `([a-z_]+)` \| `?([^|`]+)`? \|", text, re.MULTILINE))
+    known = METHODS["Publisher"].parameters
+    known = {n: p.default for n, p in known.items() if p.default is not inspect.Parameter.empty}
+    assert {name: ast.literal_eval(said) for name, said in quoted.items()} == known
