@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from weft.contract.capabilities import BackendChoice
@@ -83,6 +84,10 @@ class RolloutConfig:
     spill_bytes: int = 256 * 2**30
     """Bound of the versions of this base model there, of whichever replica."""
 
+    access: Path | None = None
+    """The file that says who may call the ReplicaService; None where everybody may."""
+    insecure: bool = False
+    """Whether it may serve everybody on an address that is not loopback."""
     allow_unversioned_changes: bool = False
     """Take an environment that opens endpoints of vLLM's which change weights."""
 

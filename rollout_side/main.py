@@ -17,7 +17,9 @@ from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.launch import open_engine
 from rollout_side.vllm_engine.server.replica import VllmReplica
-from weft.rpc.server import Servicer, WeftServer, bind, make_server
+from weft.rpc.credentials import Credentials
+from weft.rpc.guard import AccessFile
+from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
@@ -121,9 +123,14 @@ async def _serve_engine(
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
     agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
     servicer = Servicer(_SERVICE, ReplicaServicer(agent), add_ReplicaServiceServicer_to_server)
-    server = await make_server([servicer])
+    security = Security(
+        credentials=Credentials.from_environment(),
+        access=AccessFile(config.access) if config.access else None,
+        insecure=config.insecure,
+    )
+    server = await make_server([servicer], security)
     await server.set_health(READY_SERVICE, serving=False)
-    await _advertise(agent, bind(server.server, config.agent.listen))
+    await _advertise(agent, bind(server.server, config.agent.listen, security))
     await server.server.start()
     _log.info(
         "replica %s: gRPC on %s, OpenAI API on %s", config.agent.replica_id, agent.address, http_url

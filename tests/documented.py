@@ -27,11 +27,15 @@ _CODES = (
 _WORD = re.compile(rf"(?:(?P<code>{_CODES})/)?(?P<reason>[A-Z][A-Z]+(?:_[A-Z]+)*)\b")
 _SERVICE, _METHOD = 6, 2  # in the path of a method: fields of a file, and of a service
 #: Every call may answer these: see types.proto.
-_ANYWHERE = {
+ANYWHERE = {
     ("INVALID_ARGUMENT", "INVALID_REQUEST"),
     ("INTERNAL", "INTERNAL"),
     ("UNAVAILABLE", "COORDINATOR_AWAY"),
     ("RESOURCE_EXHAUSTED", "TOO_SLOW"),
+    ("UNAUTHENTICATED", "UNAUTHENTICATED"),
+    ("PERMISSION_DENIED", "ROLE_MISSING"),
+    ("PERMISSION_DENIED", "POLICY_NOT_ALLOWED"),
+    ("RESOURCE_EXHAUSTED", "TOO_MANY_CALLS"),
 }
 #: What has its answer from elsewhere: a transfer's own failure, "or the reason that a rank gave".
 _ANYTHING = {"/weft.v1.PublishService/AwaitTransfer"}
@@ -71,7 +75,7 @@ def statuses(method: str) -> frozenset[tuple[str, str]]:
 
 def undocumented(method: str, status: str, reason: str) -> str:
     """What is wrong with a failure of a method; empty where its comment lists it."""
-    if method in _ANYTHING or (status, reason) in _ANYWHERE:
+    if method in _ANYTHING or (status, reason) in ANYWHERE:
         return ""
     if (status, reason) in statuses(method):
         return ""

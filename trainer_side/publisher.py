@@ -14,23 +14,14 @@ from typing import Literal
 
 import torch
 
+from trainer_side import push_request as checks
 from trainer_side.background import Background, WhenBusy
 from trainer_side.params.choose import Kind
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.leases import Notices
 from trainer_side.pool.progress import reporter_for
 from trainer_side.pool.sender import BackendSelection
-from trainer_side.push_request import (
-    PushRequest,
-    PushSettings,
-    check_callable,
-    check_choice,
-    check_count,
-    check_data_host,
-    check_device,
-    check_ranks,
-    check_seconds,
-)
+from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
 from trainer_side.sources.content import Model
@@ -45,6 +36,7 @@ from weft.contract.push_defaults import (
     Require,
 )
 from weft.rpc.channel import check_target
+from weft.rpc.credentials import Tls, credentials_of
 
 
 class Publisher:
@@ -102,6 +94,10 @@ class Publisher:
             accelerator, where it costs next to nothing, and for nothing else.
         on_base_change: What becomes of an adapter that would be served over another base than
             it was trained on; see ``push_adapter``. It never hinders a push of the base.
+        tls: Whose certificates to trust, and which to show; by default what the environment
+            names (``WEFT_TLS_CA``, ``WEFT_TLS_CERT``, ``WEFT_TLS_KEY``), or no TLS. Files are
+            read again as they change.
+        token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
         takeover: Take the leases of this trainer's policies from another living process of
             the same ``trainer_id``, whose pushes then fail with ``LEASE_FENCED``, once for
             each policy. Otherwise the first push fails with ``POLICY_OWNED`` as soon as that
@@ -130,18 +126,21 @@ class Publisher:
         on_base_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
         takeover: bool = False,
+        tls: Tls | None = None,
+        token: str | None = None,
     ) -> None:
         check_target(coordinator)
+        credentials = credentials_of(tls, token)
         check_name(trainer_id, "trainer")
-        check_data_host(data_host)
-        check_ranks(ranks)
-        check_choice("backend", backend, BackendChoice)
-        check_count("bucket_bytes", bucket_bytes)
-        check_callable("on_publish_again", on_publish_again)
+        checks.check_data_host(data_host)
+        checks.check_ranks(ranks)
+        checks.check_choice("backend", backend, BackendChoice)
+        checks.check_count("bucket_bytes", bucket_bytes)
+        checks.check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
-            check_callable("progress", progress)
-        send_from = check_device(device)
-        check_seconds("connect_seconds", connect_seconds)
+            checks.check_callable("progress", progress)
+        send_from = checks.check_device(device)
+        checks.check_seconds("connect_seconds", connect_seconds)
         pushing_ranks = ranks_of(ranks)
         self._settings = PushSettings(
             ranks=pushing_ranks,
@@ -163,6 +162,7 @@ class Publisher:
                 connect_seconds=connect_seconds,
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
+                credentials=credentials,
             )
         self._pushing = Pushing(pushing_ranks, self._client, bucket_bytes)
         self._background = Background(self._pushing, ranks_of(ranks))

@@ -23,10 +23,13 @@ from weft.contract.push_defaults import (
     DEFAULT_TIMEOUT_SECONDS,
 )
 from weft.coordinator.config import CoordinatorConfig
+from weft.rpc.credentials import Credentials
+from weft_cli.credentials import CommandsWithCredentials
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
 from weft_cli.orders.commands import add_orders
 
 app = typer.Typer(
+    cls=CommandsWithCredentials,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +39,21 @@ app = typer.Typer(
 _GIB = 2**30
 LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
+]
+
+Access = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="TOML file that says which certificates or tokens may call what; needs --tls-cert. "
+        "Read again when it changes.",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="Serve everybody, on an address that is not this machine's loopback."
+    ),
 ]
 
 # What a person at a terminal can do about a failure, beside what its message says.
@@ -92,6 +110,8 @@ def coordinator(
     max_transfer_seconds: Annotated[
         float, typer.Option(help="Longest that a push may take once it is its turn.")
     ] = CoordinatorConfig.max_transfer_seconds,
+    access: Access = CoordinatorConfig.access,
+    insecure: Insecure = CoordinatorConfig.insecure,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
@@ -108,6 +128,9 @@ def coordinator(
         stall_seconds=stall_seconds,
         sender_stall_seconds=sender_stall_seconds,
         max_transfer_seconds=max_transfer_seconds,
+        credentials=Credentials.from_environment(),
+        access=access,
+        insecure=insecure,
     )
     host = listen.rpartition(":")[0]
     asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))
@@ -209,6 +232,8 @@ def rollout(
             "they open endpoints that change weights behind Weft's back.",
         ),
     ] = RolloutConfig.allow_unversioned_changes,
+    access: Access = RolloutConfig.access,
+    insecure: Insecure = RolloutConfig.insecure,
     log_level: LogLevel = "info",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
@@ -241,6 +266,8 @@ def rollout(
         spill_bytes=int(spill_gib * _GIB),
         drain_seconds=drain_seconds,
         allow_unversioned_changes=allow_unversioned_changes,
+        access=access,
+        insecure=insecure,
     )
     why = run_replica(
         config, ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True)

@@ -8,19 +8,19 @@ import grpc
 
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
-from weft.rpc.server import Servicer, bind, make_server
+from weft.rpc.server import Security, Servicer, bind, make_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _WAIT_SECONDS = 20.0
 
 
-async def serve(agent: Agent) -> grpc.aio.Server:
+async def serve(agent: Agent, security: Security | None = None) -> grpc.aio.Server:
     """Serve ReplicaService for the agent, on a port that it then advertises."""
     servicer = Servicer(
         "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
     )
-    server = (await make_server([servicer])).server
-    agent.advertise(bind(server, agent.config.listen))
+    server = (await make_server([servicer], security)).server
+    agent.advertise(bind(server, agent.config.listen, security))
     await server.start()
     return server
 

@@ -19,6 +19,7 @@ from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
+from weft.rpc.server import Security
 
 _T = TypeVar("_T")
 _WAIT_SECONDS = 20.0
@@ -35,6 +36,8 @@ class Pool:
         self._config = {
             "listen": "127.0.0.1:0", "catalog": catalog, "lost_after_seconds": 6.0, **config
         }  # fmt: skip
+        self.security: Security | None = None
+        """Of the replicas' servers; what they show to the coordinator is the environment's."""
         self._coordinator: Coordinator | None = None
         self._replicas: dict[str, tuple[Any, asyncio.Task[None]]] = {}
         self.agents: dict[str, Agent] = {}
@@ -74,7 +77,7 @@ class Pool:
             contact_seconds=CONTACT_SECONDS,
         )
         agent = Agent(config, engine)
-        server = await serve(agent)
+        server = await serve(agent, self.security)
         task = asyncio.create_task(agent.run())
         self._replicas[replica_id] = (server, task)
         self.agents[replica_id] = agent

@@ -34,6 +34,7 @@ from weft.contract.names import BASE_POLICY
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
+from weft.rpc.credentials import Credentials
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.transport.sender import Progress
@@ -78,15 +79,19 @@ class PoolClient:
         connect_seconds: float,
         takeover: bool = False,
         on_wanted: Callable[[str], None] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        self._credentials = credentials
         self._target = coordinator
         self._data_host = data_host
         self._host = ""
         self._selection = selection
         self._reporter = reporter
-        self._channel = open_channel(coordinator)
+        self._channel = open_channel(coordinator, credentials)
         self._stub = PublishServiceStub(self._channel)
-        self._contact = Contact(self._channel, coordinator, connect_seconds)
+        self._contact = Contact(
+            self._channel, coordinator, connect_seconds, credentials=credentials
+        )
         self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
         self._put: set[bytes] = set()
@@ -274,7 +279,9 @@ class PoolClient:
         ticket = self._ticket(begun.group)
         while True:
             try:
-                self._sender = Sender(ticket, self._selection.device_of(ticket.backend))
+                self._sender = Sender(
+                    ticket, self._selection.device_of(ticket.backend), self._credentials
+                )
                 return self._sender
             except (StaleEpochError, PeerUnavailableError):
                 moved = self._group_now(begun, ticket.group_id, deadline)

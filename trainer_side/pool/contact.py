@@ -13,6 +13,8 @@ import grpc
 
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft.rpc.channel import local_address_towards, split_target
+from weft.rpc.credentials import Credentials
+from weft.rpc.handshake import why_refused
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +22,8 @@ _log = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
 # What one try at a plain connection, made to learn why, may take.
 _PROBE_SECONDS = 2.0
+# And one at a TLS handshake, with a server that has taken the connection.
+_HANDSHAKE_SECONDS = 0.3
 # A connection to a port that is closed fails within a moment; one that is open needs a
 # moment more than that.
 _POLL_SECONDS = 0.5
@@ -37,6 +41,7 @@ class Contact:
         channel: To the coordinator; closed by its owner.
         target: Its HOST:PORT.
         connect_seconds: Longest wait for the first connection.
+        credentials: What the channel shows; by default this process's.
         probe: Says why ``target`` cannot be connected to; empty if it can.
     """
 
@@ -46,12 +51,13 @@ class Contact:
         target: str,
         connect_seconds: float,
         probe: Callable[[str], str] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._target = target
         # Of the health service, whose empty request asks for the server as a whole.
         self._check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         self._connect_seconds = connect_seconds
-        self._probe = probe or why_unreachable
+        self._probe = probe or (lambda target: why_unreachable(target, credentials))
         #: Whether there was a connection at some time.
         self.was_reached = False
 
@@ -128,9 +134,9 @@ class Contact:
         )
 
 
-def why_unreachable(target: str) -> str:
-    """Why a TCP connection to HOST:PORT cannot be made; empty if it can. Blocks some
-    seconds at most, looking the name up apart."""
+def why_unreachable(target: str, credentials: Credentials | None = None) -> str:
+    """Why a connection to HOST:PORT cannot be made, by TCP or as these credentials say;
+    empty if it can. Blocks some seconds at most, looking the name up apart."""
     host, port = split_target(target)
     try:
         socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
@@ -140,7 +146,8 @@ def why_unreachable(target: str) -> str:
         return f"no answer in {_PROBE_SECONDS:.0f} s (another network, or a firewall?)"
     except OSError as error:
         return error.strerror.lower() if error.strerror else str(error)
-    return ""
+    known = Credentials.from_environment() if credentials is None else credentials
+    return why_refused(target, known, _HANDSHAKE_SECONDS)
 
 
 def data_address(data_host: str | None, target: str) -> str:

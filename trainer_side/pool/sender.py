@@ -27,6 +27,7 @@ from weft.contract.manifest import (
     align_up,
     pack_trailer,
 )
+from weft.rpc.credentials import Credentials
 from weft.transport.backends import available_backends
 from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, window
@@ -245,13 +246,20 @@ class Sender:
     Args:
         ticket: The sender's place.
         device: Where its buffers lie.
+        credentials: What it shows to the coordinator; by default this process's.
     """
 
-    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
+    def __init__(
+        self,
+        ticket: GroupTicket,
+        device: torch.device,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.device = device
+        self._credentials = credentials
         self._packer: Packer | None = None
         self._last: tuple[Sending, _PackedBuckets, FindGroup] | None = None
-        self._rank = SendingRank(ticket, device)
+        self._rank = SendingRank(ticket, device, credentials)
 
     @property
     def ticket(self) -> GroupTicket:
@@ -349,7 +357,7 @@ class Sender:
         released = old.num_released(sending.transfer_id)
         sending.num_released = max(sending.num_released, released)
         are_safe = old.leave()
-        self._rank = SendingRank(successor, self.device)
+        self._rank = SendingRank(successor, self.device, self._credentials)
         if not are_safe:
             held = range(sending.num_released, len(sending.digests))
             buckets.packer = self._packer = buckets.packer.moved(held)

@@ -166,6 +166,13 @@ class NotAllowedError(WeftError):
     default_reason = "BAD_TOKEN"
 
 
+class UnauthenticatedError(NotAllowedError):
+    """The caller is nobody that the server knows."""
+
+    status = "UNAUTHENTICATED"
+    default_reason = "UNAUTHENTICATED"
+
+
 class LoadFailedError(WeftError):
     """The engine could not take the weights; metadata ``dirty`` says whether it
     may hold mixed ones."""
@@ -211,6 +218,7 @@ REASONS: dict[str, type[WeftError]] = {
     "STORE_FULL": CapacityError,
     "GROUP_TOO_LARGE": CapacityError,
     "TOO_SLOW": CapacityError,
+    "TOO_MANY_CALLS": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,
@@ -221,6 +229,9 @@ REASONS: dict[str, type[WeftError]] = {
     "DIGEST_MISMATCH": DigestMismatchError,
     "UNSUPPORTED": UnsupportedError,
     "BAD_TOKEN": NotAllowedError,
+    "ROLE_MISSING": NotAllowedError,
+    "POLICY_NOT_ALLOWED": NotAllowedError,
+    "UNAUTHENTICATED": UnauthenticatedError,
     "LOAD_FAILED": LoadFailedError,
     "INTERNAL": WeftError,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.contract.errors import InvalidRequestError
 from weft.coordinator.decisions.state.pool import Settings
+from weft.rpc.credentials import NO_CREDENTIALS, Credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,12 @@ class CoordinatorConfig:
     is bounded by its own deadline alone."""
     publish_again_after_seconds: float = Settings.publish_again_after_seconds
     """How long no replica must hold a served version before its owner is asked for it."""
+    credentials: Credentials = NO_CREDENTIALS
+    """What it shows to callers, and to the replicas that it calls."""
+    access: Path | None = None
+    """The file that says who may call what; None where everybody may."""
+    insecure: bool = False
+    """Whether it may serve everybody on an address that is not loopback."""
     stop_seconds: float = 5.0
     """Longest that calls under way may take to end when the process is told to stop."""
 

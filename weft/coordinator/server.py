@@ -22,7 +22,8 @@ from weft.coordinator.services.publish import PublishServicer
 from weft.coordinator.services.registry import RegistryServicer
 from weft.coordinator.services.rendezvous import RendezvousServicer
 from weft.coordinator.services.uploads import Uploads
-from weft.rpc.server import Servicer, WeftServer, bind, make_server
+from weft.rpc.guard import AccessFile
+from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.v1 import (
     admin_pb2_grpc,
     inspect_pb2_grpc,
@@ -66,6 +67,12 @@ class Coordinator:
         return self.port
 
     async def _start(self, catalog: Catalog) -> None:
+        config = self.config
+        security = Security(
+            credentials=config.credentials,
+            access=AccessFile(config.access) if config.access else None,
+            insecure=config.insecure,
+        )
         manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
         uploads = Uploads()
         state = _initial_state(catalog, self.config)
@@ -76,6 +83,7 @@ class Coordinator:
             feed,
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
+            credentials=config.credentials,
         )
         publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)
@@ -108,9 +116,10 @@ class Coordinator:
                     rendezvous,
                     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server,
                 ),
-            ]
+            ],
+            security,
         )
-        self.port = bind(self._server.server, self.config.listen)
+        self.port = bind(self._server.server, self.config.listen, security)
         self._deciding = driver.start()
         await self._server.server.start()
         _log.info(

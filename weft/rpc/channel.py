@@ -1,7 +1,4 @@
-"""Channels to Weft's servers, and the addresses that they go to.
-
-The one place where credentials will come in.
-"""
+"""Channels to Weft's servers, and the addresses that they go to."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from typing import Final
 import grpc
 
 from weft.contract.errors import InvalidRequestError
+from weft.rpc.credentials import NO_CREDENTIALS, Credentials
+from weft.rpc.fresh import fresh_aio_channel, fresh_channel
 
 #: Largest message either way; whatever may be larger is sent in chunks.
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
@@ -69,20 +68,33 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
 ]
 
 
-def open_channel(target: str) -> grpc.Channel:
+def open_channel(target: str, credentials: Credentials | None = None) -> grpc.Channel:
     """Open a blocking channel to ``HOST:PORT``; connects at the first call.
 
     The caller closes it. Not to be carried over a fork.
+
+    Args:
+        credentials: What it shows; this process's (``Credentials.from_environment``) by
+            default.
+
+    Raises:
+        InvalidRequestError: A file of them cannot be used.
     """
-    return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    shown = Credentials.from_environment() if credentials is None else credentials
+    if shown == NO_CREDENTIALS:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return fresh_channel(target, shown, CHANNEL_OPTIONS)
 
 
-def open_aio_channel(target: str) -> grpc.aio.Channel:
+def open_aio_channel(target: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
     """Open an asyncio channel to ``HOST:PORT``; call it on the running loop.
 
-    The caller closes it.
+    The caller closes it. Arguments and errors are those of ``open_channel``.
     """
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    shown = Credentials.from_environment() if credentials is None else credentials
+    if shown == NO_CREDENTIALS:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return fresh_aio_channel(target, shown, CHANNEL_OPTIONS)
 
 
 def split_target(target: str) -> tuple[str, int]:

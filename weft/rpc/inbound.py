@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from weft.contract.access import is_open
 from weft.contract.errors import (
     InvalidRequestError,
     PeerUnavailableError,
@@ -26,6 +27,7 @@ from weft.contract.errors import (
 )
 from weft.contract.lru import Lru
 from weft.rpc.bounds import check
+from weft.rpc.guard import STREAM_LOOK_SECONDS, Guard
 from weft.rpc.status import InvalidResponseError, abort_with_error
 
 #: Messages of so many bytes, of which so many of each call are remembered as taken: their
@@ -142,13 +144,18 @@ _log = logging.getLogger(__name__)
 _PREFIX = "/weft.v1."
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Answers a raised ``WeftError`` with its status, anything else with INTERNAL, and
-    requests that cannot be parsed, or are out of bounds, before a handler sees them.
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Answers a raised ``WeftError`` with its status, anything else with INTERNAL; callers
+    that may not call, and requests that cannot be parsed, or are out of bounds, before a
+    handler sees them.
 
     Applies to Weft's own services, for all four kinds of RPC; their handlers are
-    coroutines or, when they stream answers, async generators.
+    coroutines or, when they stream answers, async generators. Of others only reflection is
+    not open to everybody.
     """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -158,8 +165,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Wrap the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_PREFIX):
-            return handler
+        if handler is None:
+            return None
+        if not method.startswith(_PREFIX):
+            return self._foreign(handler, handler_call_details)
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -167,7 +176,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_stream_rpc_method_handler
             )
             inner = handler.stream_stream or handler.unary_stream
-            guarded: Any = _guard_stream(_checking(inner, handler), method)
+            guarded: Any = _guard_stream(_checking(inner, handler), method, self._guard)
         else:
             make = (
                 grpc.stream_unary_rpc_method_handler
@@ -175,8 +184,40 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             inner = handler.stream_unary or handler.unary_unary
-            guarded = _guard_unary(_checking(inner, handler), method)
+            guarded = _guard_unary(_checking(inner, handler), method, self._guard)
         return make(guarded, parser(handler.request_deserializer), handler.response_serializer)
+
+    def _foreign(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a service that is not ours, or one that refuses."""
+        if is_open(details.method.lstrip("/")):
+            return handler
+        try:
+            self._guard.identify_token(details.invocation_metadata)
+        except WeftError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: WeftError) -> Any:
+    """A handler of the same kind that answers ``error``."""
+
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort_with_error(context, error)
+
+    async def refuse_stream(
+        _: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        await abort_with_error(context, error)
+        yield
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    behaviour: Any = refuse_stream if handler.response_streaming else refuse
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
 def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
@@ -194,11 +235,12 @@ def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, 
 
 
 def _guard_unary(
-    inner: Callable[[Any, Any], Awaitable[Any]], method: str
+    inner: Callable[[Any, Any], Awaitable[Any]], method: str, guard: Guard
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await inner(request, context)
+            with guard.call(context, method[1:], request, is_stream=False):
+                return await inner(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process)
@@ -208,20 +250,56 @@ def _guard_unary(
 
 
 def _guard_stream(
-    inner: Callable[[Any, Any], AsyncIterator[Any]], method: str
+    inner: Callable[[Any, Any], AsyncIterator[Any]], method: str, guard: Guard
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def guarded(
         request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
+        def check_again() -> None:
+            guard.check_again(context, method[1:])
+
         try:
-            async for response in inner(request, context):
-                yield response
+            with guard.call(context, method[1:], request, is_stream=True):
+                responses = inner(request, context)
+                if guard.asks:
+                    responses = _while_allowed(responses, check_again)
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process)
             await abort_with_error(context, _typed(error, method))
 
     return guarded
+
+
+async def _while_allowed(
+    responses: AsyncIterator[Any], check_again: Callable[[], None]
+) -> AsyncIterator[Any]:
+    """The responses, until ``check_again`` raises: asked every ``STREAM_LOOK_SECONDS``,
+    whether the stream is busy or silent."""
+    clock = asyncio.get_running_loop().time
+    look_at = clock() + STREAM_LOOK_SECONDS
+    following: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(responses))
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=max(0.0, look_at - clock()))
+                if clock() >= look_at:
+                    check_again()
+                    look_at = clock() + STREAM_LOOK_SECONDS
+                if done:
+                    break
+            try:
+                response = following.result()
+            except StopAsyncIteration:
+                return
+            yield response
+    finally:
+        if following is not None and not following.done():
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
 
 def _typed(error: Exception, method: str) -> WeftError:

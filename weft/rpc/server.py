@@ -6,6 +6,7 @@ health, reflection and channelz.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,12 +17,22 @@ from grpc_channelz.v1 import channelz_pb2 as _channelz_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyped]
 
-from weft.contract.errors import NotReadyError
+from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
-from weft.rpc.inbound import ErrorInterceptor
+from weft.rpc.credentials import NO_CREDENTIALS, Credentials, is_loopback
+from weft.rpc.guard import AccessFile, Guard
+from weft.rpc.inbound import EdgeInterceptor
 from weft.rpc.reflection import add_reflection
 
+_log = logging.getLogger(__name__)
 _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+#: Longest that a TLS handshake may take, and that a connection without calls is kept.
+HANDSHAKE_SECONDS: Final = 10
+IDLE_SECONDS: Final = 600
+#: Of a thousand replicas each has a connection for its agent and one for each rank.
+MAX_CONNECTIONS: Final = 16_384
+MAX_STREAMS_PER_CONNECTION: Final = 1_024
 
 SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,6 +46,12 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     # Two servers on one port would share the calls between them.
     ("grpc.so_reuseport", 0),
+    # Who has not shown who he is within this time, or holds a connection and asks nothing,
+    # is not waited for; and there are only so many of them.
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
 ]
 
 
@@ -60,19 +77,37 @@ class WeftServer:
         await self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
-async def make_server(servicers: Sequence[Servicer]) -> WeftServer:
-    """Build a server of ``servicers`` with health, reflection and channelz.
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """What a server shows, whom it answers, and what it dares."""
+
+    credentials: Credentials = NO_CREDENTIALS
+    access: AccessFile | None = None
+    """Who may call what; None where everybody may."""
+    insecure: bool = False
+    """Whether it may serve everybody on an address that others reach."""
+
+
+async def make_server(
+    servicers: Sequence[Servicer], security: Security | None = None
+) -> WeftServer:
+    """Build a server of ``servicers`` with health and reflection; and with channelz, which
+    knows no callers, where everybody may call.
 
     Every service, and "" for the process, starts as SERVING. The caller binds
     and starts it.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    access = security.access if security else None
+    guard = Guard(access)
+    server = grpc.aio.server(interceptors=[EdgeInterceptor(guard)], options=SERVER_OPTIONS)
     for servicer in servicers:
         servicer.add(servicer.implementation, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    channelz.add_channelz_servicer(server)
-    names = [s.name for s in servicers] + ["grpc.health.v1.Health", _CHANNELZ]
+    names = [s.name for s in servicers] + ["grpc.health.v1.Health"]
+    if access is None:
+        channelz.add_channelz_servicer(server)
+        names.append(_CHANNELZ)
     add_reflection(server, names)
     made = WeftServer(server, health)
     for name in ("", *(s.name for s in servicers)):
@@ -80,20 +115,53 @@ async def make_server(servicers: Sequence[Servicer]) -> WeftServer:
     return made
 
 
-def bind(server: grpc.aio.Server, listen: str) -> int:
+def bind(server: grpc.aio.Server, listen: str, security: Security | None = None) -> int:
     """Take the port of ``HOST:PORT`` (0 picks a free one); returns the port.
 
     Raises:
         NotReadyError: The address cannot be listened on, most often because
             another process does.
+        InvalidRequestError: Others reach the address, and nobody would be asked who he is;
+            or a file of the credentials cannot be used.
     """
+    security = security or Security()
+    credentials, access = security.credentials, security.access
+    check_exposure(listen, security)
     try:
-        port = server.add_insecure_port(listen)
+        if credentials.tls_cert:
+            ask = access is not None and access.access.by_certificate
+            port = server.add_secure_port(listen, credentials.server_credentials(ask=ask))
+        else:
+            port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise _cannot_listen(listen) from error
     if port == 0:
         raise _cannot_listen(listen)
     return port
+
+
+def check_exposure(listen: str, security: Security) -> None:
+    """Refuse to serve strangers; says once if that is wanted.
+
+    Raises:
+        InvalidRequestError: What is missing, and how to do without.
+    """
+    is_guarded = bool(security.credentials.tls_cert) and security.access is not None
+    if security.access is not None and not is_guarded:
+        needs_tls = security.access.access.by_certificate or not is_loopback(listen)
+        if needs_tls:
+            raise InvalidRequestError(
+                f"{listen} asks callers who they are, and has no certificate of its own: give "
+                "--tls-cert and --tls-key"
+            )
+    if is_guarded or is_loopback(listen):
+        return
+    if not security.insecure:
+        raise InvalidRequestError(
+            f"others reach {listen}, and would be asked nothing: give --tls-cert, --tls-key and "
+            "--access (docs/operations.md), listen on 127.0.0.1, or say --insecure"
+        )
+    _log.warning("%s serves everybody who reaches it: --insecure", listen)
 
 
 def _cannot_listen(listen: str) -> NotReadyError:

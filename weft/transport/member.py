@@ -27,6 +27,7 @@ from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
+from weft.rpc.credentials import Credentials
 from weft.rpc.manifest_codec import manifest_from_chunks
 from weft.rpc.status import error_from_rpc
 from weft.transport.group import SENDER_RANK, SPEAK_SECONDS, SideGroup, window
@@ -181,6 +182,7 @@ class Membership:
         on_message: Called with each direction, on the stream's thread; must not block.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
+        credentials: What the channel shows; by default this process's.
 
     Raises:
         PeerUnavailableError: The coordinator does not answer.
@@ -193,9 +195,10 @@ class Membership:
         *,
         on_message: Callable[[pb.AttendResponse], None],
         on_closed: Callable[[WeftError], None],
+        credentials: Credentials | None = None,
     ) -> None:
         self.credential = pb.GroupCredential(group_id=ticket.group_id, token=ticket.token)
-        self._channel: grpc.Channel = open_channel(ticket.coordinator)
+        self._channel: grpc.Channel = open_channel(ticket.coordinator, credentials)
         self.stub = RendezvousServiceStub(self._channel)
         self._user_on_closed = on_closed
         store = RendezvousStore(self.stub, self.credential, _FORMING_SECONDS)

@@ -27,6 +27,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
+from weft.rpc.credentials import Credentials
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation, speaking_time
 from weft.transport.member import Membership
@@ -104,12 +105,18 @@ class SendingRank:
     Args:
         ticket: The sender's place.
         device: Where its buffers lie.
+        credentials: What it shows to the coordinator; by default this process's.
 
     Raises:
         PeerUnavailableError: The coordinator does not answer.
     """
 
-    def __init__(self, ticket: GroupTicket, device: torch.device) -> None:
+    def __init__(
+        self,
+        ticket: GroupTicket,
+        device: torch.device,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.ticket = ticket
         #: The place in the group that the transfer resumes in, if it is another one.
         self.successor: GroupTicket | None = None
@@ -118,7 +125,11 @@ class SendingRank:
         self._broken: WeftError | None = None
         self._num_sent = 0
         self._membership = Membership(
-            ticket, device, on_message=self._on_message, on_closed=self._on_closed
+            ticket,
+            device,
+            on_message=self._on_message,
+            on_closed=self._on_closed,
+            credentials=credentials,
         )
 
     @property

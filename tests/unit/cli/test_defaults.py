@@ -11,11 +11,13 @@ from rollout_side.vllm_engine.server.launch import open_engine
 from trainer_side import Publisher
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.decisions.state.pool import Settings
+from weft.rpc.credentials import VARIABLES
 from weft_cli.main import app
 
 COMMANDS = typer.main.get_command(app).commands
 #: Options that have no default in a config: required there, or of the command alone.
 OWN = {"catalog", "log_level", "coordinator", "replica_id", "path", "policy", "trainer_id"}
+OWN |= set(VARIABLES)
 
 
 def defaults_of(config):

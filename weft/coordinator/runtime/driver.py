@@ -27,6 +27,7 @@ from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
 from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
+from weft.rpc.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Driver:
         *,
         manifests: LayoutCache | None = None,
         commit_seconds: float,
+        credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
@@ -71,7 +73,9 @@ class Driver:
         self._manifests = manifests or LayoutCache()
         self._feed = feed
         self._clock = clock
-        self._caller = ReplicaCaller(lambda: self.state.generation, self.post, commit_seconds)
+        self._caller = ReplicaCaller(
+            lambda: self.state.generation, self.post, commit_seconds, credentials
+        )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()
         self._wake = asyncio.Event()

@@ -30,6 +30,7 @@ from weft.rpc.codec import (
     vector_from_proto,
     version_to_proto,
 )
+from weft.rpc.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.inbound import CheckedChannel
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc
@@ -64,7 +65,9 @@ class ReplicaCaller:
         generation: Callable[[], int],
         post: Callable[[events.Event], None],
         commit_seconds: float,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
+        self._credentials = credentials
         self._generation = generation
         self._post = post
         self._commit_seconds = commit_seconds
@@ -142,7 +145,7 @@ class ReplicaCaller:
 
     def _stub(self, address: str) -> Any:
         if address not in self._channels:
-            channel = open_aio_channel(address)
+            channel = open_aio_channel(address, self._credentials)
             # The generated stub is typed for the channels of grpc alone.
             checked: Any = CheckedChannel(channel, f"the replica at {address}")
             self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))

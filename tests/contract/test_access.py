@@ -1,0 +1,333 @@
+"""Who is answered over real sockets, and who is not: certificates, tokens, roles, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.doubles.certificates import Authority
+from weft.contract.errors import InvalidRequestError, WeftError
+from weft.coordinator.config import CoordinatorConfig
+from weft.coordinator.server import Coordinator
+from weft.rpc import guard, server
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.credentials import Credentials
+from weft.rpc.status import error_from_rpc
+from weft.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inspect_pb2,
+    inspect_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+    types_pb2,
+)
+
+_SECONDS = 5.0
+ACCESS = """
+[[identity]]
+san = "trainer.test"
+roles = ["publish"]
+policies = ["math", "code-*"]
+
+[[identity]]
+san = "*.ops.test"
+roles = ["operator"]
+
+[[identity]]
+san = "viewer.test"
+roles = ["inspect"]
+"""
+TOKEN = "a-token-of-32-characters-or-more"
+TOKEN_ACCESS = f"""
+[[identity]]
+name = "viewer"
+token_sha256 = "{hashlib.sha256(TOKEN.encode()).hexdigest()}"
+roles = ["inspect"]
+"""
+
+
+class Secured:
+    """A coordinator that asks who calls."""
+
+    def __init__(self, folder: Path, access: str = ACCESS) -> None:
+        self.folder = folder
+        self.authority = Authority(folder)
+        self.access = folder / "access.toml"
+        self.access.write_text(access)
+        self.credentials = self.authority.credentials("localhost", "127.0.0.1", file="server")
+        self.coordinator: Coordinator | None = None
+        self.target = ""
+        self._channels: list[grpc.aio.Channel] = []
+
+    async def start(self, **config: Any) -> None:
+        given = {"credentials": self.credentials, "access": self.access, **config}
+        self.coordinator = Coordinator(
+            CoordinatorConfig(catalog=self.folder / "weft.db", listen="127.0.0.1:0", **given)
+        )
+        self.target = f"127.0.0.1:{await self.coordinator.start()}"
+
+    def channel(self, credentials: Credentials) -> grpc.aio.Channel:
+        channel = open_aio_channel(self.target, credentials)
+        self._channels.append(channel)
+        return channel
+
+    async def get_pool(self, credentials: Credentials) -> inspect_pb2.GetPoolResponse:
+        stub = inspect_pb2_grpc.InspectServiceStub(self.channel(credentials))
+        return await _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))
+
+    async def acquire(self, credentials: Credentials, policy: str) -> Any:
+        stub = publish_pb2_grpc.PublishServiceStub(self.channel(credentials))
+        request = publish_pb2.AcquirePolicyRequest(
+            policy=policy, kind=types_pb2.POLICY_KIND_ADAPTER, trainer_id="t", session_id="s"
+        )
+        return await _typed(stub.AcquirePolicy(request, timeout=_SECONDS))
+
+    async def stop(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+        if self.coordinator:
+            await self.coordinator.stop()
+
+
+async def _typed(call: Any) -> Any:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+@pytest.fixture
+async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
+    pool = Secured(tmp_path)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+@pytest.fixture
+def audited() -> Any:
+    lines: list[dict[str, str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(record.getMessage()))
+
+    handler, before = Keep(), guard.audit_log.level
+    guard.audit_log.addHandler(handler)
+    guard.audit_log.setLevel(logging.INFO)
+    yield lines
+    guard.audit_log.removeHandler(handler)
+    guard.audit_log.setLevel(before)
+
+
+async def _reason(call: Any) -> str:
+    with pytest.raises(WeftError) as caught:
+        await call
+    return caught.value.reason
+
+
+async def test_a_certificate_with_the_role_is_answered(secured: Secured) -> None:
+    viewer = secured.authority.credentials("viewer.test")
+    assert (await secured.get_pool(viewer)).coordinator_generation == 1
+    trainer = secured.authority.credentials("trainer.test")
+    assert (await secured.acquire(trainer, "code-7")).lease.fencing_token == 1
+
+
+async def test_who_has_no_certificate_or_another_authoritys_is_not_connected(
+    secured: Secured, tmp_path: Path
+) -> None:
+    no_certificate = Credentials(tls_ca=secured.authority.path)
+    strange = Authority(tmp_path).credentials("viewer.test", file="strange")
+    strange = replace(strange, tls_ca=secured.authority.path)
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    expired = secured.authority.credentials("viewer.test", file="expired", not_after=yesterday)
+    for nobody in (no_certificate, strange, expired, Credentials()):
+        assert await _reason(secured.get_pool(nobody)) == "COORDINATOR_AWAY"
+    wrong_ca = Authority(tmp_path)
+    misled = replace(secured.authority.credentials("viewer.test"), tls_ca=wrong_ca.path)
+    assert await _reason(secured.get_pool(misled)) == "COORDINATOR_AWAY", (
+        "a server that is not ours"
+    )
+
+
+async def test_the_right_certificate_with_the_wrong_role(
+    secured: Secured, audited: list[dict[str, str]]
+) -> None:
+    viewer = secured.authority.credentials("viewer.test")
+    trainer = secured.authority.credentials("trainer.test")
+    unknown = secured.authority.credentials("somebody.test")
+    assert await _reason(secured.acquire(viewer, "math")) == "ROLE_MISSING"
+    assert await _reason(secured.get_pool(trainer)) == "ROLE_MISSING"
+    assert await _reason(secured.acquire(trainer, "chess")) == "POLICY_NOT_ALLOWED"
+    assert await _reason(secured.get_pool(unknown)) == "UNAUTHENTICATED"
+    shown = [(line["who"], line["call"].rpartition("/")[2], line["result"]) for line in audited]
+    assert ("trainer.test", "AcquirePolicy", "POLICY_NOT_ALLOWED") in shown
+    assert all(line["from"].startswith("ipv4:127.0.0.1:") for line in audited)
+
+
+async def test_every_mutating_call_leaves_a_line(
+    secured: Secured, audited: list[dict[str, str]]
+) -> None:
+    trainer = secured.authority.credentials("trainer.test")
+    await secured.acquire(trainer, "math")
+    operator = secured.authority.credentials("anna.ops.test")
+    stub = admin_pb2_grpc.AdminServiceStub(secured.channel(operator))
+    request = admin_pb2.CordonRequest(replica_id="r7", reason="disk")
+    assert await _reason(_typed(stub.Cordon(request, timeout=_SECONDS))) == "REPLICA_UNKNOWN"
+    first, second = audited
+    assert (first["who"], first["policy"], first["result"]) == ("trainer.test", "math", "OK")
+    assert (second["who"], second["replica_id"]) == ("anna.ops.test", "r7")
+    assert second["result"] == "REPLICA_UNKNOWN"
+
+
+async def test_tokens(tmp_path: Path) -> None:
+    pool = Secured(tmp_path, TOKEN_ACCESS)
+    await pool.start()
+    try:
+        tls = Credentials(tls_ca=pool.authority.path)
+        viewer = replace(tls, token=TOKEN)
+        assert (await pool.get_pool(viewer)).coordinator_generation == 1
+        assert await _reason(pool.get_pool(tls)) == "UNAUTHENTICATED"
+        assert await _reason(pool.get_pool(replace(tls, token="guess"))) == "UNAUTHENTICATED"
+        assert await _reason(pool.acquire(viewer, "math")) == "ROLE_MISSING"
+    finally:
+        await pool.stop()
+
+
+async def test_a_token_file_is_read_again(tmp_path: Path) -> None:
+    pool = Secured(tmp_path, TOKEN_ACCESS)
+    await pool.start()
+    try:
+        file = tmp_path / "token"
+        file.write_text("an-old-one\n")
+        viewer = Credentials(tls_ca=pool.authority.path, token_file=str(file))
+        stub = inspect_pb2_grpc.InspectServiceStub(pool.channel(viewer))
+        call = lambda: _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))  # noqa: E731
+        assert await _reason(call()) == "UNAUTHENTICATED"
+        file.write_text(f"{TOKEN}\n")
+        assert (await call()).coordinator_generation == 1
+    finally:
+        await pool.stop()
+
+
+def test_a_token_is_not_sent_where_others_read_it() -> None:
+    shown = Credentials(token=TOKEN)
+    assert shown.metadata("127.0.0.1:50051") == (("authorization", f"Bearer {TOKEN}"),)
+    with pytest.raises(InvalidRequestError, match="over TLS only"):
+        shown.metadata("10.0.0.7:50051")
+    assert TOKEN not in repr(shown)
+
+
+async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.rpc.inbound.STREAM_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.05)
+    viewer = secured.authority.credentials("viewer.test")
+    stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
+    stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=_SECONDS)
+    await secured.get_pool(viewer)
+    secured.access.write_text("no toml [")
+    await asyncio.sleep(0.1)
+    await secured.get_pool(viewer)  # a bad file changes nothing
+    secured.access.write_text(ACCESS.replace('san = "viewer.test"', 'san = "other.test"'))
+    await asyncio.sleep(0.1)
+    assert await _reason(secured.get_pool(viewer)) == "UNAUTHENTICATED"
+
+    async def drain() -> None:
+        async for _ in stream:
+            pass
+
+    assert await _reason(_typed(drain())) == "UNAUTHENTICATED"
+
+
+async def test_certificates_are_rotated_under_a_stream(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.rpc.fresh._LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
+    stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=30)
+    first = asyncio.ensure_future(anext(aiter(stream)))
+    call = lambda: _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))  # noqa: E731
+    await call()
+    own = secured.credentials
+    secured.authority.issue(own.tls_cert, own.tls_key, "localhost", "127.0.0.1")
+    secured.authority.issue(viewer.tls_cert, viewer.tls_key, "viewer.test")
+    await call()  # over a new connection
+    assert not first.done(), "the stream keeps its session"
+    trainer = secured.authority.credentials("trainer.test")
+    await secured.acquire(trainer, "math")
+    assert (await first).kind == inspect_pb2.EVENT_KIND_LEASE_ACQUIRED
+    soon = datetime.now(UTC) - timedelta(seconds=1)
+    secured.authority.issue(viewer.tls_cert, viewer.tls_key, "viewer.test", not_after=soon)
+    assert await _reason(call()) == "COORDINATOR_AWAY", (
+        "an expired one is refused at the next handshake"
+    )
+    stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"credentials": Credentials(), "access": None}, "--insecure"),
+        ({"access": None}, "--access"),
+        ({"credentials": Credentials()}, "--tls-cert"),
+    ],
+)
+async def test_no_server_serves_strangers_unasked(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    pool = Secured(tmp_path)
+    coordinator = Coordinator(
+        CoordinatorConfig(
+            catalog=tmp_path / "weft.db",
+            listen="0.0.0.0:0",
+            **{"credentials": pool.credentials, "access": pool.access, **change},
+        )
+    )
+    with pytest.raises(InvalidRequestError, match=says):
+        await coordinator.start()
+
+
+async def test_insecure_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = await server.make_server([])
+    with caplog.at_level(logging.WARNING):
+        server.check_exposure("0.0.0.0:50051", server.Security(insecure=True))
+    assert [r.message for r in caplog.records] == [
+        "0.0.0.0:50051 serves everybody who reaches it: --insecure"
+    ]
+    await made.server.stop(0)
+
+
+async def test_one_identity_has_only_so_much_in_flight(tmp_path: Path) -> None:
+    pool = Secured(tmp_path, ACCESS + "[limits]\nstreams = 2\n")
+    await pool.start()
+    try:
+        viewer = pool.authority.credentials("viewer.test")
+        stub = inspect_pb2_grpc.InspectServiceStub(pool.channel(viewer))
+        watch: Callable[[], Any] = lambda: stub.WatchEvents(  # noqa: E731
+            inspect_pb2.WatchEventsRequest(), timeout=_SECONDS
+        )
+        streams = [watch() for _ in range(2)]
+        waiting = [asyncio.ensure_future(anext(aiter(stream))) for stream in streams]
+        await asyncio.sleep(0.2)
+        assert await _reason(_typed(anext(aiter(watch())))) == "TOO_MANY_CALLS"
+        assert not any(task.done() for task in waiting)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await pool.get_pool(viewer)
+    finally:
+        await pool.stop()

@@ -1,0 +1,239 @@
+"""What a process shows to others, and whom it trusts: files of certificates, and a token.
+
+Files are named, never read ahead: each handshake of a server, and each new connection of a
+client, uses what they hold then, so certificates can be rotated under a running process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from weft.contract.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+#: Where each field is read from where nothing is said: a worker process of an engine gets
+#: the paths so, never in its arguments.
+VARIABLES: Final = {
+    "tls_cert": "WEFT_TLS_CERT",
+    "tls_key": "WEFT_TLS_KEY",
+    "tls_ca": "WEFT_TLS_CA",
+    "token_file": "WEFT_TOKEN_FILE",
+}
+_MAX_FILE_BYTES: Final = 1 << 20
+_MAX_TOKEN_CHARS: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """Paths of PEM files, and a bearer token; all may be empty.
+
+    Raises:
+        InvalidRequestError: A certificate without its key, or the reverse.
+    """
+
+    tls_cert: str = ""
+    """This process's certificate chain: a server's, and what a client shows."""
+    tls_key: str = ""
+    """Its private key."""
+    tls_ca: str = ""
+    """Whom it trusts, as a client and as a server that asks for certificates."""
+    token_file: str = ""
+    """Holds the bearer token that it sends; read again when it changes."""
+    token: str = field(default="", repr=False)
+    """The token itself, for callers that have it in memory."""
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidRequestError(
+                "a certificate needs its key: give --tls-cert and --tls-key together"
+            )
+        if self.token and self.token_file:
+            raise InvalidRequestError("give a token or a file that holds it, not both")
+        if len(self.token) > _MAX_TOKEN_CHARS or not self.token.isprintable():
+            raise InvalidRequestError("the token is too long, or not printable text")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Credentials:
+        """What ``VARIABLES`` say; of this process where no environment is given."""
+        known = os.environ if environment is None else environment
+        return cls(**{name: known.get(variable, "") for name, variable in VARIABLES.items()})
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that a child process is to be given; a token in memory is in none."""
+        found = {variable: getattr(self, name) for name, variable in VARIABLES.items()}
+        return {name: value for name, value in found.items() if value}
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether channels are encrypted."""
+        return bool(self.tls_ca or self.tls_cert)
+
+    def paths(self) -> tuple[str, ...]:
+        """The files that connections are made of; the token's is not among them."""
+        return tuple(path for path in (self.tls_cert, self.tls_key, self.tls_ca) if path)
+
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """What changes when one of ``paths`` is replaced; cheap."""
+        return tuple(_stamp(path) for path in self.paths())
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What a new connection is made with; reads the files.
+
+        Raises:
+            InvalidRequestError: One cannot be read.
+        """
+        return grpc.ssl_channel_credentials(
+            _read(self.tls_ca, "--tls-ca") or None,
+            _read(self.tls_key, "--tls-key") or None,
+            _read(self.tls_cert, "--tls-cert") or None,
+        )
+
+    def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
+        """What each call carries: the token, where there is one.
+
+        Raises:
+            InvalidRequestError: It would be readable on its way.
+        """
+        token = self.token or _token_of(self.token_file)
+        if not token:
+            return ()
+        if not self.has_tls and not is_loopback(target):
+            raise InvalidRequestError(
+                f"a token is sent over TLS only, and to {target} there is none: give --tls-ca, the "
+                "certificate of who signed the server's"
+            )
+        return (("authorization", f"Bearer {token}"),)
+
+    def server_credentials(self, *, ask: bool) -> grpc.ServerCredentials:
+        """What a server shows, and whether it asks clients for certificates.
+
+        Raises:
+            InvalidRequestError: A file cannot be read, or nobody says whom to trust.
+        """
+        if ask and not self.tls_ca:
+            raise InvalidRequestError(
+                "the access file names certificates: give --tls-ca, whose certificates are trusted"
+            )
+        first, stamps = self._configuration(), self.stamps()
+
+        def fetch() -> Any:  # None where nothing has changed
+            nonlocal stamps
+            if (now := self.stamps()) == stamps:
+                return None
+            try:
+                changed = self._configuration()
+            except InvalidRequestError as error:
+                _log.warning("new certificates are not used yet: %s", error.message)
+                return None
+            stamps = now
+            _log.info("new certificates are used from now on")
+            return changed
+
+        return grpc.dynamic_ssl_server_credentials(first, fetch, ask)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        pair = (_read(self.tls_key, "--tls-key"), _read(self.tls_cert, "--tls-cert"))
+        return grpc.ssl_server_certificate_configuration(
+            [pair], root_certificates=_read(self.tls_ca, "--tls-ca") or None
+        )
+
+
+#: Of a process that shows nothing.
+NO_CREDENTIALS: Final = Credentials()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Paths of PEM files, as a trainer names them."""
+
+    ca: str | os.PathLike[str]
+    """Certificates of who signs the coordinator's."""
+    cert: str | os.PathLike[str] = ""
+    """The trainer's own certificate chain, where the coordinator asks for it."""
+    key: str | os.PathLike[str] = ""
+    """Its private key."""
+
+
+def credentials_of(tls: Tls | None, token: str | None) -> Credentials:
+    """The credentials that a program names; those of the environment for what it does not.
+
+    Raises:
+        InvalidRequestError: They cannot be used.
+    """
+    if tls is not None and not isinstance(tls, Tls):  # handed over by a user's program
+        raise InvalidRequestError(f"tls={tls!r:.80}: give Tls(ca=..., cert=..., key=...)")
+    if token is not None and not (isinstance(token, str) and token):
+        raise InvalidRequestError("token must be a string that is not empty")
+    known = Credentials.from_environment()
+    if tls is not None:
+        paths = (os.fspath(path) for path in (tls.ca, tls.cert, tls.key))
+        ca, cert, key = (str(path) for path in paths)
+        known = Credentials(tls_ca=ca, tls_cert=cert, tls_key=key, token_file=known.token_file)
+    if token is not None:
+        known = replace(known, token=token, token_file="")
+    return known
+
+
+def is_loopback(target: str) -> bool:
+    """Whether HOST:PORT, or a host, is this machine by its loopback interface."""
+    host = target.rpartition(":")[0] if target.rpartition(":")[2].isdigit() else target
+    host = host.strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+def _read(path: str, option: str) -> bytes:
+    """A PEM file; nothing where none is named.
+
+    Raises:
+        InvalidRequestError: It cannot be read, or is no PEM file.
+    """
+    if not path:
+        return b""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise InvalidRequestError(f"{option} {path}: {error.strerror}") from None
+    if b"-----BEGIN " not in data:
+        raise InvalidRequestError(f"{option} {path} is no PEM file: it has no BEGIN line")
+    return data
+
+
+def _token_of(path: str) -> str:
+    """The token that a file holds.
+
+    Raises:
+        InvalidRequestError: It cannot be read, or holds none.
+    """
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not ASCII text"
+        raise InvalidRequestError(f"--token-file {path}: {why}") from None
+    if not token or len(token) > _MAX_TOKEN_CHARS or not token.isprintable() or " " in token:
+        raise InvalidRequestError(f"--token-file {path} holds no token: one line of printable text")
+    return token

@@ -1,0 +1,259 @@
+"""The guard of a server: who calls, whether they may, how much they have in flight; and a line
+in the audit log for every call that changes something.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from weft.contract.access import (
+    ANYBODY,
+    Access,
+    Identity,
+    as_error,
+    check_call,
+    parse_access,
+)
+from weft.contract.errors import CapacityError, WeftError
+
+_log = logging.getLogger(__name__)
+#: One JSON object a line; a handler of its own may send it elsewhere.
+audit_log = logging.getLogger("weft.audit")
+
+#: How often the access file is looked at, at most; and how often a stream is asked whether
+#: its identity may still have it.
+LOOK_SECONDS: Final = 1.0
+STREAM_LOOK_SECONDS: Final = 5.0
+#: Calls that change nothing that outlives them, or only say again that somebody lives.
+_UNAUDITED: Final = frozenset(
+    {
+        "weft.v1.PublishService/DescribeTarget",
+        "weft.v1.PublishService/RenewLease",
+        "weft.v1.PublishService/AwaitTransfer",
+        "weft.v1.RegistryService/Heartbeat",
+        "weft.v1.AdminService/GetBase",
+        "weft.v1.ReplicaService/GetStatus",
+        "weft.v1.ReplicaService/DescribeVersion",
+        "weft.v1.RendezvousService/CallStore",
+        "weft.v1.RendezvousService/GetManifest",
+    }
+)
+#: What a line says of a request, where the request has it.
+_FACTS: Final = (
+    "policy",
+    "version",
+    "to_version",
+    "num_versions",
+    "trainer_id",
+    "replica_id",
+    "transfer_id",
+    "request_id",
+    "fingerprint",
+    "reason",
+)
+_MAX_FACT_CHARS: Final = 200
+
+
+class AccessFile:
+    """The rules of a file, read again when it changes; a bad change leaves the old ones.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or says what cannot be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._look()
+        self._access = self._read()
+        self._looked_at = time.monotonic()
+
+    @property
+    def access(self) -> Access:
+        """The rules as they are now."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            if (stamp := self._look()) != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._access = self._read()
+                except WeftError as error:
+                    _log.error("%s is not used, the rules before it are: %s", self._path, error)
+                else:
+                    _log.info("%s has new rules, which are used from now on", self._path)
+        return self._access
+
+    def _look(self) -> tuple[int, int, int]:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+    def _read(self) -> Access:
+        try:
+            return parse_access(self._path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, WeftError) as error:
+            raise as_error(error) from None
+
+
+class Guard:
+    """Of one server; used on its event loop.
+
+    Args:
+        file: The rules; None where nobody is asked who he is.
+    """
+
+    def __init__(self, file: AccessFile | None) -> None:
+        self._file = file
+        self._requests: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
+
+    @property
+    def asks(self) -> bool:
+        """Whether callers are asked who they are."""
+        return self._file is not None
+
+    @contextmanager
+    def call(self, context: Any, method: str, request: Any, *, is_stream: bool) -> Iterator[None]:
+        """Let one call in, and count and audit it until it ends.
+
+        Args:
+            method: As ``package.Service/Method``.
+            request: Its message; None for a stream of them.
+
+        Raises:
+            NotAllowedError: Also ``UnauthenticatedError``.
+            CapacityError: ``TOO_MANY_CALLS``.
+        """
+        name, result, is_refused = "", "OK", True
+        try:
+            identity = self._identify(context)
+            name = identity.name
+            check_call(identity, method, _policy_of(method, request))
+            with self._counted(name, is_stream=is_stream):
+                is_refused = False
+                yield
+        except WeftError as error:
+            result = error.reason
+            raise
+        except BaseException as error:
+            result = type(error).__name__
+            raise
+        finally:
+            if is_refused or _changes(method):
+                self._audit(name, context, method, request, result)
+
+    def _identify(self, context: Any) -> Identity:
+        if self._file is None:
+            return ANYBODY
+        names = [
+            name.decode("utf-8", "replace")
+            for name in context.auth_context().get("x509_subject_alternative_name", ())
+        ]
+        return self._file.access.identify(names, token_of(context.invocation_metadata()))
+
+    def identify_token(self, metadata: Sequence[tuple[str, Any]]) -> None:
+        """Refuse a caller who shows no known token, where tokens are asked for; whoever
+        has a connection has shown a certificate where those are.
+
+        Raises:
+            UnauthenticatedError: As ``Access.identify`` does.
+        """
+        if self._file is not None and not self._file.access.by_certificate:
+            self._file.access.identify((), token_of(metadata))
+
+    def check_again(self, context: Any, method: str) -> None:
+        """Whether a stream may go on under the rules of now.
+
+        Raises:
+            NotAllowedError: Its identity or role was removed.
+        """
+        check_call(self._identify(context), method, None)
+
+    @contextmanager
+    def _counted(self, name: str, *, is_stream: bool) -> Iterator[None]:
+        if self._file is None:
+            yield
+            return
+        limits = self._file.access.limits
+        counts, limit = (
+            (self._streams, limits.streams) if is_stream else (self._requests, limits.requests)
+        )
+        if counts[name] >= limit:
+            what = "streams" if is_stream else "requests"
+            raise CapacityError(
+                f"{name} has {limit} {what} in flight here, as many as one identity may have",
+                reason="TOO_MANY_CALLS",
+                metadata={"limit": str(limit)},
+            )
+        counts[name] += 1
+        try:
+            yield
+        finally:
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+
+    def _audit(self, name: str, context: Any, method: str, request: Any, result: str) -> None:
+        if not audit_log.isEnabledFor(logging.INFO):
+            return
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "who": name or "(unknown)",
+            "from": _peer(context),
+            "call": method,
+            **_facts(request),
+            "result": result,
+        }
+        audit_log.info("%s", json.dumps(line, ensure_ascii=False))
+
+
+def _changes(method: str) -> bool:
+    """Whether a call changes something that outlives it."""
+    return not method.startswith("weft.v1.InspectService/") and method not in _UNAUDITED
+
+
+def token_of(metadata: Any) -> str | None:
+    """The bearer token of a call; None where it carries none."""
+    for key, value in metadata or ():
+        if key == "authorization" and isinstance(value, str):
+            scheme, _, token = value.partition(" ")
+            if scheme.lower() == "bearer" and token:
+                return token
+    return None
+
+
+def _peer(context: Any) -> str:
+    return urllib.parse.unquote(context.peer() or "")
+
+
+def _policy_of(method: str, request: Any) -> str | None:
+    """The policy that a trainer's call changes; None of other calls."""
+    if not method.startswith("weft.v1.PublishService/"):
+        return None
+    descriptor = getattr(request, "DESCRIPTOR", None)
+    if descriptor is None or "policy" not in descriptor.fields_by_name:
+        return None
+    return str(request.policy)
+
+
+def _facts(request: Any) -> dict[str, str]:
+    descriptor = getattr(request, "DESCRIPTOR", None)
+    if descriptor is None:
+        return {}
+    found = {}
+    for name in _FACTS:
+        if name in descriptor.fields_by_name and (value := getattr(request, name)):
+            if getattr(value, "DESCRIPTOR", None) is not None:  # a PolicyVersion
+                value = f"{value.policy}@{value.version}"
+            found[name] = str(value)[:_MAX_FACT_CHARS]
+    return found
