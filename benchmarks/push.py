@@ -103,7 +103,7 @@ def control_plane(work: Path, rows: Rows) -> None:
             _doubles(work, target, count, 1, 16),
             Publisher(target, trainer_id="bench", progress=None) as publisher,
         ):
-            adapter = _tiny_adapter(work)
+            adapter = tiny_adapter(work)
             seconds = []
             for _ in range(_CONTROL_PUSHES):
                 publisher.push_adapter(adapter, "tiny")
@@ -117,7 +117,8 @@ def control_plane(work: Path, rows: Rows) -> None:
     rows.add("control plane, each further replica", f"{per_replica * 1e3:.2f} ms", "< 2 ms")
 
 
-def _tiny_adapter(work: Path) -> Path:
+def tiny_adapter(work: Path) -> Path:
+    """An adapter of 4 KiB, as a directory in ``work``."""
     from safetensors.torch import save_file
 
     path = work / "tiny-adapter"
@@ -144,7 +145,7 @@ def staging(work: Path, rows: Rows) -> None:
         _doubles(work, target, 1, num_tensors, _TENSOR_ELEMENTS),
         Publisher(target, trainer_id="bench", progress=None) as publisher,
     ):
-        publisher.push_adapter(_tiny_adapter(work), "tiny")  # forms the group, starts threads
+        publisher.push_adapter(tiny_adapter(work), "tiny")  # forms the group, starts threads
         before = _resident_bytes()
         _reset_peak()
         publisher.push_base(model)

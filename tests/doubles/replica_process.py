@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rollout_side.agent.agent import Agent
@@ -21,6 +22,9 @@ from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
+from weft.rpc.credentials import Credentials
+from weft.rpc.guard import AccessFile
+from weft.rpc.server import Security
 
 
 async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
@@ -43,7 +47,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         **settings,
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
-    server = await serve(agent)
+    server = await serve(agent, _security())
     running = asyncio.create_task(agent.run())
     await wait_registered(agent, running)
     print("ready", flush=True)
@@ -57,6 +61,14 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     if isinstance(engine, WorkerDouble):
         engine.close()
         os._exit(0)  # threads wait for the other of the two: input, or the worker
+
+
+def _security() -> Security | None:
+    """With ``--access FILE`` it asks callers who they are; what it shows is in the environment."""
+    if "--access" not in sys.argv:
+        return None
+    file = AccessFile(Path(sys.argv[sys.argv.index("--access") + 1]))
+    return Security(credentials=Credentials.from_environment(), access=file)
 
 
 async def _answer(agent: Agent, engine: EngineDouble | WorkerDouble) -> None:
