@@ -772,6 +772,8 @@ class GetPoolResponse(_message.Message):
     NEXT_POLICY_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     NEXT_TRANSFER_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -784,6 +786,8 @@ class GetPoolResponse(_message.Message):
     """The same of ListPolicies."""
     next_transfer_page_token: _builtins.str
     """The same of ListTransfers."""
+    protocol_revision: _builtins.int
+    """Revision of the protocol that the coordinator speaks (see types.proto)."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
@@ -820,6 +824,10 @@ class GetPoolResponse(_message.Message):
     def base_checkpoint(self) -> Global___BoundCheckpoint:
         """What base@0 is; absent while no replica has told it."""
 
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The coordinator's clock, when it answered."""
+
     def __init__(
         self,
         *,
@@ -838,10 +846,12 @@ class GetPoolResponse(_message.Message):
         next_policy_page_token: _builtins.str = ...,
         next_transfer_page_token: _builtins.str = ...,
         base_checkpoint: Global___BoundCheckpoint | None = ...,
+        protocol_revision: _builtins.int = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "out_of_service", b"out_of_service", "policies", b"policies", "replica_counts", b"replica_counts", "replicas", b"replicas", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
