@@ -3,6 +3,7 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
@@ -38,7 +39,8 @@ from weft.coordinator.messages.wire import (
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
-from weft.rpc.codec import vector_to_proto, version_to_proto
+from weft.rpc.bounds import PROTOCOL_REVISION
+from weft.rpc.codec import timestamp_to_proto, vector_to_proto, version_to_proto
 from weft.rpc.inbound import on_call_end
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
@@ -97,6 +99,8 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
             base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
+            protocol_revision=PROTOCOL_REVISION,
+            time=timestamp_to_proto(time.time()),
         )
 
     async def ListReplicas(
