@@ -7,12 +7,13 @@ from rich.console import Console
 from weft.v1 import admin_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
+from weft_cli.output import plural, print_json, report
 from weft_cli.status import vector_text
 
 _NEXT = "the next replica that registers binds the pool to its base model"
 
 
-def show(coordinator: str) -> None:
+def show(coordinator: str, *, json_output: bool = False) -> None:
     """Print what the pool is bound to, and what hinders binding it anew.
 
     Raises:
@@ -20,6 +21,9 @@ def show(coordinator: str) -> None:
     """
     with connect(coordinator) as channel:
         found = _get(AdminServiceStub(channel))
+    if json_output:
+        print_json(found)
+        return
     console = Console()
     if not found.base_fingerprint:
         console.print(f"the pool is bound to none: {_NEXT}")
@@ -35,16 +39,16 @@ def show(coordinator: str) -> None:
         )
     hindrances = []
     if found.replica_ids:
-        hindrances.append(_counted(len(found.replica_ids), "replica") + " in contact")
+        hindrances.append(plural(len(found.replica_ids), "replica") + " in contact")
     if found.num_transfers:
-        hindrances.append(_counted(found.num_transfers, "transfer") + " under way")
+        hindrances.append(plural(found.num_transfers, "transfer") + " under way")
     if hindrances:
         console.print(f"to bind it anew, end these first: {', '.join(hindrances)}")
     else:
         console.print("weft base --rebind retires what it serves, and lets it be bound anew")
 
 
-def rebind(coordinator: str) -> None:
+def rebind(coordinator: str, *, json_output: bool = False) -> None:
     """Let go of the base model that the pool is bound to now.
 
     Raises:
@@ -56,16 +60,15 @@ def rebind(coordinator: str) -> None:
         request = admin_pb2.RebindBaseRequest(base_fingerprint=found.base_fingerprint)
         answer = stub.RebindBase(request, timeout=CALL_SECONDS)
     names = ", ".join(f"{v.policy}@{v.version}" for v in answer.retired_versions)
-    Console().print(
+    report(
+        json_output,
         f"[bold green]{found.architecture or 'no base model'}[/] "
         f"{'is let go of' if found.base_fingerprint else 'was bound'}"
-        f"{f'; retired: {names}' if names else ''}; {_NEXT}"
+        f"{f'; retired: {names}' if names else ''}; {_NEXT}",
+        request,
+        answer,
     )
 
 
 def _get(stub: AdminServiceStub) -> admin_pb2.GetBaseResponse:
     return stub.GetBase(admin_pb2.GetBaseRequest(), timeout=CALL_SECONDS)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

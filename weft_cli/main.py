@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
 from weft import __version__, logs
@@ -25,13 +23,14 @@ from weft.contract.push_defaults import (
 from weft.coordinator.config import CoordinatorConfig
 from weft.rpc.credentials import Credentials
 from weft_cli.credentials import CommandsWithCredentials
-from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
+from weft_cli.lists.commands import add_lists
+from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
 from weft_cli.orders.commands import add_orders
+from weft_cli.output import exit_code, print_error
 
 app = typer.Typer(
     cls=CommandsWithCredentials,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Weft moves weights from RL trainers to a pool of vLLM rollout replicas.",
@@ -56,23 +55,14 @@ Insecure = Annotated[
     ),
 ]
 
-# What a person at a terminal can do about a failure, beside what its message says.
-_HINTS = {
-    "COORDINATOR_AWAY": ". Check that `weft coordinator` runs there, and --coordinator (or "
-    "WEFT_COORDINATOR)"
-}
-
 
 def run() -> None:
-    """Entry point: typed errors become one line and exit code 1, never a traceback."""
+    """Entry point: typed errors become one line and an exit code, never a traceback."""
     try:
         app()
     except WeftError as error:
-        hint = _HINTS.get(error.reason, "")
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
-        )
-        sys.exit(1)
+        print_error(error, json_output="--json" in sys.argv)
+        sys.exit(exit_code(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -281,7 +271,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh until interrupted.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json_output: Json = False,
     interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
 ) -> None:
     """Show the pool: replicas, what they serve, the last transfer."""
@@ -296,9 +286,7 @@ def routes(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
     ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON for each list.")
-    ] = False,
+    json_output: Json = False,
 ) -> None:
     """Show which replicas may be sent requests, and what each serves."""
     from weft_cli.routes import show_routes
@@ -306,10 +294,16 @@ def routes(
     show_routes(coordinator, watch=watch, json_output=json_output)
 
 
+add_lists(app)
+
+
 @app.command()
 def push(
     path: Annotated[
-        Path, typer.Argument(help="A PEFT adapter directory, or a safetensors checkpoint.")
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A PEFT adapter directory, or a safetensors checkpoint."
+        ),
     ],
     policy: Annotated[
         str, typer.Option(help="Adapter's name, or 'base' for a checkpoint of the whole model.")
@@ -344,6 +338,7 @@ def push(
         str,
         typer.Option(help="If the pool serves another base: 'warn', 'refuse' or 'ignore'."),
     ] = DEFAULT_ON_BASE_CHANGE,
+    json_output: Json = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
     from weft_cli.push import push_path
@@ -361,6 +356,7 @@ def push(
         check_finite=check_finite,
         base_version=base_version,
         on_base_change=on_base_change,
+        json_output=json_output,
     )
 
 
@@ -380,11 +376,41 @@ def demo(
 
 
 @app.command()
-def version() -> None:
+def doctor(
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    data_host: Annotated[
+        str, typer.Option(metavar="HOST", help="A Publisher's data_host=; default: found out.")
+    ] = "",
+    catalog: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The coordinator's, where it runs here.")
+    ] = None,
+    spill_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A replica's, where it runs here.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Look at what stands between this machine and the pool; says what to do about it.
+
+    Ends with 1 if something fails.
+    """
+    from weft_cli.doctor.main import run_doctor
+
+    is_well = run_doctor(
+        coordinator,
+        data_host=data_host,
+        catalog=catalog,
+        spill_dir=spill_dir,
+        json_output=json_output,
+    )
+    sys.exit(0 if is_well else 1)
+
+
+@app.command()
+def version(json_output: Json = False) -> None:
     """Print the versions of Weft and of what it stands on."""
     from weft_cli.version import print_versions
 
-    print_versions(__version__)
+    print_versions(__version__, json_output=json_output)
 
 
 def _configure_logging(level: str) -> None:

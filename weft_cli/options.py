@@ -32,3 +32,5 @@ Coordinator = Annotated[
         help="The coordinator's address.",
     ),
 ]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs, one object a line.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trainer_side import Publisher
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY
 from weft.contract.push_defaults import OnBaseChange, Require
+from weft_cli.output import plural, print_json
 
 
 def push_path(
@@ -27,6 +29,7 @@ def push_path(
     check_finite: bool,
     base_version: int | None,
     on_base_change: str,
+    json_output: bool = False,
 ) -> None:
     """Push ``path`` as ``policy`` and print what it cost.
 
@@ -56,10 +59,12 @@ def push_path(
             )
         report = publisher.last_report
         assert report is not None
+    if json_output:
+        print_json(dataclasses.asdict(report) | {"version": str(report.version)})
+        return
     rate = report.total_bytes / max(report.staging_seconds, 1e-9) / 1e9
-    plural = "" if report.num_replicas == 1 else "s"
     Console().print(
-        f"[bold green]{report.version}[/] is served by {report.num_replicas} replica{plural}: "
+        f"[bold green]{report.version}[/] is served by {plural(report.num_replicas, 'replica')}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f} "
         f"at {rate:.3g} GB/s, committing {report.committing_seconds:.3f})"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 import grpc
-from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from weft.rpc.channel import open_channel
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.output import print_json
 from weft_cli.status import vector_text
 from weft_cli.whole import RouteList
 
@@ -35,9 +35,7 @@ def show_routes(coordinator: str, *, watch: bool, json_output: bool) -> None:
         stub = InspectServiceStub(channel)
         for routes in _follow(stub) if watch else _once(stub):
             if json_output:
-                print(
-                    MessageToJson(routes, preserving_proto_field_name=True, indent=None), flush=True
-                )
+                print_json(routes)
             else:
                 Console().print(render(routes))
 

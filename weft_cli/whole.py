@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft.contract.errors import TransferTimeoutError
@@ -50,6 +51,24 @@ def get_pool(stub: InspectServiceStub, timeout_seconds: float) -> pb.GetPoolResp
         pool.policies.extend(policies.policies)
         pool.next_policy_page_token = policies.next_page_token
     return pool
+
+
+def list_policies(stub: InspectServiceStub, timeout_seconds: float) -> Iterator[pb.Policy]:
+    """Every policy, "base" first.
+
+    Args:
+        timeout_seconds: For each page.
+
+    Raises:
+        grpc.RpcError: The coordinator does not answer.
+    """
+    token = ""
+    while True:
+        page = stub.ListPolicies(pb.ListPoliciesRequest(page_token=token), timeout=timeout_seconds)
+        yield from page.policies
+        token = page.next_page_token
+        if not token:
+            return
 
 
 def _put_vectors(message: pb.GetPoolResponse | pb.ListReplicasResponse) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
+from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
 
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
@@ -24,15 +24,16 @@ def add_orders(app: typer.Typer) -> None:
 
 
 def rollback(
-    policy: Annotated[str, typer.Argument(help="Adapter's name, or 'base'.")],
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name, or 'base'.")],
     to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
 ) -> None:
     """Serve a former version again: an adapter's alias, or a base that replicas retain."""
     from weft_cli.orders.versions import roll_back
 
-    roll_back(coordinator, policy, to, timeout_seconds=timeout)
+    roll_back(coordinator, policy, to, timeout_seconds=timeout, json_output=json_output)
 
 
 def pin(
@@ -40,24 +41,29 @@ def pin(
     number: VersionNumber = None,
     off: Annotated[bool, typer.Option("--off", help="Let it be retired again.")] = False,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Keep a version of an adapter from being retired, or the copies of a base."""
     from weft_cli.orders import versions
 
-    versions.pin(coordinator, versions.parse_version(name, number), pinned=not off)
+    version = versions.parse_version(name, number)
+    versions.pin(coordinator, version, pinned=not off, json_output=json_output)
 
 
 def retire(
-    name: VersionName, number: VersionNumber = None, coordinator: Coordinator = DEFAULT_COORDINATOR
+    name: VersionName,
+    number: VersionNumber = None,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Retire a version of an adapter now; its alias must stand for another."""
     from weft_cli.orders import versions
 
-    versions.retire(coordinator, versions.parse_version(name, number))
+    versions.retire(coordinator, versions.parse_version(name, number), json_output=json_output)
 
 
 def retain(
-    policy: Annotated[str, typer.Argument(help="Adapter's name.")],
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name.")],
     number: Annotated[
         int,
         typer.Argument(
@@ -68,38 +74,47 @@ def retain(
         ),
     ],
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Keep so many versions of an adapter, from now on and over restarts."""
     from weft_cli.orders import versions
 
-    versions.retain(coordinator, policy, number)
+    versions.retain(coordinator, policy, number, json_output=json_output)
 
 
 def cordon(
-    replica: ReplicaId, reason: Reason = "", coordinator: Coordinator = DEFAULT_COORDINATOR
+    replica: ReplicaId,
+    reason: Reason = "",
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Take a replica out of service; it keeps up with pushes and can come back at once."""
     from weft_cli.orders import replicas
 
-    replicas.cordon(coordinator, replica, reason)
+    replicas.cordon(coordinator, replica, reason, json_output=json_output)
 
 
 def quarantine(
     replica: ReplicaId,
     reason: Annotated[str, typer.Option(help="Why, for people.")],
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Take a replica out of service and out of transfers; it refuses new requests."""
     from weft_cli.orders import replicas
 
-    replicas.quarantine(coordinator, replica, reason)
+    replicas.quarantine(coordinator, replica, reason, json_output=json_output)
 
 
-def uncordon(replica: ReplicaId, coordinator: Coordinator = DEFAULT_COORDINATOR) -> None:
+def uncordon(
+    replica: ReplicaId,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
     """Put a replica back into service, cordoned or quarantined."""
     from weft_cli.orders import replicas
 
-    replicas.uncordon(coordinator, replica)
+    replicas.uncordon(coordinator, replica, json_output=json_output)
 
 
 def drain(
@@ -110,11 +125,12 @@ def drain(
     ] = 300.0,
     reason: Reason = "",
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Let a replica finish what runs, leave the pool and end; returns when it has left."""
     from weft_cli.orders import replicas
 
-    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout)
+    replicas.drain(coordinator, replica, reason, timeout_seconds=timeout, json_output=json_output)
 
 
 def base(
@@ -126,6 +142,7 @@ def base(
         ),
     ] = False,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
 ) -> None:
     """Show which base model the pool is bound to, or let it be bound to another.
 
@@ -134,6 +151,6 @@ def base(
     from weft_cli import base_model
 
     if rebind:
-        base_model.rebind(coordinator)
+        base_model.rebind(coordinator, json_output=json_output)
     else:
-        base_model.show(coordinator)
+        base_model.show(coordinator, json_output=json_output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console
+from rich.markup import escape
 
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft.rpc.codec import duration_to_proto
@@ -13,13 +13,14 @@ from weft.v1 import admin_pb2, inspect_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
+from weft_cli.output import report
 
 _POLL_SECONDS = 0.2
 #: A replica leaves some moments after its time is over.
 _LEAVE_SECONDS = 15.0
 
 
-def cordon(coordinator: str, replica_id: str, reason: str) -> None:
+def cordon(coordinator: str, replica_id: str, reason: str, *, json_output: bool = False) -> None:
     """Take a replica out of service; it still receives pushes.
 
     Raises:
@@ -28,10 +29,12 @@ def cordon(coordinator: str, replica_id: str, reason: str) -> None:
     request = admin_pb2.CordonRequest(replica_id=replica_id, reason=reason)
     with connect(coordinator) as channel:
         AdminServiceStub(channel).Cordon(request, timeout=CALL_SECONDS)
-    Console().print(f"[bold]{replica_id}[/] is out of service until it is uncordoned")
+    report(json_output, f"[bold]{replica_id}[/] is out of service until it is uncordoned", request)
 
 
-def quarantine(coordinator: str, replica_id: str, reason: str) -> None:
+def quarantine(
+    coordinator: str, replica_id: str, reason: str, *, json_output: bool = False
+) -> None:
     """Take a replica out of service and out of transfers; it refuses requests.
 
     Raises:
@@ -40,10 +43,10 @@ def quarantine(coordinator: str, replica_id: str, reason: str) -> None:
     request = admin_pb2.QuarantineRequest(replica_id=replica_id, reason=reason)
     with connect(coordinator) as channel:
         AdminServiceStub(channel).Quarantine(request, timeout=CALL_SECONDS)
-    Console().print(f"[bold]{replica_id}[/] is quarantined until it is uncordoned")
+    report(json_output, f"[bold]{replica_id}[/] is quarantined until it is uncordoned", request)
 
 
-def uncordon(coordinator: str, replica_id: str) -> None:
+def uncordon(coordinator: str, replica_id: str, *, json_output: bool = False) -> None:
     """Put a replica back into service.
 
     Raises:
@@ -53,17 +56,24 @@ def uncordon(coordinator: str, replica_id: str) -> None:
     with connect(coordinator) as channel:
         answer = AdminServiceStub(channel).Uncordon(request, timeout=CALL_SECONDS)
     if answer.state in (inspect_pb2.REPLICA_STATE_UNSPECIFIED, inspect_pb2.REPLICA_STATE_READY):
-        Console().print(f"[bold]{replica_id}[/] is ready as soon as it serves what the pool does")
-        return
-    state = inspect_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_")
-    words = f"it is {state.lower().replace('_', ' ')} ({answer.state_reason})"
-    Console().print(
-        f"[bold]{replica_id}[/] is no longer taken out of service; {words}",
-        soft_wrap=True,
-    )
+        words = "is ready as soon as it serves what the pool does"
+    else:
+        state = inspect_pb2.ReplicaState.Name(answer.state).removeprefix("REPLICA_STATE_")
+        words = (
+            "is no longer taken out of service; it is "
+            f"{state.lower().replace('_', ' ')} ({escape(answer.state_reason)})"
+        )
+    report(json_output, f"[bold]{replica_id}[/] {words}", request, answer)
 
 
-def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: float) -> None:
+def drain(
+    coordinator: str,
+    replica_id: str,
+    reason: str,
+    *,
+    timeout_seconds: float,
+    json_output: bool = False,
+) -> None:
     """Let a replica leave in good order, and wait until it has left.
 
     Raises:
@@ -83,7 +93,8 @@ def drain(coordinator: str, replica_id: str, reason: str, *, timeout_seconds: fl
             lambda: _find(inspect, replica_id), before, began + timeout_seconds + _LEAVE_SECONDS
         )
     seconds = time.monotonic() - began
-    Console().print(f"[bold green]{replica_id}[/] has left the pool after {seconds:.1f} s")
+    text = f"[bold green]{replica_id}[/] has left the pool after {seconds:.1f} s"
+    report(json_output, text, request)
 
 
 def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from weft.contract.errors import InvalidNameError
 from weft.contract.names import PolicyVersion
 from weft.rpc.codec import duration_from_proto
 from weft.v1 import admin_pb2, types_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
+from weft_cli.output import plural, report
 
 
-def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds: float) -> None:
+def roll_back(
+    coordinator: str,
+    policy: str,
+    to_version: int,
+    *,
+    timeout_seconds: float,
+    json_output: bool = False,
+) -> None:
     """Make the pool serve ``policy@to_version`` again and print who does.
 
     Raises:
@@ -23,14 +29,15 @@ def roll_back(coordinator: str, policy: str, to_version: int, *, timeout_seconds
         response = AdminServiceStub(channel).Rollback(request, timeout=timeout_seconds)
     name = f"{policy}@{to_version}"
     if response.replaced_version == to_version:
-        Console().print(f"[bold green]{name}[/] is served already")
+        report(json_output, f"[bold green]{name}[/] is served already", response)
         return
-    count = len(response.replica_ids)
     pause = duration_from_proto(response.pause)
-    Console().print(
-        f"[bold green]{name}[/] is served again by {count} replica{'' if count == 1 else 's'}, "
+    report(
+        json_output,
+        f"[bold green]{name}[/] is served again by {plural(len(response.replica_ids), 'replica')}, "
         f"in place of {policy}@{response.replaced_version}"
-        + (f" (paused for {pause:.3f} s)" if pause else "")
+        + (f" (paused for {pause:.3f} s)" if pause else ""),
+        response,
     )
 
 
@@ -47,21 +54,20 @@ def parse_version(name: str, number: int | None) -> PolicyVersion:
     raise InvalidNameError(f"name one version: {name.partition('@')[0]}@3")
 
 
-def retire(coordinator: str, version: PolicyVersion) -> None:
+def retire(coordinator: str, version: PolicyVersion, *, json_output: bool = False) -> None:
     """Retire an adapter version now.
 
     Raises:
         WeftError: It was refused.
     """
     wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
+    request = admin_pb2.RetireRequest(version=wanted)
     with connect(coordinator) as channel:
-        AdminServiceStub(channel).Retire(
-            admin_pb2.RetireRequest(version=wanted), timeout=CALL_SECONDS
-        )
-    Console().print(f"[bold green]{version}[/] can no longer be requested")
+        AdminServiceStub(channel).Retire(request, timeout=CALL_SECONDS)
+    report(json_output, f"[bold green]{version}[/] can no longer be requested", request)
 
 
-def retain(coordinator: str, policy: str, num_versions: int) -> None:
+def retain(coordinator: str, policy: str, num_versions: int, *, json_output: bool = False) -> None:
     """Keep so many of an adapter's newest versions; 0 for the coordinator's number.
 
     Raises:
@@ -72,19 +78,20 @@ def retain(coordinator: str, policy: str, num_versions: int) -> None:
         response = AdminServiceStub(channel).SetRetention(request, timeout=CALL_SECONDS)
     number = response.num_versions
     kept = "the newest version is" if number == 1 else f"the newest {number} versions are"
-    Console().print(f"of [bold]{policy}[/] {kept} kept")
+    report(json_output, f"of [bold]{policy}[/] {kept} kept", request, response)
 
 
-def pin(coordinator: str, version: PolicyVersion, *, pinned: bool) -> None:
+def pin(
+    coordinator: str, version: PolicyVersion, *, pinned: bool, json_output: bool = False
+) -> None:
     """Keep a version from being retired, or let it go.
 
     Raises:
         WeftError: It was refused.
     """
     wanted = types_pb2.PolicyVersion(policy=version.policy, version=version.version)
+    request = admin_pb2.PinRequest(version=wanted, pinned=pinned)
     with connect(coordinator) as channel:
-        AdminServiceStub(channel).Pin(
-            admin_pb2.PinRequest(version=wanted, pinned=pinned), timeout=CALL_SECONDS
-        )
+        AdminServiceStub(channel).Pin(request, timeout=CALL_SECONDS)
     word = "is kept until it is unpinned" if pinned else "may be retired"
-    Console().print(f"[bold green]{version}[/] {word}")
+    report(json_output, f"[bold green]{version}[/] {word}", request)

@@ -21,7 +21,8 @@ from weft.v1 import (
 )
 from weft_cli.main import app
 
-COMMANDS = typer.main.get_command(app).commands
+GROUP = typer.main.get_command(app)
+COMMANDS = GROUP.commands
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 #: Options of others that the manual names: vLLM's server, torchrun, pip, protoc, our scripts.
 OTHERS = {
@@ -51,7 +52,8 @@ def options(command: str) -> dict:
     return found
 
 
-ALL = {spelling: param for command in COMMANDS for spelling, param in options(command).items()}
+ALL = {spelling: param for param in GROUP.params for spelling in param.opts}
+ALL |= {spelling: param for command in COMMANDS for spelling, param in options(command).items()}
 
 
 def lines(page: Page) -> list[str]:
@@ -92,7 +94,7 @@ def wrong_commands(page: Page) -> list[str]:
 def is_command(typed: list[str]) -> bool:
     """Whether the command line takes these words."""
     if typed[0] not in COMMANDS:
-        return typed[0] == "--help"
+        return typed[0] in ("--help", *(spelling for p in GROUP.params for spelling in p.opts))
     known = options(typed[0])
     after = None
     for word in typed[1:]:
@@ -222,6 +224,7 @@ def test_what_is_quoted_is_so(page, check):
     ("check", "text"),
     [
         (wrong_commands, "`weft statsu`"),
+        (wrong_commands, "`weft --instal-completion`"),
         (wrong_commands, "`weft rollout --staging outside -- model`"),
         (wrong_commands, "`weft coordinator --listen 1:2 --retian 3`"),
         (wrong_commands, "`make tset`"),

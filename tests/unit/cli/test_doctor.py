@@ -1,0 +1,100 @@
+"""What the doctor makes of certificates, clocks, versions and room."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.certificates import Authority
+from weft import __version__
+from weft.rpc.bounds import PROTOCOL_REVISION
+from weft.v1 import inspect_pb2 as pb
+from weft_cli.doctor import machine, way
+from weft_cli.doctor.certificates import expiry, first_of, validity_of
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("end", [NOW, NOW.replace(year=2049), NOW.replace(year=2061)])
+def test_when_a_certificate_ends(tmp_path: Path, end: datetime) -> None:
+    """Also beyond 2049, where another encoding is used."""
+    made = Authority(tmp_path).credentials("a.test", not_after=end)
+    assert validity_of(first_of(made.tls_cert)).end == end
+
+
+@pytest.mark.parametrize(
+    ("left", "level"),
+    [(-1, "fail"), (0, "fail"), (60, "warn"), (13 * 86_400, "warn"), (15 * 86_400, "ok")],
+)
+def test_how_long_a_certificate_lasts(tmp_path: Path, left: float, level: str) -> None:
+    made = Authority(tmp_path).credentials("a.test", not_after=NOW + timedelta(seconds=left))
+    der = first_of(made.tls_cert)
+    begin = validity_of(der).begin
+    assert expiry("x", "it", der, now=NOW).level == level
+    assert expiry("x", "it", der, now=begin - timedelta(days=1)).level == "fail"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 40, 90])
+def test_what_is_no_certificate_is_said_so(tmp_path: Path, cut: int) -> None:
+    der = first_of(Authority(tmp_path).credentials("a.test").tls_cert)[:cut]
+    found = expiry("x", "it", der)
+    assert (found.level, bool(found.advice)) == ("warn", True)
+    with pytest.raises(ValueError, match="no certificate"):
+        first_of(__file__)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says", "level"),
+    [
+        (100.5, "differs by less than", "ok"),
+        (90.0, "10.0 s behind ours", "warn"),
+        (111.0, "10.0 s ahead of ours", "warn"),
+    ],
+)
+def test_clocks(theirs: float, says: str, level: str) -> None:
+    found = way._compare_clocks(theirs, 100.0, 101.0)
+    assert says in found.says
+    assert found.level == level
+
+
+@pytest.mark.parametrize(
+    ("version", "revision", "level"),
+    [
+        (__version__, PROTOCOL_REVISION, "ok"),
+        ("0.0.9", PROTOCOL_REVISION, "warn"),
+        (__version__, PROTOCOL_REVISION + 1, "fail"),
+    ],
+)
+def test_versions_of_both_ends(version: str, revision: int, level: str) -> None:
+    pool = pb.GetPoolResponse(weft_version=version, protocol_revision=revision)
+    assert way._compare_versions(pool).level == level
+
+
+def test_interfaces_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str:
+        (one,) = [f for f in machine.check_addresses("127.0.0.1:1", "") if f.check == "interfaces"]
+        return one.level
+
+    for wanted, level in (("lo", "ok"), ("=lo", "ok"), ("^docker0", "ok"), ("ib7", "fail")):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
+        assert found() == level
+
+
+def test_a_vllm_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.metadata, "version", lambda _: "0.19.1")
+    found = machine._check_vllm()
+    assert found.level == "fail"
+    assert ">=0.26" in found.advice
+
+
+def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk:
+        free = 2**20
+
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Disk)
+    levels = {f.check: f.level for f in machine.check_room(tmp_path / "weft.db", tmp_path)}
+    assert {name: levels[name] for name in ("catalog_disk", "spill_disk", "shm")} == dict.fromkeys(
+        ("catalog_disk", "spill_disk", "shm"), "fail"
+    )

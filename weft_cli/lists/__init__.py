@@ -1,0 +1,1 @@
+"""What the coordinator remembers, and what happens: versions, transfers, events."""

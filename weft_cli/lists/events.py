@@ -1,0 +1,78 @@
+"""``weft watch``: events as they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import grpc
+from rich.console import Console
+from rich.text import Text
+
+from weft.contract.errors import CapacityError, PeerUnavailableError
+from weft.rpc.channel import open_channel
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.lists.times import shown_time
+from weft_cli.output import print_json
+
+_RETRY_SECONDS = 1.0
+_BAD = ("LOST", "QUARANTINED", "SUSPECT", "ABORTED", "FAILED", "CONFLICT", "BEHIND", "NOT_ADOPTED")
+
+
+def watch_events(coordinator: str, *, json_output: bool) -> None:
+    """Print each event until interrupted, as one line.
+
+    Raises:
+        WeftError: The caller may not watch; a coordinator that is away is awaited.
+    """
+    console = Console()
+    with open_channel(coordinator) as channel:
+        for event in _follow(InspectServiceStub(channel)):
+            if json_output:
+                print_json(event)
+            else:
+                console.print(render(event), soft_wrap=True)
+
+
+def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
+    """Events, over restarts of the coordinator; says where some may be missing."""
+    is_away = False
+    while True:
+        call = stub.WatchEvents(pb.WatchEventsRequest())
+        try:
+            call.initial_metadata()  # comes at once; from here nothing is missed
+            if is_away and call.is_active():
+                _say("it answers again; what happened meanwhile is not told here")
+                is_away = False
+            yield from call
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+            if not isinstance(error, PeerUnavailableError | CapacityError):
+                raise error from rpc_error
+            if not is_away:
+                _say(f"{error.message}; waiting for it")
+            is_away = True
+        finally:
+            call.cancel()
+        time.sleep(_RETRY_SECONDS)
+
+
+def _say(text: str) -> None:
+    """On standard error: what is read by programs stays events alone."""
+    print(f"weft watch: {text}", file=sys.stderr, flush=True)
+
+
+def render(event: pb.WatchEventsResponse) -> Text:
+    """An event for people: when, what, whom it concerns, and more of it."""
+    kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
+    colour = "red" if kind.endswith(_BAD) else "bold"
+    return Text.assemble(
+        (shown_time(event.time), "dim"),
+        "  ",
+        (kind.lower().replace("_", " "), colour),
+        f"  {event.subject}",
+        (f"  {event.message}" if event.message else "", "dim"),
+    )
