@@ -4,6 +4,7 @@ in the audit log for every call that changes something.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -60,6 +61,8 @@ _FACTS: Final = (
     "reason",
 )
 _MAX_FACT_CHARS: Final = 200
+#: How a stream ends whose reader takes nothing: worth a line, whatever it reads.
+_CUT_OFF: Final = "TOO_SLOW"
 
 
 class AccessFile:
@@ -145,11 +148,14 @@ class Guard:
         except WeftError as error:
             result = error.reason
             raise
+        except (asyncio.CancelledError, GeneratorExit):
+            result = "CANCELLED"
+            raise
         except BaseException as error:
             result = type(error).__name__
             raise
         finally:
-            if is_refused or _changes(method):
+            if is_refused or _changes(method) or (is_stream and result == _CUT_OFF):
                 self._audit(name, context, method, request, result)
 
     def _identify(self, context: Any) -> Identity:

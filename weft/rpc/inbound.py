@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from weft.contract.access import is_open
 from weft.contract.errors import (
+    CapacityError,
     InvalidRequestError,
     PeerUnavailableError,
     UnsupportedError,
@@ -34,6 +35,9 @@ from weft.rpc.status import InvalidResponseError, abort_with_error
 #: check costs as much as what is then made of them.
 _LARGE: Final = 512
 _MAX_TAKEN: Final = 4_096
+#: How long a stream's reader may take nothing that is sent to it, and its status.
+SEND_SECONDS: Final = 60.0
+_END_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -251,12 +255,11 @@ def _guard_unary(
 
 def _guard_stream(
     inner: Callable[[Any, Any], AsyncIterator[Any]], method: str, guard: Guard
-) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def guarded(
-        request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
+) -> Callable[[Any, Any], Awaitable[None]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         def check_again() -> None:
-            guard.check_again(context, method[1:])
+            if guard.asks:
+                guard.check_again(context, method[1:])
 
         try:
             with guard.call(context, method[1:], request, is_stream=True):
@@ -264,13 +267,51 @@ def _guard_stream(
                 if guard.asks:
                     responses = _while_allowed(responses, check_again)
                 async for response in responses:
-                    yield response
+                    await _send(context, response, check_again)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process)
-            await abort_with_error(context, _typed(error, method))
+            await _end(context, _typed(error, method))
 
     return guarded
+
+
+async def _send(
+    context: grpc.aio.ServicerContext[Any, Any], response: Any, check_again: Callable[[], None]
+) -> None:
+    """Send one response of a stream; ``check_again`` is asked while its reader takes none.
+
+    Raises:
+        CapacityError: ``TOO_SLOW``.
+        CancelledError: The caller has gone.
+    """
+    sending = asyncio.ensure_future(context.write(response))
+    clock = asyncio.get_running_loop().time
+    until = clock() + SEND_SECONDS
+    try:
+        while not sending.done():
+            look_seconds = min(STREAM_LOOK_SECONDS, until - clock())
+            done, _ = await asyncio.wait({sending}, timeout=max(0.0, look_seconds))
+            if not done:
+                check_again()
+                if clock() >= until:
+                    raise CapacityError(
+                        f"the reader took nothing for {SEND_SECONDS:.0f} s", reason="TOO_SLOW"
+                    )
+        if sending.exception() is not None:
+            raise asyncio.CancelledError from sending.exception()
+    finally:
+        sending.cancel()
+
+
+async def _end(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -> None:
+    """End a stream with ``error``. What a reader has not taken stands before its status: one
+    that takes nothing is not waited for, and hears it if it ever reads on."""
+    try:
+        async with asyncio.timeout(_END_SECONDS):
+            await abort_with_error(context, error)
+    except TimeoutError:
+        raise asyncio.CancelledError from error
 
 
 async def _while_allowed(
@@ -297,7 +338,7 @@ async def _while_allowed(
                 return
             yield response
     finally:
-        if following is not None and not following.done():
+        if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 

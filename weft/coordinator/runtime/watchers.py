@@ -34,6 +34,7 @@ class Watcher:
         """Queue an event, or mark the reader as too slow."""
         if len(self._queue) >= MAX_BEHIND:
             self._too_slow = True
+            self._queue.clear()  # nobody is told of them any more
         else:
             self._queue.append(event)
         self._wake.set()

@@ -1,0 +1,418 @@
+"""What one client, or a thousand, may take of a server; and a push that succeeds meanwhile.
+
+Bounds are made small where waiting for the real ones would take long. That what is set is
+what gRPC acts by is shown here, too: a name that it does not know it ignores.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.doubles.certificates import Authority
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool, running_pool
+from tests.doubles.raw_http2 import (
+    DATA,
+    MAX_CONCURRENT_STREAMS,
+    RST_STREAM,
+    SETTINGS,
+    Frame,
+    RawClient,
+)
+from tests.integration.models import Model, lora, peft_of, same, weights
+from trainer_side import Publisher, Tls
+from weft.contract.errors import WeftError
+from weft.coordinator.runtime.watchers import MAX_BEHIND
+from weft.rpc import guard, inbound, server
+from weft.rpc.bounds import PROTOCOL_REVISION
+from weft.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from weft.rpc.credentials import Credentials
+from weft.rpc.guard import AccessFile
+from weft.rpc.server import Security
+from weft.rpc.status import error_from_rpc
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.publish_pb2_grpc import PublishServiceStub
+
+_SECONDS = 10.0
+#: A push's deadline here: it takes a tenth of a second where nobody is in its way.
+_PUSH_SECONDS = 10.0
+_REFUSED_STREAM = (7).to_bytes(4, "big")
+_COORDINATOR = """
+[[identity]]
+san = "127.0.0.1"
+roles = ["replica"]
+
+[[identity]]
+san = "trainer.test"
+roles = ["publish"]
+policies = ["math", "code"]
+
+[[identity]]
+san = "mallory.test"
+roles = ["publish", "inspect"]
+policies = ["chess"]
+"""
+_REPLICA = """
+[[identity]]
+san = "127.0.0.1"
+roles = ["coordinator"]
+"""
+
+
+class Attacked:
+    """A pool of one replica where all show certificates; a trainer, and Mallory, who is known
+    there, too, and may push another policy."""
+
+    def __init__(self, pool: Pool, authority: Authority, lines: list[dict[str, str]]) -> None:
+        self.pool, self.lines = pool, lines
+        self.trainer = authority.credentials("trainer.test")
+        self.mallory = authority.credentials("mallory.test")
+        own = Tls(ca=authority.path, cert=self.trainer.tls_cert, key=self.trainer.tls_key)
+        self._publisher = Publisher(
+            pool.target, trainer_id="t", timeout_seconds=_PUSH_SECONDS, tls=own
+        )
+        self._num_pushes = 0
+
+    @property
+    def coordinator(self) -> Any:
+        return self.pool._coordinator
+
+    def push(self) -> None:
+        """A legitimate push, which has its bytes served by its deadline."""
+        self._num_pushes += 1
+        model = peft_of(Model(self._num_pushes))
+        began = time.monotonic()
+        assert str(self._publisher.push_adapter(model, "math")) == f"math@{self._num_pushes}"
+        assert time.monotonic() - began < _PUSH_SECONDS
+        (agent,) = self.pool.agents.values()
+        assert isinstance(agent.engine, EngineDouble)
+        assert same(agent.engine.adapter(f"math@{self._num_pushes}"), lora(model))
+
+    def audited(self, **facts: str) -> list[dict[str, str]]:
+        return [line for line in self.lines if facts.items() <= line.items()]
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+@contextmanager
+def attacked(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> Iterator[Attacked]:
+    """A pool under attack whose coordinator has these arguments of gRPC's otherwise."""
+    named = dict(server.SERVER_OPTIONS) | {f"grpc.{name}": n for name, n in options.items()}
+    monkeypatch.setattr(server, "SERVER_OPTIONS", list(named.items()))
+    authority = Authority(folder)
+    own = authority.credentials("localhost", "127.0.0.1", file="server")
+    for variable, value in own.to_environment().items():
+        monkeypatch.setenv(variable, value)
+    at_coordinator, at_replica = folder / "coordinator.toml", folder / "replica.toml"
+    at_coordinator.write_text(_COORDINATOR)
+    at_replica.write_text(_REPLICA)
+    lines: list[dict[str, str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(record.getMessage()))
+
+    handler, level = Keep(), guard.audit_log.level
+    guard.audit_log.addHandler(handler)
+    guard.audit_log.setLevel(logging.INFO)
+    try:
+        with running_pool(folder / "weft.db", credentials=own, access=at_coordinator) as pool:
+            pool.security = Security(credentials=own, access=AccessFile(at_replica))
+            pool.add_replica("replica-0", EngineDouble(weights(Model())))
+            with closing(Attacked(pool, authority, lines)) as made:
+                made.push()
+                yield made
+    finally:
+        guard.audit_log.removeHandler(handler)
+        guard.audit_log.setLevel(level)
+
+
+@pytest.fixture
+def under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attacked]:
+    with attacked(tmp_path, monkeypatch) as made:
+        yield made
+
+
+def _plain(target: str) -> socket.socket:
+    host, _, port = target.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=_SECONDS)
+
+
+def _closed_after(connection: socket.socket) -> float:
+    """How long the server waits for somebody who says no more."""
+    began = time.monotonic()
+    with suppress(ConnectionError):
+        assert connection.recv(1) == b"", "it is not answered either"
+    return time.monotonic() - began
+
+
+def _eventually(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + _SECONDS
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# -- connections -------------------------------------------------------------------
+
+
+def test_a_thousand_idle_connections_are_in_nobodys_way(under: Attacked) -> None:
+    idle = [RawClient(under.pool.target, under.mallory) for _ in range(1000)]
+    try:
+        under.push()
+        first = next(idle[-1].frames(_SECONDS))
+        assert first.kind == SETTINGS, "the last of them is served, too"
+    finally:
+        for client in idle:
+            client.close()
+    under.push()
+
+
+def test_no_more_connections_than_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attacked(tmp_path, monkeypatch, max_allowed_incoming_connections=30) as under:
+        clients = []
+        num_refused = 0
+        for _ in range(60):
+            try:
+                client = RawClient(under.pool.target, under.mallory)
+            except OSError:
+                num_refused += 1
+                continue
+            clients.append(client)
+            num_refused += next(client.frames(_SECONDS), None) is None
+        assert 30 <= num_refused < 60
+        under.push()  # over connections that are there
+        for client in clients:
+            client.close()
+        _eventually(lambda: _is_served(under))
+
+
+def _is_served(under: Attacked) -> bool:
+    try:
+        client = RawClient(under.pool.target, under.mallory)
+    except OSError:
+        return False
+    with closing(client):
+        return next(client.frames(1.0), None) is not None
+
+
+# -- those who are slow on purpose ---------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half"])
+def test_a_handshake_that_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    with attacked(tmp_path, monkeypatch, server_handshake_timeout_ms=1000) as under:
+        connections = [_plain(under.pool.target) for _ in range(50)]
+        for connection in connections:
+            connection.sendall(begun)
+        under.push()
+        for connection in connections:
+            with connection:
+                assert _closed_after(connection) < 3.0
+        under.push()
+
+
+def test_tls_and_then_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attacked(tmp_path, monkeypatch, server_handshake_timeout_ms=1000) as under:
+        context = ssl.create_default_context(cafile=under.mallory.tls_ca)
+        context.load_cert_chain(under.mallory.tls_cert, under.mallory.tls_key)
+        context.set_alpn_protocols(["h2"])
+        with context.wrap_socket(_plain(under.pool.target), server_hostname="127.0.0.1") as made:
+            under.push()
+            made.settimeout(_SECONDS)
+            began = time.monotonic()
+            with suppress(OSError):
+                while made.recv(4096):
+                    pass
+            assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("begun", [b"", bytes([0, 0, 50, 1, 4])], ids=["idle", "half a frame"])
+def test_a_connection_without_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    with attacked(tmp_path, monkeypatch, max_connection_idle_ms=1000) as under:
+        clients = [RawClient(under.pool.target, under.mallory) for _ in range(20)]
+        for client in clients:
+            client.send(begun)
+        under.push()
+        for client in clients:
+            with closing(client):
+                assert client.seconds_until_closed(_SECONDS) < 5.0
+        under.push()
+
+
+def test_no_more_calls_on_a_connection_than_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        attacked(tmp_path, monkeypatch, max_concurrent_streams=8) as under,
+        closing(RawClient(under.pool.target, under.mallory)) as client,
+    ):
+        streams = [client.call("weft.v1.InspectService/WatchEvents") for _ in range(20)]
+        under.push()
+        frames = list(client.frames(1.0))
+        (allowed,) = {n for f in frames if (n := _setting(f, MAX_CONCURRENT_STREAMS)) is not None}
+        assert allowed == 8
+        answered = {f.stream for f in frames if f.kind == DATA}
+        assert len(answered) == 8
+        reset = {f.stream for f in frames if (f.kind, f.data) == (RST_STREAM, _REFUSED_STREAM)}
+        assert not answered & reset
+        assert answered | reset <= set(streams)
+
+
+def _setting(found: Frame, name: int) -> int | None:
+    pairs = [found.data[i : i + 6] for i in range(0, len(found.data), 6)]
+    values = {int.from_bytes(p[:2], "big"): int.from_bytes(p[2:], "big") for p in pairs}
+    return values.get(name) if found.kind == SETTINGS else None
+
+
+def test_the_bounds_that_a_server_has_by_default(under: Attacked) -> None:
+    """The arguments that the tests above make small are those that a server is given."""
+    options = dict(server.SERVER_OPTIONS)
+    assert options["grpc.server_handshake_timeout_ms"] == 10_000
+    assert options["grpc.max_connection_idle_ms"] == 600_000
+    assert options["grpc.max_allowed_incoming_connections"] == 16_384
+    assert options["grpc.max_concurrent_streams"] == 1_024
+
+
+# -- watches that nobody reads -------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["WatchEvents", "WatchRoutes"])
+def test_a_watch_that_never_reads_is_ended(
+    under: Attacked, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(inbound, "SEND_SECONDS", 1.0)
+    name = f"weft.v1.InspectService/{method}"
+    client = RawClient(under.pool.target, under.mallory, window=0)
+    with closing(client):
+        client.call(name)
+        feed = under.coordinator._driver._feed
+        if method == "WatchEvents":
+            _eventually(lambda: len(feed._watchers) == 1)
+            (watcher,) = feed._watchers
+            for _ in range(MAX_BEHIND * 3):
+                under.pool.call(lambda: feed.publish(0.0, _kind(), "r0", "x" * 200))
+                assert len(watcher._queue) <= MAX_BEHIND
+        under.push()
+        _eventually(lambda: bool(under.audited(call=name)))
+        (line,) = under.audited(call=name)
+        assert (line["who"], line["result"]) == ("mallory.test", "TOO_SLOW")
+        _eventually(lambda: not feed._watchers)
+    under.push()
+
+
+def _kind() -> Any:
+    from weft.coordinator.decisions.effects import EventKind
+
+    return EventKind.REPLICA_READY
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_identity(
+    under: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbound, "STREAM_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.05)
+    with closing(RawClient(under.pool.target, under.mallory, window=0)) as client:
+        client.call("weft.v1.InspectService/WatchEvents")
+        feed = under.coordinator._driver._feed
+        _eventually(lambda: len(feed._watchers) == 1)
+        under.push()  # it has something to say now, and cannot
+        rules = under.coordinator.config.access
+        rules.write_text(_COORDINATOR.replace("mallory.test", "nobody.test"))
+        _eventually(lambda: not feed._watchers)
+
+
+# -- calls that must not be answered -------------------------------------------------
+
+
+def _refused(target: str, who: Credentials, call: Callable[[Any], object]) -> WeftError:
+    with open_channel(target, who) as channel, pytest.raises(grpc.RpcError) as caught:
+        call(PublishServiceStub(channel))
+    return error_from_rpc(caught.value)
+
+
+def test_a_message_that_is_too_large(under: Attacked) -> None:
+    large = pb.RenewLeaseRequest(policy="chess", session_id="x" * (MAX_MESSAGE_BYTES + 1))
+    error = _refused(
+        under.pool.target, under.mallory, lambda stub: stub.RenewLease(large, timeout=_SECONDS)
+    )
+    assert error.status == "RESOURCE_EXHAUSTED"
+    # A client that has no bound of its own: the server has.
+    size = (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big")
+    with closing(RawClient(under.pool.target, under.mallory)) as client:
+        stream = client.call(
+            "weft.v1.PublishService/RenewLease", b"\0" + size + b"x" * 16_000, whole=False
+        )
+        under.push()
+        ended = [f for f in client.frames(1.0) if f.stream == stream]
+        assert ended, "it is not read to its end"
+    under.push()
+
+
+def test_a_fencing_token_that_is_shown_again(under: Attacked) -> None:
+    def acquire(stub: Any, session: str, **more: Any) -> int:
+        request = pb.AcquirePolicyRequest(
+            policy="code", kind=types_pb2.POLICY_KIND_ADAPTER, trainer_id="t", session_id=session,
+            **more,
+        )  # fmt: skip
+        token: int = stub.AcquirePolicy(request, timeout=_SECONDS).lease.fencing_token
+        return token
+
+    with open_channel(under.pool.target, under.trainer) as channel:
+        stub = PublishServiceStub(channel)
+        old = acquire(stub, "old")
+        new = acquire(stub, "new", displaced_token=old)
+        assert new > old
+    for token, session in ((old, "old"), (old, "new"), (new, "old")):
+        begin = pb.BeginTransferRequest(
+            policy="code", fencing_token=token, session_id=session, request_id="again",
+            layout_digest=bytes(32), backend="gloo", protocol_revision=PROTOCOL_REVISION,
+        )  # fmt: skip
+        error = _refused(
+            under.pool.target,
+            under.trainer,
+            lambda stub, begin=begin: stub.BeginTransfer(begin, timeout=_SECONDS),
+        )
+        assert (error.status, error.reason) == ("ABORTED", "LEASE_FENCED")
+    assert len(under.audited(who="trainer.test", policy="code", result="LEASE_FENCED")) == 3
+    under.push()
+
+
+def test_a_policy_of_somebody_elses(under: Attacked) -> None:
+    """Also with the fencing token of a lease of one's own."""
+    acquire = pb.AcquirePolicyRequest(
+        policy="chess", kind=types_pb2.POLICY_KIND_ADAPTER, trainer_id="m", session_id="m"
+    )
+    with open_channel(under.pool.target, under.mallory) as channel:
+        stub = PublishServiceStub(channel)
+        token = stub.AcquirePolicy(acquire, timeout=_SECONDS).lease.fencing_token
+    acquire.policy = "math"
+    abort = pb.AbortTransferRequest(transfer_id="t-1", policy="math", fencing_token=token)
+    for call in (
+        lambda stub: stub.AcquirePolicy(acquire, timeout=_SECONDS),
+        lambda stub: stub.AbortTransfer(abort, timeout=_SECONDS),
+    ):
+        error = _refused(under.pool.target, under.mallory, call)
+        assert (error.status, error.reason) == ("PERMISSION_DENIED", "POLICY_NOT_ALLOWED")
+    lines = under.audited(who="mallory.test", policy="math", result="POLICY_NOT_ALLOWED")
+    assert [line["call"].rpartition("/")[2] for line in lines] == ["AcquirePolicy", "AbortTransfer"]
+    under.push()
