@@ -4,11 +4,14 @@ reflection protocol that it speaks."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import re
-import shlex
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import grpc
@@ -18,27 +21,87 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from tests.contract.conftest import Pool
+from tests.contract.test_access import TOKEN, Secured
 from weft.rpc import reflection
 from weft.rpc.channel import open_aio_channel
 from weft.v1 import inspect_pb2
 
 _PAGE = Path(__file__).parents[2] / "docs/operations.md"
-_TARGET = "127.0.0.1:50051"
 _DESCRIBED = "weft.v1.PublishService.BeginTransfer"
 _METHODS = 2  # in the path of a method: its service's field, and its own
 
 
-def _lines() -> list[list[str]]:
-    """The page's commands, as words without the target."""
-    found = re.findall(rf"^grpcurl -plaintext {_TARGET} (.*)$", _PAGE.read_text(), re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in found]
+#: Prints its environment and arguments as the shell hands them over.
+_SHOWN = """grpcurl() { printf '%s\\0' "${TOKEN-}" "$@"; }
+"""
+
+
+def _lines() -> list[str]:
+    """The page's commands, as they would be pasted."""
+    text = _PAGE.read_text().replace("\\\n", " ")
+    return re.findall(r"^(?:TOKEN=.*)?grpcurl .*$", text, re.MULTILINE)
+
+
+@dataclass
+class Command:
+    """A line as a shell understands it in some folder."""
+
+    words: list[str]
+    environment: dict[str, str]
+    files: dict[str, bytes] = field(default_factory=dict)
+    headers: list[tuple[str, str]] = field(default_factory=list)
+    request: str = "{}"
+    is_plaintext: bool = False
+    target: str = ""
+    verb: list[str] = field(default_factory=list)
+
+    @classmethod
+    async def of(cls, line: str, folder: Path) -> Command:
+        shell = await asyncio.create_subprocess_exec(
+            "bash", "-euc", _SHOWN + line, cwd=folder, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await shell.communicate()
+        assert shell.returncode == 0, line
+        token, *words = out.decode().split("\0")[:-1]
+        made = cls(words, {"TOKEN": token} if token else {})
+        left = iter(made.words)
+        for word in left:
+            match word:
+                case "-plaintext":
+                    made.is_plaintext = True
+                case "-cacert" | "-cert" | "-key":
+                    made.files[word] = (folder / next(left)).read_bytes()
+                case "-H":
+                    assert "-expand-headers" in made.words
+                    name, _, value = (
+                        Template(next(left)).substitute(made.environment).partition(": ")
+                    )
+                    made.headers.append((name, value))
+                case "-expand-headers":
+                    pass
+                case "-d":
+                    made.request = next(left)
+                case _:
+                    assert not word.startswith("-"), f"unknown to us: {word}"
+                    made.target = word
+                    made.verb = list(left)
+        return made
+
+    def channel(self, target: str) -> grpc.aio.Channel:
+        """What it dials, at another address than the page's."""
+        if self.is_plaintext:
+            return grpc.aio.insecure_channel(target)
+        files = (self.files.get(name) for name in ("-cacert", "-key", "-cert"))
+        return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(*files))
 
 
 class Grpcurl:
     """grpcurl's three verbs through the reflection service of one version."""
 
-    def __init__(self, channel: grpc.aio.Channel, version: str) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: grpc.aio.Channel, version: str, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self._channel, self._headers = channel, tuple(headers)
         self._ask = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request_serializer=pb.ServerReflectionRequest.SerializeToString,
@@ -46,7 +109,8 @@ class Grpcurl:
         )
 
     async def ask(self, **question: Any) -> pb.ServerReflectionResponse:
-        (answer,) = [a async for a in self._ask(iter([pb.ServerReflectionRequest(**question)]))]
+        asked = iter([pb.ServerReflectionRequest(**question)])
+        (answer,) = [a async for a in self._ask(asked, metadata=self._headers)]
         return answer
 
     async def files(self, symbol: str) -> list[descriptor_pb2.FileDescriptorProto]:
@@ -55,7 +119,7 @@ class Grpcurl:
         files = answer.file_descriptor_response.file_descriptor_proto
         return [descriptor_pb2.FileDescriptorProto.FromString(file) for file in files]
 
-    async def run(self, words: list[str]) -> str:
+    async def run(self, words: list[str], request: str = "{}") -> str:
         match words:
             case ["list"]:
                 answer = await self.ask(list_services="")
@@ -63,7 +127,7 @@ class Grpcurl:
             case ["describe", symbol]:
                 return await self._describe(symbol)
             case [method]:
-                return await self._call(method)
+                return await self._call(method, request)
         raise AssertionError(words)
 
     async def _describe(self, symbol: str) -> str:
@@ -78,7 +142,7 @@ class Grpcurl:
                     return "".join(comments) + f"rpc {method.name} ( {method.input_type} )"
         raise AssertionError(f"{symbol} is not in {file.name}")
 
-    async def _call(self, method: str) -> str:
+    async def _call(self, method: str, given: str) -> str:
         service, _, name = method.partition("/")
         pool = descriptor_pool.DescriptorPool()
         for file in reversed(await self.files(service)):
@@ -92,21 +156,35 @@ class Grpcurl:
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
-        return json_format.MessageToJson(await call(request()))
+        message = json_format.Parse(given, request(), descriptor_pool=pool)
+        answer = await call(message, metadata=self._headers)
+        return json_format.MessageToJson(answer, descriptor_pool=pool)
 
 
-@pytest_asyncio.fixture(params=["v1", "v1alpha"])
-async def grpcurl(pool: Pool, request: pytest.FixtureRequest) -> AsyncIterator[Grpcurl]:
+@pytest.fixture(params=["v1", "v1alpha"])
+def version(request: pytest.FixtureRequest) -> str:
+    """Of the reflection service."""
+    return str(request.param)
+
+
+@pytest_asyncio.fixture
+async def grpcurl(pool: Pool, version: str) -> AsyncIterator[Grpcurl]:
     async with open_aio_channel(pool.target) as channel:
-        yield Grpcurl(channel, request.param)
+        yield Grpcurl(channel, version)
 
 
-async def _run(pool: Pool, words: list[str], otherwise: Grpcurl) -> str:
+async def _paste(line: str, target: str, folder: Path, version: str) -> str:
+    """What a line answers when it is pasted into a shell in ``folder``, but for the address."""
+    command = await Command.of(line, folder)
     program = shutil.which("grpcurl")
     if program is None:
-        return await otherwise.run(words)
+        async with command.channel(target) as channel:
+            return await Grpcurl(channel, version, command.headers).run(
+                command.verb, command.request
+            )
+    words = [target if word == command.target else word for word in command.words]
     process = await asyncio.create_subprocess_exec(
-        program, "-plaintext", pool.target, *words,
+        program, *words, cwd=folder, env={**os.environ, **command.environment},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, err = await process.communicate()
@@ -114,18 +192,60 @@ async def _run(pool: Pool, words: list[str], otherwise: Grpcurl) -> str:
     return out.decode()
 
 
-async def test_the_lines_of_the_manual(pool: Pool, grpcurl: Grpcurl) -> None:
-    await pool.replica()
-    lines = _lines()
-    assert ["describe", _DESCRIBED] in lines
-    shown = {" ".join(words): await _run(pool, words, grpcurl) for words in lines}
+async def test_the_lines_of_the_manual(pool: Pool, tmp_path: Path, version: str) -> None:
+    await pool.replica("replica-1")
+    trainer = await pool.trainer()
+    await trainer.push()
+    lines = [line for line in _lines() if " -plaintext " in line]
+    shown = {
+        re.sub(r" +#.*", "", line).rpartition("50051 ")[2]: await _paste(
+            line, pool.target, tmp_path, version
+        )
+        for line in lines
+    }
     assert "weft.v1.PublishService" in shown["list"]
-    assert '"r0"' in shown["weft.v1.InspectService/GetPool"]
+    assert '"replica-1"' in shown["weft.v1.InspectService/GetPool"]
+    assert "SERVING" in shown["grpc.health.v1.Health/Check"]
+    assert '"VERSION_STATE_COMMITTED"' in shown["weft.v1.InspectService/ListVersions"]
+    cordoned = (await pool.seen()).replicas[0]
+    assert (cordoned.state, cordoned.state_reason) == (
+        inspect_pb2.REPLICA_STATE_CORDONED,
+        "by an operator: new disk",
+    )
     described = shown[f"describe {_DESCRIBED}"]
     assert "BeginTransfer ( .weft.v1.BeginTransferRequest" in described
     if _is_described("weft/v1/publish.proto"):
         assert "Idempotent by (trainer_id, request_id)" in described
         assert "MANIFEST_UNKNOWN" in described
+
+
+@pytest.mark.parametrize("known_by", ["certificates", "tokens"])
+async def test_the_lines_of_the_manual_where_callers_are_asked(
+    tmp_path: Path, version: str, known_by: str
+) -> None:
+    rule = f'token_sha256 = "{hashlib.sha256(TOKEN.encode()).hexdigest()}"\nname = "me"'
+    if known_by == "certificates":
+        rule = 'san = "me.test"'
+    pool = Secured(tmp_path, f'[[identity]]\n{rule}\nroles = ["inspect"]\n')
+    me = pool.authority.credentials("me.test", file="me")
+    assert (me.tls_cert, me.tls_key) == (f"{tmp_path}/me.pem", f"{tmp_path}/me.key")
+    shutil.copy(pool.authority.path, tmp_path / "ca.pem")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    lines = [line for line in _lines() if "-cacert " in line]
+    mine = [line for line in lines if (" -cert " in line) == (known_by == "certificates")]
+    assert len(mine) == 3
+    await pool.start()
+    try:
+        shown = [await _paste(line, pool.target, tmp_path, version) for line in mine]
+        assert "weft.v1.PublishService" in shown[0]
+        assert '"coordinatorGeneration": "1"' in shown[1]
+        assert ("SERVING" in shown[2]) == (known_by == "tokens")
+        (tmp_path / "token").write_text("a-guess")
+        if known_by == "tokens" and not shutil.which("grpcurl"):
+            with pytest.raises(grpc.aio.AioRpcError, match="none of the access file's"):
+                await _paste(mine[0], pool.target, tmp_path, version)
+    finally:
+        await pool.stop()
 
 
 def _is_described(name: str) -> bool:
