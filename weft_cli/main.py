@@ -39,6 +39,10 @@ _GIB = 2**30
 LogLevel = Annotated[
     str, typer.Option("--log-level", envvar="WEFT_LOG_LEVEL", help="debug, info or warning.")
 ]
+LogFormat = Annotated[
+    logs.LogFormat,
+    typer.Option("--log-format", envvar="WEFT_LOG_FORMAT", help="Lines of text, or of JSON."),
+]
 
 Access = Annotated[
     Path | None,
@@ -103,11 +107,12 @@ def coordinator(
     access: Access = CoordinatorConfig.access,
     insecure: Insecure = CoordinatorConfig.insecure,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
     from weft.coordinator.server import serve
 
-    _configure_logging(log_level)
+    _configure_logging(log_level, log_format)
     config = CoordinatorConfig(
         listen=listen,
         catalog=catalog,
@@ -225,6 +230,7 @@ def rollout(
     access: Access = RolloutConfig.access,
     insecure: Insecure = RolloutConfig.insecure,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
 
@@ -232,7 +238,7 @@ def rollout(
     """
     if not context.args:
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
-    _configure_logging(log_level)
+    _configure_logging(log_level, log_format)
     from rollout_side.main import run as run_replica
 
     config = RolloutConfig(
@@ -413,9 +419,10 @@ def version(json_output: Json = False) -> None:
     print_versions(__version__, json_output=json_output)
 
 
-def _configure_logging(level: str) -> None:
+def _configure_logging(level: str, log_format: logs.LogFormat) -> None:
     try:
-        logs.configure(level)
+        logs.configure(level, log_format)
     except ValueError:
         raise typer.BadParameter(f"--log-level {level!r}: use debug, info or warning") from None
     os.environ[logs.LEVEL_VARIABLE] = level
+    os.environ[logs.FORMAT_VARIABLE] = log_format

@@ -10,7 +10,7 @@ import logging
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -156,7 +156,7 @@ class Guard:
             raise
         finally:
             if is_refused or _changes(method) or (is_stream and result == _CUT_OFF):
-                self._audit(name, context, method, request, result)
+                audit(name, _peer(context), method, _facts(request), result)
 
     def _identify(self, context: Any) -> Identity:
         if self._file is None:
@@ -209,18 +209,26 @@ class Guard:
             if not counts[name]:
                 del counts[name]
 
-    def _audit(self, name: str, context: Any, method: str, request: Any, result: str) -> None:
-        if not audit_log.isEnabledFor(logging.INFO):
-            return
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "who": name or "(unknown)",
-            "from": _peer(context),
-            "call": method,
-            **_facts(request),
-            "result": result,
-        }
-        audit_log.info("%s", json.dumps(line, ensure_ascii=False))
+
+def audit(name: str, peer: str, call: str, facts: Mapping[str, str], result: str) -> None:
+    """Write a line of the audit log.
+
+    Args:
+        name: Who; empty where nobody knows.
+        peer: From where.
+        facts: Of what, by name.
+    """
+    if not audit_log.isEnabledFor(logging.INFO):
+        return
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "who": name or "(unknown)",
+        "from": peer,
+        "call": call,
+        **facts,
+        "result": result,
+    }
+    audit_log.info("%s", json.dumps(line, ensure_ascii=False))
 
 
 def _changes(method: str) -> bool:

@@ -16,8 +16,18 @@ from weft_cli.main import app
 
 COMMANDS = typer.main.get_command(app).commands
 #: Options that have no default in a config: required there, or of the command alone.
-OWN = {"catalog", "log_level", "coordinator", "replica_id", "path", "policy", "trainer_id"}
-OWN |= {"json_output"} | set(VARIABLES)
+OWN = {
+    "catalog",
+    "log_level",
+    "log_format",
+    "json_output",
+    "coordinator",
+    "replica_id",
+    "path",
+    "policy",
+    "trainer_id",
+    *VARIABLES,
+}
 
 
 def defaults_of(config):
