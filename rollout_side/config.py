@@ -12,6 +12,7 @@ from typing import Literal
 from weft.contract.capabilities import BackendChoice
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import check_name
+from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
 #: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
@@ -88,6 +89,8 @@ class RolloutConfig:
     """The file that says who may call the ReplicaService; None where everybody may."""
     insecure: bool = False
     """Whether it may serve everybody on an address that is not loopback."""
+    telemetry: TelemetryConfig = NO_TELEMETRY
+    """What it shows of itself: metrics, and health without TLS."""
     allow_unversioned_changes: bool = False
     """Take an environment that opens endpoints of vLLM's which change weights."""
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import RolloutConfig
+from rollout_side.metrics import ReplicaMetrics
 from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.launch import open_engine
@@ -20,6 +21,8 @@ from rollout_side.vllm_engine.server.replica import VllmReplica
 from weft.rpc.credentials import Credentials
 from weft.rpc.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
+from weft.telemetry.ports import Ports
+from weft.telemetry.process import refusal_counter
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
@@ -122,27 +125,49 @@ async def _serve_engine(
 ) -> str:
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
     agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
-    servicer = Servicer(_SERVICE, ReplicaServicer(agent), add_ReplicaServiceServicer_to_server)
+    metrics = ReplicaMetrics(agent, config)
+    servicer = Servicer(
+        _SERVICE, ReplicaServicer(agent, metrics.switched), add_ReplicaServiceServicer_to_server
+    )
     security = Security(
         credentials=Credentials.from_environment(),
         access=AccessFile(config.access) if config.access else None,
         insecure=config.insecure,
     )
-    server = await make_server([servicer], security)
+    on_refused = refusal_counter(metrics.registry)
+    server = await make_server([servicer], security, on_refused=on_refused)
     await server.set_health(READY_SERVICE, serving=False)
-    await _advertise(agent, bind(server.server, config.agent.listen, security))
-    await server.server.start()
-    _log.info(
-        "replica %s: gRPC on %s, OpenAI API on %s", config.agent.replica_id, agent.address, http_url
-    )
-    await engine.start_http()
-    if ready is not None:
-        ready(agent.address, http_url)
+    port = bind(server.server, config.agent.listen, security)
+    ports = await Ports.open(config.telemetry, server, metrics.registry, security)
+    try:
+        await _advertise(agent, port)
+        await server.server.start()
+        _log.info(
+            "replica %s: gRPC on %s, OpenAI API on %s",
+            config.agent.replica_id,
+            agent.address,
+            http_url,
+        )
+        await engine.start_http()
+        if ready is not None:
+            ready(agent.address, http_url)
+        return await _run_until_told(agent, engine, server, stop, metrics)
+    finally:
+        await ports.close()
+
+
+async def _run_until_told(
+    agent: Agent, engine: VllmReplica, server: WeftServer, stop: _Stop, metrics: ReplicaMetrics
+) -> str:
+    """Stay in the pool until a drain is over or a signal ends it; returns why it ended."""
     running = {
         asyncio.create_task(engine.serve_http(), name="http"),
         asyncio.create_task(agent.run(), name="agent"),
         asyncio.create_task(_mirror_readiness(agent, server), name="readiness"),
     }
+    if engine.spill_folder is not None:
+        look = metrics.watch_spill(engine.spill_folder.num_bytes)
+        running.add(asyncio.create_task(look, name="spill size"))
     ends = {
         asyncio.create_task(agent.drained(), name="drained"),
         asyncio.create_task(stop.wait(), name="stop"),

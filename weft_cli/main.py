@@ -22,6 +22,7 @@ from weft.contract.push_defaults import (
 )
 from weft.coordinator.config import CoordinatorConfig
 from weft.rpc.credentials import Credentials
+from weft.telemetry.config import TelemetryConfig
 from weft_cli.credentials import CommandsWithCredentials
 from weft_cli.lists.commands import add_lists
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
@@ -42,6 +43,27 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     logs.LogFormat,
     typer.Option("--log-format", envvar="WEFT_LOG_FORMAT", help="Lines of text, or of JSON."),
+]
+Metrics = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Serve Prometheus metrics and /healthz over HTTP here; default: nowhere.",
+    ),
+]
+MetricsAuth = Annotated[
+    bool,
+    typer.Option(
+        "--metrics-auth",
+        help="Ask for the token, as HTTP Basic password, or the certificate of who may inspect.",
+    ),
+]
+Health = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Serve grpc.health.v1 alone here, in plaintext, for probes; default: nowhere.",
+    ),
 ]
 
 Access = Annotated[
@@ -106,6 +128,9 @@ def coordinator(
     ] = CoordinatorConfig.max_transfer_seconds,
     access: Access = CoordinatorConfig.access,
     insecure: Insecure = CoordinatorConfig.insecure,
+    metrics: Metrics = TelemetryConfig.metrics,
+    metrics_auth: MetricsAuth = TelemetryConfig.metrics_auth,
+    health: Health = TelemetryConfig.health,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -126,6 +151,7 @@ def coordinator(
         credentials=Credentials.from_environment(),
         access=access,
         insecure=insecure,
+        telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
     )
     host = listen.rpartition(":")[0]
     asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))
@@ -229,6 +255,9 @@ def rollout(
     ] = RolloutConfig.allow_unversioned_changes,
     access: Access = RolloutConfig.access,
     insecure: Insecure = RolloutConfig.insecure,
+    metrics: Metrics = TelemetryConfig.metrics,
+    metrics_auth: MetricsAuth = TelemetryConfig.metrics_auth,
+    health: Health = TelemetryConfig.health,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -264,6 +293,7 @@ def rollout(
         allow_unversioned_changes=allow_unversioned_changes,
         access=access,
         insecure=insecure,
+        telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
     )
     why = run_replica(
         config, ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ import grpc
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.heartbeat import OrderKey
 from rollout_side.agent.serving import SpilledCopy
-from rollout_side.engine import JoinOrder, SendOrder
+from rollout_side.engine import JoinOrder, SendOrder, SwitchTimes
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError, StaleEpochError, WeftError
@@ -56,10 +56,17 @@ def _named(transfer_id: str) -> str:
 
 
 class ReplicaServicer(ReplicaServiceServicer):
-    """One replica's service; see protos/weft/v1/replica.proto for each call."""
+    """One replica's service; see protos/weft/v1/replica.proto for each call.
 
-    def __init__(self, agent: Agent) -> None:
+    Args:
+        on_switched: Told the policy of each switch, and what it cost.
+    """
+
+    def __init__(
+        self, agent: Agent, on_switched: Callable[[str, SwitchTimes], None] | None = None
+    ) -> None:
         self._agent = agent
+        self._on_switched = on_switched or (lambda policy, times: None)
 
     @contextlib.contextmanager
     def _signed(self) -> Iterator[None]:
@@ -121,6 +128,7 @@ class ReplicaServicer(ReplicaServiceServicer):
                 request.alias,
                 _facts(request, request.content_digest),
             )
+        self._on_switched(request.version.policy, times)
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),
@@ -158,6 +166,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             )
         with self._signed():
             times = await agent.serving.switch(_version(request.version), spilled)
+        self._on_switched(request.version.policy, times)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             pause=duration_to_proto(times.pause_seconds),

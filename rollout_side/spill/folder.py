@@ -99,6 +99,14 @@ class SpillFolder:
                     found[path] = PolicyVersion.parse(match["version"])
         return found
 
+    def num_bytes(self) -> int:
+        """The size of every version that lies there whole; blocks on the disk.
+
+        Raises:
+            OSError: The directory cannot be read.
+        """
+        return sum(map(_size_bytes, self.complete()))
+
     def digest_of(self, path: Path) -> bytes:
         """The content digest of a version that lies there, by its name."""
         match = _NAME.fullmatch(path.name)
@@ -198,7 +206,7 @@ class SpillFolder:
         return is_ours or _idle_seconds(partial) >= STALE_SECONDS
 
     def _check_room(self, copy: StagedVersion) -> None:
-        used = sum(map(_size_bytes, self.complete()))
+        used = self.num_bytes()
         need = copy.manifest.total_bytes + _OVERHEAD_BYTES
         if used + need > self._settings.capacity_bytes:
             raise CapacityError(

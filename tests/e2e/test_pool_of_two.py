@@ -4,6 +4,7 @@ to what they served before; both leave in good order."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import TinyModels
 from tests.e2e.replicas import (
@@ -45,13 +47,25 @@ class PoolOfTwo:
     def grow(self, count: int) -> None:
         """Have so many replicas."""
         while len(self.urls) < count:
-            name, options = f"replica-{len(self.urls)}", ("--retain-base", "2")
+            name = f"replica-{len(self.urls)}"
+            options = ("--retain-base", "2", "--metrics", "127.0.0.1:0", "--log-format", "json")
             process = start_replica(
                 self._work, self.target, name, self._model, *LORA_ARGS, options=options
             )
             self._stack.callback(process.stop)
             self.processes.append(process)
             self.urls.append(serving_url(process))
+
+    def metrics(self, number: int) -> dict[str, float]:
+        """What a replica counts, by name and values of labels."""
+        log = self.processes[number].log_path.read_text()
+        (url,) = re.findall(r'"metrics on (http://[^"]+)"', log)
+        text = httpx.get(url, timeout=_SECONDS).text
+        return {
+            "/".join([sample.name, *sample.labels.values()]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +108,25 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         assert str(publisher.push_adapter(qwen2.adapters[3], "math")) == "math@3"
         for url in pool.urls:
             assert ask(url, "math")[2] == "math@3"
+
+
+def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> None:
+    pool.grow(1)
+    before = pool.metrics(0)
+    with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
+        publisher.push_base(qwen2.base)
+        publisher.push_adapter(qwen2.adapters[0], "shown")
+    wait_ready(pool.target, "replica-0")
+    after = pool.metrics(0)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["weft_switches_total/base"] == grown["weft_switches_total/adapter"] == 1
+    assert grown["weft_load_seconds_count/base"] == 1
+    assert grown["weft_replica_pause_seconds_count"] == 1
+    assert 0 < grown["weft_replica_pause_seconds_sum"] < _SECONDS
+    assert 0 < after["weft_store_bytes/adapters"] < after["weft_store_limit_bytes/adapters"]
+    assert 0 < after["weft_store_bytes/staging"] < after["weft_store_limit_bytes/staging"]
+    assert after["weft_requests_running"] == 0
+    assert "weft_store_bytes/spill" not in after
 
 
 def _stream(url: str, started: Any) -> tuple[int, str]:

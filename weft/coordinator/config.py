@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.contract.errors import InvalidRequestError
 from weft.coordinator.decisions.state.pool import Settings
 from weft.rpc.credentials import NO_CREDENTIALS, Credentials
+from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class CoordinatorConfig:
     """The file that says who may call what; None where everybody may."""
     insecure: bool = False
     """Whether it may serve everybody on an address that is not loopback."""
+    telemetry: TelemetryConfig = NO_TELEMETRY
+    """What it shows of itself: metrics, and health without TLS."""
     stop_seconds: float = 5.0
     """Longest that calls under way may take to end when the process is told to stop."""
 

@@ -15,6 +15,7 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
+from weft.coordinator.runtime.metrics import pool_registry
 from weft.coordinator.runtime.watchers import Feed
 from weft.coordinator.services.admin import AdminServicer
 from weft.coordinator.services.inspect import InspectServicer
@@ -24,6 +25,8 @@ from weft.coordinator.services.rendezvous import RendezvousServicer
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
+from weft.telemetry.ports import Ports
+from weft.telemetry.process import refusal_counter
 from weft.v1 import (
     admin_pb2_grpc,
     inspect_pb2_grpc,
@@ -45,6 +48,8 @@ class Coordinator:
         self._driver: Driver | None = None
         self._server: WeftServer | None = None
         self._deciding: asyncio.Task[None] | None = None
+        #: Metrics and health, where they have ports of their own.
+        self.ports = Ports()
 
     @property
     def target(self) -> str:
@@ -76,6 +81,7 @@ class Coordinator:
         manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
         uploads = Uploads()
         state = _initial_state(catalog, self.config)
+        metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
         driver = self._driver = Driver(
             state,
             catalog,
@@ -84,6 +90,7 @@ class Coordinator:
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
             credentials=config.credentials,
+            on_step=metrics.count if config.telemetry.metrics else None,
         )
         publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)
@@ -118,8 +125,10 @@ class Coordinator:
                 ),
             ],
             security,
+            on_refused=refusal_counter(metrics_registry),
         )
         self.port = bind(self._server.server, self.config.listen, security)
+        self.ports = await Ports.open(config.telemetry, self._server, metrics_registry, security)
         self._deciding = driver.start()
         await self._server.server.start()
         _log.info(
@@ -146,6 +155,7 @@ class Coordinator:
         server, self._server = self._server, None
         driver, self._driver = self._driver, None
         catalog, self._catalog = self._catalog, None
+        await self.ports.close()
         if driver is not None:
             await driver.stop()
         if server is not None:

@@ -156,10 +156,14 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     Applies to Weft's own services, for all four kinds of RPC; their handlers are
     coroutines or, when they stream answers, async generators. Of others only reflection is
     not open to everybody.
+
+    Args:
+        on_refused: Told the reason of each call that is answered with an error.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, on_refused: Callable[[str], None] | None = None) -> None:
         self._guard = guard
+        self._on_refused = on_refused or (lambda _: None)
 
     async def intercept_service(
         self,
@@ -180,7 +184,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_stream_rpc_method_handler
             )
             inner = handler.stream_stream or handler.unary_stream
-            guarded: Any = _guard_stream(_checking(inner, handler), method, self._guard)
+            guarded: Any = _guard_stream(
+                _checking(inner, handler), method, self._guard, self._on_refused
+            )
         else:
             make = (
                 grpc.stream_unary_rpc_method_handler
@@ -188,7 +194,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             inner = handler.stream_unary or handler.unary_unary
-            guarded = _guard_unary(_checking(inner, handler), method, self._guard)
+            guarded = _guard_unary(_checking(inner, handler), method, self._guard, self._on_refused)
         return make(guarded, parser(handler.request_deserializer), handler.response_serializer)
 
     def _foreign(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
@@ -198,6 +204,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         try:
             self._guard.identify_token(details.invocation_metadata)
         except WeftError as error:
+            self._on_refused(error.reason)
             return _refusing(handler, error)
         return handler
 
@@ -239,7 +246,10 @@ def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, 
 
 
 def _guard_unary(
-    inner: Callable[[Any, Any], Awaitable[Any]], method: str, guard: Guard
+    inner: Callable[[Any, Any], Awaitable[Any]],
+    method: str,
+    guard: Guard,
+    on_refused: Callable[[str], None],
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
@@ -248,13 +258,18 @@ def _guard_unary(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process)
-            await abort_with_error(context, _typed(error, method))
+            typed = _typed(error, method)
+            on_refused(typed.reason)
+            await abort_with_error(context, typed)
 
     return guarded
 
 
 def _guard_stream(
-    inner: Callable[[Any, Any], AsyncIterator[Any]], method: str, guard: Guard
+    inner: Callable[[Any, Any], AsyncIterator[Any]],
+    method: str,
+    guard: Guard,
+    on_refused: Callable[[str], None],
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         def check_again() -> None:
@@ -271,7 +286,9 @@ def _guard_stream(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process)
-            await _end(context, _typed(error, method))
+            typed = _typed(error, method)
+            on_refused(typed.reason)
+            await _end(context, typed)
 
     return guarded
 

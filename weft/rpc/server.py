@@ -53,6 +53,15 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
 ]
+#: Of the port that serves health alone, and asks nobody who he is.
+HEALTH_OPTIONS: Final[list[tuple[str, int]]] = list(
+    {
+        **dict(SERVER_OPTIONS),
+        "grpc.max_receive_message_length": 1024,
+        "grpc.max_allowed_incoming_connections": 256,
+        "grpc.max_concurrent_streams": 16,
+    }.items()
+)
 
 
 @dataclass(frozen=True)
@@ -89,17 +98,25 @@ class Security:
 
 
 async def make_server(
-    servicers: Sequence[Servicer], security: Security | None = None
+    servicers: Sequence[Servicer],
+    security: Security | None = None,
+    *,
+    on_refused: Callable[[str], None] | None = None,
 ) -> WeftServer:
     """Build a server of ``servicers`` with health and reflection; and with channelz, which
     knows no callers, where everybody may call.
 
     Every service, and "" for the process, starts as SERVING. The caller binds
     and starts it.
+
+    Args:
+        on_refused: Told the reason of each call that is answered with an error.
     """
     access = security.access if security else None
     guard = Guard(access)
-    server = grpc.aio.server(interceptors=[EdgeInterceptor(guard)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(
+        interceptors=[EdgeInterceptor(guard, on_refused)], options=SERVER_OPTIONS
+    )
     for servicer in servicers:
         servicer.add(servicer.implementation, server)
     health = health_aio.HealthServicer()
@@ -138,6 +155,23 @@ def bind(server: grpc.aio.Server, listen: str, security: Security | None = None)
     if port == 0:
         raise _cannot_listen(listen)
     return port
+
+
+async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, int]:
+    """Serve the health of ``made``, and nothing else, on a plaintext port, for probes that
+    speak no TLS; returns the port, too.
+
+    Raises:
+        NotReadyError: The address cannot be listened on.
+    """
+    server = grpc.aio.server(options=HEALTH_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(made.health, server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise _cannot_listen(listen) from error
+    await server.start()
+    return server, port
 
 
 def check_exposure(listen: str, security: Security) -> None:

@@ -59,7 +59,9 @@ class HeldVersions:
         restore_seconds: float,
     ) -> None:
         self._workers, self._holdings = workers, holdings
-        self._spill_folder, self._restore_seconds = spill_folder, restore_seconds
+        #: Where versions are spilled to, if they are.
+        self.spill_folder = spill_folder
+        self._restore_seconds = restore_seconds
         self.spills = spill_folder is not None
 
     async def memory(self) -> MemoryUse:
@@ -104,7 +106,7 @@ class HeldVersions:
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         """See ``Engine``."""
-        folder = self._spill_folder
+        folder = self.spill_folder
         if folder is None:
             raise NotFoundError("this replica has no --spill-dir")
         try:

@@ -12,6 +12,7 @@ from trainer_side import Publisher
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.decisions.state.pool import Settings
 from weft.rpc.credentials import VARIABLES
+from weft.telemetry.config import TelemetryConfig
 from weft_cli.main import app
 
 COMMANDS = typer.main.get_command(app).commands
@@ -52,8 +53,11 @@ def in_bytes(name, value):
 @pytest.mark.parametrize(
     ("command", "config"),
     [
-        ("coordinator", defaults_of(CoordinatorConfig)),
-        ("rollout", defaults_of(AgentConfig) | defaults_of(RolloutConfig)),
+        ("coordinator", defaults_of(CoordinatorConfig) | defaults_of(TelemetryConfig)),
+        (
+            "rollout",
+            defaults_of(AgentConfig) | defaults_of(RolloutConfig) | defaults_of(TelemetryConfig),
+        ),
     ],
 )
 def test_every_options_default_is_the_configs(command, config):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -48,6 +48,9 @@ TICK_SECONDS: Final = 0.25
 MAX_QUEUED: Final = 10_000
 # A preflight of more tensors than this is done on another thread.
 _INLINE_TENSORS: Final = 4_000
+#: Told of each step once its saves are on disk: the event, what was known, what is known, and
+#: the effects.
+OnStep = Callable[[events.Event, PoolState, PoolState, Sequence[effects.Effect]], None]
 
 
 class Driver:
@@ -64,6 +67,7 @@ class Driver:
         commit_seconds: float,
         credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
+        on_step: OnStep | None = None,
     ) -> None:
         self.state = state
         self.groups = LiveGroups(self.post)
@@ -73,6 +77,7 @@ class Driver:
         self._manifests = manifests or LayoutCache()
         self._feed = feed
         self._clock = clock
+        self._on_step = on_step
         self._caller = ReplicaCaller(
             lambda: self.state.generation, self.post, commit_seconds, credentials
         )
@@ -168,9 +173,11 @@ class Driver:
     async def _decide(self) -> None:
         now = self.now()
         state, todo, flush = self.state, list[effects.Effect](), False
+        steps = list[tuple[events.Event, PoolState, PoolState, list[effects.Effect]]]()
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             flush = flush or isinstance(event, events.Tick)
+            before = state
             try:
                 state, more = step(state, event, now)
             except Exception:  # noqa: BLE001 (one bad event must not end the pool's coordinator)
@@ -181,6 +188,8 @@ class Driver:
                     todo.append(effects.Refuse(ticket, error))
                 continue
             todo += more
+            if self._on_step is not None:
+                steps.append((event, before, state, more))
         saves = [effect for effect in todo if isinstance(effect, effects.Save)]
         if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
             saves, self._lazy = [*self._lazy, *saves], []
@@ -188,9 +197,24 @@ class Driver:
         else:
             self._lazy += saves
         self.state = state
+        for taken in steps:
+            self._tell(*taken)
         for effect in todo:
             if not isinstance(effect, effects.Save):
                 self._carry_out(effect)
+
+    def _tell(
+        self,
+        event: events.Event,
+        before: PoolState,
+        after: PoolState,
+        done: list[effects.Effect],
+    ) -> None:
+        assert self._on_step is not None
+        try:
+            self._on_step(event, before, after, done)
+        except Exception:  # noqa: BLE001 (what only counts must not end the pool's coordinator)
+            _log.exception("counting %s failed; it is not counted", type(event).__name__)
 
     async def flush(self) -> None:
         """Write what may be written late, so that a reader of the catalog sees it.

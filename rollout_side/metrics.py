@@ -1,0 +1,104 @@
+"""What a replica counts: the memory and disk it has, its switches, whether it is ready.
+
+No label names a version or a policy, so the number of series is fixed. vLLM's own metrics are
+on the OpenAI port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rollout_side.agent.agent import Agent
+from rollout_side.config import RolloutConfig
+from rollout_side.engine import SwitchTimes
+from weft.contract.names import BASE_POLICY
+from weft.telemetry.process import process_registry
+
+#: Between two looks at the spill directory, which may be slow.
+SPILL_LOOK_SECONDS: Final = 15.0
+_SECONDS_BUCKETS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
+)  # fmt: skip
+
+
+class ReplicaMetrics(Collector):
+    """The metrics of one replica; gauges are read on whichever thread asks."""
+
+    def __init__(self, agent: Agent, config: RolloutConfig) -> None:
+        self.registry: CollectorRegistry = process_registry()
+        self._agent = agent
+        self._config = config
+        self._spill_bytes = 0
+        self._switches = Counter(
+            "weft_switches", "Switches to a version.", ["kind"], registry=self.registry
+        )
+        self._load = Histogram(
+            "weft_load_seconds",
+            "How long the engine took to load a version.",
+            ["kind"],
+            registry=self.registry,
+            buckets=_SECONDS_BUCKETS,
+        )
+        self._pause = Histogram(
+            "weft_replica_pause_seconds",
+            "How long generation was paused here, at each switch of the base.",
+            registry=self.registry,
+            buckets=_SECONDS_BUCKETS,
+        )
+        for kind in ("base", "adapter"):
+            self._switches.labels(kind)
+            self._load.labels(kind)
+        self.registry.register(self)
+
+    def switched(self, policy: str, times: SwitchTimes) -> None:
+        """Count a switch."""
+        kind = "base" if policy == BASE_POLICY else "adapter"
+        self._switches.labels(kind).inc()
+        if times.load_seconds:  # else it was served already, or an alias was flipped
+            self._load.labels(kind).observe(times.load_seconds)
+        if times.pause_seconds:
+            self._pause.observe(times.pause_seconds)
+
+    async def watch_spill(self, measure: Callable[[], int]) -> None:
+        """Look now and then how full the spill directory is, until cancelled.
+
+        Args:
+            measure: Its bytes; called on another thread.
+        """
+        while True:
+            with contextlib.suppress(OSError):  # it is spoken of where it is written to
+                self._spill_bytes = await asyncio.to_thread(measure)
+            await asyncio.sleep(SPILL_LOOK_SECONDS)
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, for prometheus_client."""
+        engine, memory = self._agent.engine, self._agent.serving.memory
+        capabilities = engine.capabilities
+        used = GaugeMetricFamily("weft_store_bytes", "Bytes held, by store.", labels=["store"])
+        limit = GaugeMetricFamily("weft_store_limit_bytes", "Their bounds.", labels=["store"])
+        stores = [
+            ("adapters", memory.adapter_bytes, capabilities.adapter_capacity_bytes),
+            ("staging", memory.staging_bytes, capabilities.staging_capacity_bytes),
+        ]
+        if engine.spills:
+            stores.append(("spill", self._spill_bytes, self._config.spill_bytes))
+        for store, num_bytes, bound in stores:
+            used.add_metric([store], num_bytes)
+            limit.add_metric([store], bound)
+        yield used
+        yield limit
+        yield GaugeMetricFamily(
+            "weft_replica_ready",
+            "Whether it serves what the pool does, and takes requests.",
+            int(self._agent.is_ready),
+        )
+        yield GaugeMetricFamily(
+            "weft_requests_running", "Requests that have not ended.", engine.num_requests()
+        )

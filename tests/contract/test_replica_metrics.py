@@ -1,0 +1,106 @@
+"""What a replica shows of its memory and of its switches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.config import AgentConfig, RolloutConfig
+from rollout_side.engine import SwitchTimes
+from rollout_side.metrics import ReplicaMetrics
+from tests.contract.served_replica import MANIFEST, Served
+from tests.doubles.engine import EngineDouble
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.server import Servicer, bind, make_server
+from weft.v1 import replica_pb2_grpc
+
+
+class Counted:
+    """A served replica, and its metrics."""
+
+    def __init__(self, served: Served, metrics: ReplicaMetrics) -> None:
+        self.served = served
+        self.metrics = metrics
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"weft_{name}", labels)
+
+
+@pytest_asyncio.fixture
+async def counted() -> AsyncIterator[Counted]:
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2)
+    config = AgentConfig(coordinator="127.0.0.1:1", replica_id="r0")
+    agent = Agent(config, engine)
+    metrics = ReplicaMetrics(agent, RolloutConfig(agent=config, vllm_args=[], spill_bytes=1000))
+    servicer = ReplicaServicer(agent, metrics.switched)
+    add = replica_pb2_grpc.add_ReplicaServiceServicer_to_server
+    server = (await make_server([Servicer("weft.v1.ReplicaService", servicer, add)])).server
+    agent.advertise(bind(server, "127.0.0.1:0"))
+    await server.start()
+    async with open_aio_channel(agent.address) as channel:
+        stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+        yield Counted(Served(agent, engine, stub), metrics)
+    engine.close()
+    await server.stop(None)
+
+
+async def test_switches_are_counted_by_kind(counted: Counted) -> None:
+    await counted.served.commit("base@1")
+    await counted.served.commit("math@1")
+    await counted.served.commit("math@2")
+    assert counted.value("switches_total", kind="base") == 1
+    assert counted.value("switches_total", kind="adapter") == 2
+
+
+async def test_what_a_switch_cost(counted: Counted) -> None:
+    counted.metrics.switched("base", SwitchTimes(pause_seconds=0.5, load_seconds=0.25))
+    counted.metrics.switched("math", SwitchTimes(load_seconds=0.125))
+    counted.metrics.switched("base", SwitchTimes())  # it was served already
+    assert counted.value("replica_pause_seconds_sum") == 0.5
+    assert counted.value("replica_pause_seconds_count") == 1
+    assert counted.value("load_seconds_sum", kind="base") == 0.25
+    assert counted.value("load_seconds_sum", kind="adapter") == 0.125
+    assert counted.value("load_seconds_count", kind="base") == 1
+
+
+async def test_stores_are_shown_beside_their_bounds(counted: Counted) -> None:
+    served, capabilities = counted.served, counted.served.engine.capabilities
+    await served.commit("math@1")
+    await served.agent.serving.look(())
+    assert counted.value("store_bytes", store="adapters") == MANIFEST.wire_bytes
+    bound = counted.value("store_limit_bytes", store="adapters")
+    assert bound == capabilities.adapter_capacity_bytes
+    assert counted.value("store_bytes", store="staging") == 0
+    assert counted.value("store_bytes", store="spill") is None, "it has no such directory"
+    assert counted.value("requests_running") == 0
+    assert counted.value("replica_ready") == 0, "no coordinator has said so"
+
+
+async def test_a_spill_directory_is_looked_at_off_the_loop(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_side.metrics.SPILL_LOOK_SECONDS", 0.01)
+    counted.served.engine.spills = True
+    looks = iter([OSError("no such directory"), 700])
+
+    def measure() -> int:
+        found = next(looks, 700)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    looking = asyncio.create_task(counted.metrics.watch_spill(measure))
+    async with asyncio.timeout(10):
+        while counted.value("store_bytes", store="spill") != 700:
+            await asyncio.sleep(0.01)
+    assert counted.value("store_limit_bytes", store="spill") == 1000
+    looking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await looking
