@@ -20,7 +20,7 @@ NOT_ON_CPU := torchvision torchaudio torchcodec triton
 SEEDS ?= 20000
 SECONDS ?= 60
 
-.PHONY: help install demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install images demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -87,6 +87,9 @@ bench-gpu: install  ## Measure them: 1 GPU for the trainer, 3 for replicas; vLLM
 # ONLY=coordinator leaves out the trainer's environment, most of whose time is torch's.
 wheel-test: install  ## Build the sdist and the wheel, install them into empty environments, use them (75 s).
 	$(BIN)/python -m tests.wheel --torch '$(TORCH_CPU)' --torch-index $(TORCH_CPU_INDEX) $(if $(ONLY),--only $(ONLY))
+
+images:  ## What the images install: the CPU ones into empty environments, the CUDA one resolved (10 min).
+	$(PYTHON) helm/images/check.py
 
 lint: install  ## Style and chart of the code: ruff.
 	$(BIN)/ruff check .
