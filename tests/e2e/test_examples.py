@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from weft.rpc.channel import open_channel
@@ -19,6 +20,7 @@ from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.demo.openai_client import complete
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+HELM = EXAMPLES.parent / "helm"
 PROMPT = [5, 17, 99, 200, 33]
 _PYTHON = (sys.executable,)
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -85,6 +87,29 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         running_replicas(work, coordinator.target, [work / "tiny"], *LORA_ARGS) as urls,
     ):
         yield Pool(work, coordinator.target, urls[0])
+
+
+def test_the_charts_test_pushes_an_adapter_and_asks_for_it(pool, monkeypatch):
+    monkeypatch.setenv("WEFT_COORDINATOR", pool.target)
+    program = HELM / "weft/files/push_and_ask.py"
+    args = (f"--model={pool.work / 'tiny'}", f"--openai={pool.url}", "--timeout=60")
+    said = run(pool.work, *_PYTHON, program, *args)
+    newest = pool.check_served(["pushed helm-test@1"], "helm-test", 1)
+    assert said[-1] == f"asked for {newest}, and it answered"
+    again = run(pool.work, *_PYTHON, program, *args)
+    assert again[-1] == "asked for helm-test@2, and it answered"
+    base = run(pool.work, *_PYTHON, program, *args, "--without-adapter")
+    assert base[-1] == f"asked for {MODEL_NAME}, and it answered"
+
+
+@pytest.mark.matrix
+def test_the_charts_trainer(pool, monkeypatch):
+    monkeypatch.setenv("WEFT_COORDINATOR", pool.target)
+    monkeypatch.setenv("MODEL", "tiny")
+    documents = yaml.safe_load_all((HELM / "examples/trainer-job.yaml").read_text())
+    (script,) = (d["data"]["train.py"] for d in documents if d["kind"] == "ConfigMap")
+    (pool.work / "train.py").write_text(script)
+    pool.check_served(run(pool.work, *_PYTHON, "train.py"), "base", 3)
 
 
 def test_lora(pool):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 #: Where pages lie: the root itself, and all that is below these.
-FOLDERS = ("benchmarks", "docs", "examples", "protos", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "helm", "protos", "tests")
 
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 _INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)

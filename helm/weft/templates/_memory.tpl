@@ -1,0 +1,63 @@
+{{/* A quantity of Kubernetes' ("64Gi", "500M", "1.5Gi", 1073741824) in MiB; values.schema.json says its form. */}}
+{{- define "weft.mebibytes" -}}
+{{- $text := . | toString -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 -}}
+{{- if kindIs "float64" . -}}
+{{- divf . 1048576.0 -}}
+{{- else -}}
+{{- $unit := regexFind "[A-Za-z]*$" $text -}}
+{{- divf (mulf (trimSuffix $unit $text | float64) (get $units $unit)) 1048576.0 -}}
+{{- end -}}
+{{- end }}
+
+{{/* Whether copies of the base lie in host memory. */}}
+{{- define "weft.stagesOnHost" -}}
+{{- if not (has .Values.replicas.staging (list "device" "in-place")) -}}true{{- end -}}
+{{- end }}
+
+{{/* What --staging-memory-gib bounds: the copy that is received, and those that are kept. */}}
+{{- define "weft.stagingGib" -}}
+{{- $memory := .Values.replicas.memory -}}
+{{- addf $memory.stagingGib $memory.retainedGib -}}
+{{- end }}
+
+{{/* What a replica may take of host memory, in MiB, rounded up. */}}
+{{- define "weft.replicaMebibytes" -}}
+{{- $memory := .Values.replicas.memory -}}
+{{- $gib := addf $memory.modelLoadGib $memory.adaptersGib $memory.shmGib -}}
+{{- if include "weft.stagesOnHost" . -}}
+{{- $gib = addf $gib $memory.stagingGib $memory.retainedGib -}}
+{{- else if ne .Values.replicas.spill.kind "none" -}}
+{{- /* What is read from the spill directory is staged on the host first. */ -}}
+{{- $gib = addf $gib $memory.stagingGib -}}
+{{- end -}}
+{{- ceil (mulf $gib 1024.0) | int64 -}}
+{{- end }}
+
+{{/* The sum in words, for a refusal. */}}
+{{- define "weft.memoryInWords" -}}
+{{- $memory := .Values.replicas.memory -}}
+modelLoadGib {{ $memory.modelLoadGib }}
+{{- if include "weft.stagesOnHost" . }} + stagingGib {{ $memory.stagingGib }} + retainedGib {{ $memory.retainedGib }}
+{{- else if ne .Values.replicas.spill.kind "none" }} + stagingGib {{ $memory.stagingGib }}
+{{- end }} + adaptersGib {{ $memory.adaptersGib }} + shmGib {{ $memory.shmGib }}
+{{- end }}
+
+{{/* A container's resources with its memory, GPUs and RDMA devices filled in. */}}
+{{- define "weft.replicaResources" -}}
+{{- $values := .Values.replicas -}}
+{{- $limits := deepCopy ($values.resources.limits | default dict) -}}
+{{- $requests := deepCopy ($values.resources.requests | default dict) -}}
+{{- if not $limits.memory -}}
+{{- $_ := set $limits "memory" (printf "%sMi" (include "weft.replicaMebibytes" .)) -}}
+{{- end -}}
+{{- /* Memory files cannot be taken back from a pod: what it may take, it is given. */ -}}
+{{- if not $requests.memory -}}{{- $_ := set $requests "memory" $limits.memory -}}{{- end -}}
+{{- if $values.gpus -}}
+{{- $_ := set $limits $values.gpuResource (int64 $values.gpus) -}}
+{{- end -}}
+{{- if $values.rdma.enabled -}}
+{{- range $name, $count := $values.rdma.resources -}}{{- $_ := set $limits $name (int64 $count) -}}{{- end -}}
+{{- end -}}
+{{- dict "requests" $requests "limits" $limits | toYaml -}}
+{{- end }}

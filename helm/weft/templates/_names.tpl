@@ -1,0 +1,64 @@
+{{/*
+Names. The longest that is made of one is a StatefulSet's, whose pods carry it in a label with a
+hash of 11 characters: 40 leaves room for every suffix. A Service's begins with a letter.
+*/}}
+{{- define "weft.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else -}}
+{{- $name := .Release.Name | replace "." "-" -}}
+{{- if not (contains "weft" $name) -}}{{- $name = printf "%s-weft" $name -}}{{- end -}}
+{{- if regexMatch "^[0-9]" $name -}}{{- $name = printf "weft-%s" $name -}}{{- end -}}
+{{- if gt (len $name) 40 -}}
+{{- $name = printf "%s-%s" (trunc 31 $name | trimSuffix "-") (sha256sum .Release.Name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+{{- end }}
+
+{{- define "weft.coordinator" -}}{{ include "weft.fullname" . }}-coordinator{{- end }}
+{{- define "weft.replicas" -}}{{ include "weft.fullname" . }}-replicas{{- end }}
+{{- define "weft.openai" -}}{{ include "weft.fullname" . }}-openai{{- end }}
+{{- define "weft.test" -}}{{ include "weft.fullname" . }}-test{{- end }}
+{{- define "weft.access" -}}{{ include "weft.fullname" . }}-access{{- end }}
+
+{{/* The DNS suffix of the namespace's Services. */}}
+{{- define "weft.domain" -}}{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}{{- end }}
+
+{{/* Where replicas, trainers and people reach the coordinator; its certificate has this name. */}}
+{{- define "weft.coordinatorHost" -}}{{ include "weft.coordinator" . }}.{{ include "weft.domain" . }}{{- end }}
+{{- define "weft.coordinatorTarget" -}}{{ include "weft.coordinatorHost" . }}:50051{{- end }}
+{{- define "weft.openaiHost" -}}{{ include "weft.openai" . }}.{{ include "weft.domain" . }}{{- end }}
+{{- define "weft.openaiScheme" -}}{{ if .Values.openai.tls }}https{{ else }}http{{ end }}{{- end }}
+
+{{/* Labels that select; they never change. Call with (list . "coordinator"). */}}
+{{- define "weft.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: weft
+app.kubernetes.io/instance: {{ include "weft.fullname" $root }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "weft.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "weft.selector" . }}
+app.kubernetes.io/part-of: weft
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace "+" "_") }}
+{{- end }}
+
+{{/* Who takes part in side groups: see networkpolicies.yaml. */}}
+{{- define "weft.member" -}}
+weft-pool: {{ include "weft.fullname" . }}
+{{- end }}
+
+{{/* Call with (list . image). */}}
+{{- define "weft.image" -}}
+{{- $image := index . 1 -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,207 @@
+{{/* What Pod Security's `restricted` level asks of a pod ... */}}
+{{- define "weft.podSecurity" -}}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ int64 .Values.securityContext.runAsUser }}
+  runAsGroup: {{ int64 .Values.securityContext.runAsGroup }}
+  fsGroup: {{ int64 .Values.securityContext.runAsGroup }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+serviceAccountName: {{ include "weft.fullname" . }}
+# Nothing here calls the API server.
+automountServiceAccountToken: false
+# A Service named weft would set WEFT_PORT and its like, which look like options.
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* ... and of a container. */}}
+{{- define "weft.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where pods are put. Call with (list . values). */}}
+{{- define "weft.placement" -}}
+{{- $values := index . 1 -}}
+{{- with $values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Whether callers are known by tokens; else by certificates, or not at all. */}}
+{{- define "weft.byTokens" -}}
+{{- if and (not .Values.insecure) (eq .Values.access.by "tokens") -}}true{{- end -}}
+{{- end }}
+
+{{/* The Secret of a process's certificate. Call with (list . "coordinator"). */}}
+{{- define "weft.tlsSecret" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.tls.certManager.enabled -}}
+{{ include "weft.fullname" $root }}-{{ index . 1 }}-tls
+{{- else -}}
+{{ get $root.Values.tls (printf "%sSecret" (index . 1)) }}
+{{- end -}}
+{{- end }}
+
+{{/*
+Options of a server for what it shows and whom it lets in. The files are named, never read ahead:
+certificates, tokens and rules change under a running process, which is why nothing restarts for
+them and why no volume here has a subPath.
+*/}}
+{{- define "weft.credentialArgs" -}}
+{{- if .Values.insecure }}
+- --insecure
+{{- else }}
+- --tls-cert=/etc/weft/tls/tls.crt
+- --tls-key=/etc/weft/tls/tls.key
+- --tls-ca=/etc/weft/tls/ca.crt
+- --access=/etc/weft/access/access.toml
+{{- if include "weft.byTokens" . }}
+- --token-file=/etc/weft/token/token
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The same of a client, from its environment. */}}
+{{- define "weft.credentialEnv" -}}
+{{- if not .Values.insecure }}
+{{- if not (include "weft.byTokens" .) }}
+- {name: WEFT_TLS_CERT, value: /etc/weft/tls/tls.crt}
+- {name: WEFT_TLS_KEY, value: /etc/weft/tls/tls.key}
+{{- else }}
+- {name: WEFT_TOKEN_FILE, value: /etc/weft/token/token}
+{{- end }}
+- {name: WEFT_TLS_CA, value: /etc/weft/tls/ca.crt}
+{{- end }}
+{{- end }}
+
+{{- define "weft.credentialMounts" -}}
+{{- if not .Values.insecure }}
+- {name: tls, mountPath: /etc/weft/tls, readOnly: true}
+{{- if include "weft.byTokens" . }}
+- {name: token, mountPath: /etc/weft/token, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Call with (list . "coordinator"). */}}
+{{- define "weft.credentialVolumes" -}}
+{{- $root := index . 0 -}}
+{{- $process := index . 1 -}}
+{{- if not $root.Values.insecure }}
+- name: tls
+  secret: {secretName: {{ include "weft.tlsSecret" . }}, defaultMode: 0440}
+{{- if include "weft.byTokens" $root }}
+- name: token
+  secret: {secretName: {{ (get $root.Values.access.tokens $process).secret }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A server's rules. */}}
+{{- define "weft.accessMounts" -}}
+{{- if not .Values.insecure }}
+- {name: access, mountPath: /etc/weft/access, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "weft.accessVolumes" -}}
+{{- if not .Values.insecure }}
+- name: access
+  configMap: {name: {{ .Values.access.existingConfigMap | default (include "weft.access" .) }}}
+{{- end }}
+{{- end }}
+
+{{/* Options that both servers have. */}}
+{{- define "weft.serverArgs" -}}
+- --health=0.0.0.0:50052
+{{- if .Values.metrics.enabled }}
+- --metrics=0.0.0.0:9090
+{{- if .Values.metrics.auth }}
+- --metrics-auth
+{{- end }}
+{{- end }}
+- --log-format={{ .Values.logFormat }}
+- --log-level={{ .Values.logLevel }}
+{{- include "weft.credentialArgs" . }}
+{{- end }}
+
+{{/* What the model is found by, in a replica and in the test's pod. */}}
+{{- define "weft.model" -}}{{ if .Values.model.tiny }}/models/tiny{{ else }}{{ .Values.model.name }}{{ end }}{{- end }}
+
+{{- define "weft.modelEnv" -}}
+# The image's home is read-only; caches go below this one.
+- {name: HOME, value: /var/cache/weft}
+- {name: USER, value: weft}
+- {name: DO_NOT_TRACK, value: "1"}
+{{- if or .Values.model.tiny .Values.model.claim }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- with .Values.model.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+{{- end }}
+{{- end }}
+
+{{- define "weft.modelMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/cache/weft}
+{{- if or .Values.model.tiny .Values.model.claim }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "weft.modelVolumes" -}}
+- name: tmp
+  emptyDir: {sizeLimit: 4Gi}
+- name: cache
+  emptyDir: {sizeLimit: {{ .Values.model.cacheGib }}Gi}
+{{- if .Values.model.tiny }}
+- name: models
+  emptyDir: {sizeLimit: 256Mi}
+{{- else if .Values.model.claim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Makes the same tiny model, bit by bit, in every pod. */}}
+{{- define "weft.modelInit" -}}
+{{- if .Values.model.tiny }}
+initContainers:
+  - name: model
+    image: {{ include "weft.image" (list . .Values.replicas.image) }}
+    imagePullPolicy: {{ .Values.replicas.image.pullPolicy }}
+    {{- include "weft.containerSecurity" . | nindent 4 }}
+    command:
+      - python
+      - -c
+      - |
+        from pathlib import Path
+        from weft_cli.demo.tiny_model import make_model
+        make_model(Path("/models/tiny"))
+    env:
+      {{- include "weft.modelEnv" . | nindent 6 }}
+    resources:
+      requests: {cpu: 100m, memory: 512Mi}
+      limits: {memory: 2Gi}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      - {name: cache, mountPath: /var/cache/weft}
+      - {name: models, mountPath: /models}
+{{- end }}
+{{- end }}

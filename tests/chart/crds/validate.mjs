@@ -1,0 +1,58 @@
+// Validates objects of the Prometheus operator and of cert-manager by their CRDs' schemas.
+//
+//   node validate.mjs NPM_DIRECTORY < objects.json      prints a list of errors as JSON
+//
+// The schemas are compiled and pass over fields that they do not have, as a server in its default
+// mode drops them. So each object is handed over in a proxy that notes what is looked at: a field
+// that no schema looks at is none of the kind's.
+
+import { readFileSync } from "node:fs";
+import { pathToFileURL } from "node:url";
+
+const packages = pathToFileURL(`${process.argv[2]}/node_modules/@kubernetes-models/`);
+const monitoring = "prometheus-operator/monitoring.coreos.com/v1";
+const modules = {
+  ServiceMonitor: `${monitoring}/ServiceMonitor.js`,
+  PrometheusRule: `${monitoring}/PrometheusRule.js`,
+  Certificate: "cert-manager/cert-manager.io/v1/Certificate.mjs",
+};
+
+function noting(value, path, seen) {
+  if (value === null || typeof value !== "object") return value;
+  const children = new Map();
+  return new Proxy(value, {
+    get(target, key) {
+      if (typeof key !== "string" || !Object.hasOwn(target, key)) return Reflect.get(target, key);
+      const here = `${path}/${key}`;
+      seen.add(here);
+      if (!children.has(key)) children.set(key, noting(target[key], here, seen));
+      return children.get(key);
+    },
+  });
+}
+
+function* paths(value, path = "") {
+  if (value === null || typeof value !== "object") return;
+  for (const [key, child] of Object.entries(value)) {
+    yield `${path}/${key}`;
+    yield* paths(child, `${path}/${key}`);
+  }
+}
+
+const errors = [];
+for (const object of JSON.parse(readFileSync(0, "utf8"))) {
+  const name = `${object.kind} ${object.metadata.name}`;
+  const { [object.kind]: Model } = await import(new URL(modules[object.kind], packages));
+  if (object.apiVersion !== Model.apiVersion) errors.push(`${name}: ${object.apiVersion}`);
+  const seen = new Set();
+  try {
+    Model.prototype.validate.call(noting(object, "", seen)); // a Model of its own would be a copy
+  } catch (error) {
+    errors.push(`${name}: ${error.message}`);
+    for (const one of error.errors ?? []) errors.push(`${name}: ${one.instancePath}: ${one.message}`);
+  }
+  for (const path of paths(object)) {
+    if (!seen.has(path)) errors.push(`${name}: ${path} is unknown`);
+  }
+}
+console.log(JSON.stringify(errors));

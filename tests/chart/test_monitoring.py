@@ -1,0 +1,152 @@
+"""What Prometheus and Grafana are given, and the notes that Helm prints."""
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+
+from tests.chart.rendering import CHART, PROFILES, render
+
+#: The metrics of Weft's that rules may speak of, with their labels.
+METRICS = {
+    "weft_pushes_started_total": {"kind"},
+    "weft_pushes_finished_total": {"kind", "result"},
+    "weft_stage_seconds": {"kind"},
+    "weft_commit_seconds": {"kind"},
+    "weft_pause_seconds": set(),
+    "weft_bytes_staged_total": {"kind"},
+    "weft_replicas": {"state"},
+    "weft_versions_served": {"kind"},
+    "weft_store_bytes": {"store"},
+    "weft_store_limit_bytes": {"store"},
+    "weft_leases_held": set(),
+    "weft_heartbeats_missed_total": set(),
+    "weft_clones_total": {"result"},
+    "weft_stalls_total": set(),
+    "weft_refusals_total": {"reason"},
+}
+
+
+def rules(profile):
+    (group,) = render(profile).of("PrometheusRule")["spec"]["groups"]
+    return group["rules"]
+
+
+@pytest.mark.parametrize("profile", ["gpu", "everything"])
+def test_alerts_speak_of_this_pool_and_of_metrics_that_there_are(profile):
+    pool = {"gpu": "weft", "everything": "pool-a"}[profile]
+    for rule in rules(profile):
+        expression = rule["expr"]
+        assert not re.search(r"\b[A-Z]{4,}\b", expression), expression  # a word not filled in
+        assert expression.count("(") == expression.count(")")
+        selectors = re.findall(r"([a-z_]+)(?:\{([^}]*)\})", expression)
+        assert selectors
+        for metric, matchers in selectors:
+            assert 'namespace="rl"' in matchers
+            assert pool in matchers or metric.startswith("kubelet_")
+            if metric.startswith("weft_"):
+                name = metric.removesuffix("_bucket")
+                own = set(re.findall(r"(\w+)(?:=~|!~|!=|=)", matchers)) - {"namespace", "service"}
+                assert own <= METRICS[name], metric
+        assert set(re.findall(r"\bweft_\w+", expression)) <= {m for m, _ in selectors}
+
+
+def test_alerts_say_what_to_do():
+    names = [rule["alert"] for rule in rules("everything")]
+    assert len(set(names)) == len(names) > 10
+    for rule in rules("everything"):
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert len(rule["annotations"]["description"]) > 40
+        assert rule["annotations"]["runbook_url"] == (
+            f"https://runbooks.example/weft#{rule['alert'].lower()}"
+        )
+    assert not any("runbook_url" in rule["annotations"] for rule in rules("gpu"))
+    stuck = next(rule for rule in rules("gpu") if rule["alert"] == "WeftPushStuck")
+    assert stuck["for"] == "900s"  # maxTransferSeconds, and 5 minutes
+
+
+def test_monitors_scrape_the_metrics_port_of_every_pod():
+    rendered = render("gpu")
+    services = {s["metadata"]["name"]: s for s in rendered.all("Service")}
+    scraped = {}
+    for monitor in rendered.all("ServiceMonitor"):
+        selector = monitor["spec"]["selector"]["matchLabels"].items()
+        (name,) = [n for n, s in services.items() if selector <= s["metadata"]["labels"].items()]
+        ports = {port["name"] for port in services[name]["spec"]["ports"]}
+        scraped[name] = [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]]
+        assert set(scraped[name]) <= ports
+    # The headless one: replicas that are not ready are looked at, too.
+    assert scraped == {"weft-coordinator": ["metrics"], "weft-replicas": ["metrics", "http"]}
+    assert render("cpu").all("ServiceMonitor") == []
+
+
+def test_monitors_verify_and_show_credentials_where_metrics_ask():
+    rendered = render("everything")
+    for monitor in rendered.all("ServiceMonitor"):
+        endpoint = monitor["spec"]["endpoints"][0]
+        assert endpoint["scheme"] == "https"
+        certificates = {c["spec"]["secretName"]: c["spec"] for c in rendered.all("Certificate")}
+        secret = endpoint["tlsConfig"]["ca"]["secret"]["name"]
+        assert endpoint["tlsConfig"]["serverName"] in certificates[secret]["dnsNames"]
+        assert endpoint["basicAuth"]["password"] == {"name": "scraper", "key": "password"}
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_the_dashboard_is_the_file_of_the_chart(tmp_path):
+    chart = tmp_path / "weft"
+    shutil.copytree(CHART, chart)
+    (chart / "dashboards").mkdir(exist_ok=True)
+    dashboard = {"title": 'a "pool"', "panels": [{"expr": "rate(x[$__rate_interval])"}]}
+    (chart / "dashboards/weft.json").write_text(json.dumps(dashboard, indent=2))
+    config = render("everything", chart=chart).of("ConfigMap", "-dashboard")
+    assert json.loads(config["data"]["weft.json"]) == dashboard
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert not any("dashboard" in str(r["metadata"]) for r in render("cpu", chart=chart).resources)
+    (chart / "dashboards/weft.json").unlink()
+    bare = chart.rename(tmp_path / "bare")
+    assert len(render("everything", chart=bare).all("ConfigMap")) == 2  # access and test
+
+
+# -- notes -----------------------------------------------------------------------------------
+
+
+def notes(profile, chart_dir):
+    """What Helm prints after an installation; it renders that on a cluster only."""
+    chart = chart_dir / "weft"
+    shutil.copytree(CHART, chart)
+    shutil.copy(chart / "templates/NOTES.txt", chart / "files/NOTES.txt")
+    (chart / "templates/notes.yaml").write_text(
+        "kind: Notes\nmetadata: {name: notes}\n"
+        'text: {{ tpl (.Files.Get "files/NOTES.txt") . | toJson }}\n'
+    )
+    return render(profile, chart=chart).of("Notes")["text"]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_notes_say_how_to_look_around(profile, tmp_path):
+    text = notes(profile, tmp_path)
+    calls = [line.strip() for line in text.splitlines() if line.strip().startswith("grpcurl ")]
+    assert [call.rpartition(" ")[2] for call in calls] == [
+        "list",
+        "weft.v1.InspectService/GetPool",
+        "weft.v1.InspectService/WatchEvents",
+    ]
+    host = render(profile).of("Service", "-coordinator")["metadata"]["name"]
+    for call in calls:
+        if profile == "cpu":
+            assert "-plaintext" in call
+        else:
+            assert "-cacert ca.crt" in call
+            assert f"-authority {host}.rl.svc." in call
+            assert ("Bearer" in call) == (profile == "tokens")
+    assert ("The pool is insecure" in text) == (profile == "cpu")
+    assert ("IPC_LOCK" in text) == (profile == "everything")
+    assert "unencrypted" in text
+    assert "<no value>" not in text
+    assert "\n\n\n" not in text
+
+
+def test_the_files_of_alerts_are_yaml():
+    assert yaml.safe_load((CHART / "files/alerts.yaml").read_text())["alerts"]

@@ -1,0 +1,327 @@
+"""What pods are allowed, what they are given, and when they are thought well or ill of."""
+
+import pytest
+
+from tests.chart.rendering import CHART, NAMESPACE, PROFILES, ROOT, args, containers, render
+from weft import __version__
+
+
+@pytest.fixture(params=PROFILES)
+def rendered(request):
+    return render(request.param)
+
+
+def replica(rendered):
+    (container,) = rendered.pod("-replicas")["containers"]
+    return container
+
+
+def coordinator(rendered):
+    (container,) = rendered.pod("-coordinator")["containers"]
+    return container
+
+
+# -- the `restricted` level, which a test hook has to meet, too ------------------------
+
+
+def test_every_pod_is_what_the_restricted_level_asks(rendered):
+    pods = list(rendered.pods())
+    assert {name.rpartition("-")[2] for name, _ in pods} == {"coordinator", "replicas", "test"}
+    for name, pod in pods:
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for volume in spec["volumes"]:
+            assert volume.keys() - {"name"} <= {
+                "configMap", "emptyDir", "persistentVolumeClaim", "secret",
+            }  # fmt: skip
+        for container in containers(spec):
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert "hostPort" not in str(container.get("ports"))
+            added = context["capabilities"].get("add", [])
+            rdma = "rdma" in str(container["resources"]) and name.endswith("-replicas")
+            assert added == (["IPC_LOCK"] if rdma else [])
+
+
+def test_ipc_lock_is_left_out_where_the_runtime_needs_none():
+    rendered = render("everything", "replicas.rdma.ipcLock=false")
+    assert "add" not in replica(rendered)["securityContext"]["capabilities"]
+    assert replica(rendered)["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+
+
+def test_no_pod_speaks_to_the_api_server(rendered):
+    account = rendered.of("ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    for _, pod in rendered.pods():
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
+        # Else a Service's name would become a variable that looks like an option of Weft's.
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+def test_every_container_says_what_it_takes(rendered):
+    for _, pod in rendered.pods():
+        for container in containers(pod["spec"]):
+            resources = container["resources"]
+            assert resources["limits"]["memory"]
+            assert resources["requests"]["memory"]
+            assert resources["requests"]["cpu"]
+
+
+def test_what_is_mounted_is_there_and_what_is_there_is_mounted(rendered):
+    for _, pod in rendered.pods():
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        if "spill" in {m["name"] for c in containers(pod["spec"]) for m in c["volumeMounts"]}:
+            volumes.add("spill")  # of a claim template
+        mounted = set()
+        for container in containers(pod["spec"]):
+            names = [mount["name"] for mount in container["volumeMounts"]]
+            paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert len(set(paths)) == len(paths)
+            # What changes in a Secret or a ConfigMap must reach the process.
+            assert not any("subPath" in mount for mount in container["volumeMounts"])
+            mounted |= set(names)
+        assert mounted == volumes
+
+
+def test_variables_are_said_once_and_before_they_are_used(rendered):
+    for _, pod in rendered.pods():
+        for container in containers(pod["spec"]):
+            names = [variable["name"] for variable in container["env"]]
+            assert len(set(names)) == len(names)
+            for arg in container.get("args", []):
+                assert "$(" not in arg.replace("$(POD_NAME)", "")
+                assert "$(POD_NAME)" not in arg or "POD_NAME" in names
+
+
+def test_probes_and_services_name_ports_that_a_container_has(rendered):
+    by_labels = [(pod["metadata"]["labels"], pod["spec"]) for _, pod in rendered.pods()]
+    for service in rendered.all("Service"):
+        selector = service["spec"]["selector"]
+        chosen = [spec for labels, spec in by_labels if selector.items() <= labels.items()]
+        assert len(chosen) == 1
+        ports = {port["name"] for port in chosen[0]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for name in ("-coordinator", "-replicas"):
+        (container,) = rendered.pod(name)["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert len(set(ports.values())) == len(ports)
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["grpc"]["port"] == ports["health"]
+        assert args(container)["--health"] == f"0.0.0.0:{ports['health']}"
+        assert args(container)["--listen"] == f"0.0.0.0:{ports['grpc']}"
+        metrics = args(container).get("--metrics")
+        assert metrics == (f"0.0.0.0:{ports['metrics']}" if "metrics" in ports else None)
+
+
+def test_selectors_choose_their_own_pods(rendered):
+    labels = {name: pod["metadata"]["labels"] for name, pod in rendered.pods()}
+    for kind in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+        for resource in rendered.all(kind):
+            selector = resource["spec"]["selector"]["matchLabels"].items()
+            chosen = [name for name, found in labels.items() if selector <= found.items()]
+            assert chosen == [resource["metadata"]["name"]]
+
+
+def test_an_upgrade_of_the_chart_alone_restarts_no_pod(rendered):
+    for name, pod in rendered.pods():
+        if not name.endswith("-test"):
+            assert "helm.sh/chart" not in pod["metadata"]["labels"]
+            assert "app.kubernetes.io/version" not in pod["metadata"]["labels"]
+    for template in rendered.of("StatefulSet")["spec"].get("volumeClaimTemplates", []):
+        assert "helm.sh/chart" not in template["metadata"]["labels"]
+
+
+def test_images_are_named_by_digest_where_one_is_given():
+    rendered = render("everything")
+    assert coordinator(rendered)["image"] == (
+        "weft-coordinator@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    )
+    assert replica(rendered)["image"] == "weft-replica:v1.2"
+    assert replica(rendered)["imagePullPolicy"] == "Always"
+    assert rendered.pod("-test")["containers"][0]["image"] == "weft-replica:v1.2"
+    assert coordinator(render("cpu"))["image"] == f"weft-coordinator:{__version__}"
+
+
+# -- replicas ---------------------------------------------------------------------------
+
+
+def test_a_replica_is_a_pod_of_a_stateful_set_with_a_name_of_its_own(rendered):
+    stateful = rendered.of("StatefulSet")
+    spec, service = stateful["spec"], rendered.of("Service", "-replicas")
+    assert spec["podManagementPolicy"] == "Parallel"
+    assert spec["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    clients = rendered.of("Service", "-openai")["spec"]
+    assert "publishNotReadyAddresses" not in clients
+    assert clients["selector"] == service["spec"]["selector"]
+    domain = (
+        "corp.example" if stateful["metadata"]["name"].startswith("pool-a") else "cluster.local"
+    )
+    host = f"$(POD_NAME).{service['metadata']['name']}.{NAMESPACE}.svc.{domain}"
+    options = args(replica(rendered))
+    assert options["--advertise-host"] == host
+    assert options["--http-url"].partition("://")[2] == f"{host}:8000"
+    assert options["--replica-id"] == "$(POD_NAME)"
+    coordinators = rendered.of("Service", "-coordinator")["metadata"]["name"]
+    assert options["--coordinator"] == f"{coordinators}.{NAMESPACE}.svc.{domain}:50051"
+
+
+def test_probes_mean_what_they_say(rendered):
+    container = replica(rendered)
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] == 10
+    assert startup["failureThreshold"] >= 180
+    # The process, and nothing that a restart would not mend.
+    assert "service" not in container["startupProbe"]["grpc"]
+    assert "service" not in container["livenessProbe"]["grpc"]
+    ready = container["readinessProbe"]["grpc"]["service"]
+    assert f'READY_SERVICE = "{ready}"' in (ROOT / "rollout_side/main.py").read_text()
+
+
+def test_a_pod_that_ends_has_time_for_the_longest_transfer(rendered):
+    spec, container = rendered.pod("-replicas"), replica(rendered)
+    notice = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain = int(args(container)["--drain-seconds"])
+    assert notice >= 1
+    assert drain >= int(args(coordinator(rendered))["--max-transfer-seconds"])
+    assert spec["terminationGracePeriodSeconds"] == notice + drain + 20
+
+
+def test_an_eviction_waits_for_ready_replicas_only(rendered):
+    (budget,) = rendered.all("PodDisruptionBudget")
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert budget["spec"]["maxUnavailable"]
+
+
+def test_the_memory_limit_is_the_sum_of_what_a_replica_may_take():
+    limits = replica(render("cpu"))["resources"]["limits"]
+    assert limits["memory"] == f"{3 * 1024 + 4 * 128}Mi"
+    options = args(replica(render("cpu")))
+    assert options["--staging-memory-gib"] == "0.25"
+    assert options["--adapter-memory-gib"] == "0.125"
+    shm = next(v for v in render("cpu").pod("-replicas")["volumes"] if v["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "128Mi"}
+    # On the device: not of the host's memory, but for what is read from the spill directory.
+    with_spill = replica(render("gpu", "replicas.staging=device"))["resources"]["limits"]
+    assert with_spill["memory"] == f"{(24 + 4 + 2 + 16) * 1024}Mi"
+    without = replica(render("gpu", "replicas.staging=device", "replicas.spill.kind=none"))
+    assert without["resources"]["limits"]["memory"] == f"{(24 + 4 + 2) * 1024}Mi"
+
+
+def test_a_limit_that_is_given_is_kept_and_is_the_request_too():
+    resources = replica(render("everything"))["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == "512Gi"
+    assert resources["limits"]["nvidia.com/gpu"] == 8
+    assert resources["requests"]["ephemeral-storage"] == "10Gi"
+
+
+def test_an_autoscaler_alone_says_how_many():
+    rendered = render("everything")
+    assert "replicas" not in rendered.of("StatefulSet")["spec"]
+    scaler = rendered.of("HorizontalPodAutoscaler")["spec"]
+    target = scaler["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("StatefulSet", "pool-a-replicas")
+    fixed = render("gpu")
+    assert fixed.of("StatefulSet")["spec"]["replicas"] == 4
+    assert fixed.all("HorizontalPodAutoscaler") == []
+
+
+def test_replicas_spread_by_their_own_labels():
+    rendered = render("gpu")
+    labels = rendered.of("StatefulSet")["spec"]["template"]["metadata"]["labels"].items()
+    spread = rendered.pod("-replicas")["topologySpreadConstraints"]
+    assert [s["topologyKey"] for s in spread] == [
+        "topology.kubernetes.io/zone",
+        "kubernetes.io/hostname",
+    ]
+    for constraint in spread:
+        assert constraint["labelSelector"]["matchLabels"].items() <= labels
+
+
+def test_the_spill_directory_is_a_volume_larger_than_what_is_put_there():
+    spec = render("gpu").of("StatefulSet")["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    assert args(replica(render("gpu")))["--spill-gib"] == "100"
+    assert claim["spec"]["resources"]["requests"]["storage"] == f"{110 * 1024}Mi"
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Retain"
+    shared = render("everything").pod("-replicas")["volumes"]
+    assert {"name": "spill", "persistentVolumeClaim": {"claimName": "spill"}} in shared
+    assert "--spill-dir" not in args(replica(render("cpu")))
+
+
+def test_the_engine_gets_its_own_arguments_after_the_model():
+    def engine(profile, *sets):
+        own = replica(render(profile, *sets))["args"]
+        return own[own.index("--") + 1 :]
+
+    assert engine("cpu")[:3] == ["/models/tiny", "--enable-lora", "--max-lora-rank=8"]
+    assert engine("tokens") == ["/models/qwen"]
+    everything = engine("everything")
+    assert everything[0] == "Qwen/Qwen3-8B"
+    assert "--tensor-parallel-size=8" in everything
+    assert "--ssl-certfile=/etc/weft/tls/tls.crt" in everything
+    assert '--override-generation-config={"temperature": 0.5}' in everything
+
+
+def test_a_large_user_id_is_written_in_digits():
+    context = render("everything").pod("-coordinator")["securityContext"]
+    assert context["runAsUser"] == context["fsGroup"] == 1000650000
+
+
+# -- the coordinator --------------------------------------------------------------------
+
+
+def test_there_is_one_coordinator_whose_catalog_outlives_it():
+    rendered = render("gpu")
+    spec = rendered.of("Deployment")["spec"]
+    assert spec["replicas"] == 1
+    assert spec["strategy"] == {"type": "Recreate"}
+    claim = rendered.of("PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    volumes = {v["name"]: v for v in spec["template"]["spec"]["volumes"]}
+    assert volumes["catalog"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    mounts = {m["name"]: m["mountPath"] for m in coordinator(rendered)["volumeMounts"]}
+    assert args(coordinator(rendered))["--catalog"].startswith(f"{mounts['catalog']}/")
+    assert render("everything").all("PersistentVolumeClaim") == []
+    lost = {v["name"]: v for v in render("tokens").pod("-coordinator")["volumes"]}
+    assert "emptyDir" in lost["catalog"]
+
+
+def test_the_coordinators_probes_name_what_it_serves(rendered):
+    container = coordinator(rendered)
+    assert "service" not in container["livenessProbe"]["grpc"]
+    ready = container["readinessProbe"]["grpc"]["service"]
+    assert f'"{ready}"' in (ROOT / "weft/coordinator/server.py").read_text()
+
+
+def test_the_tests_pod_is_a_hook_and_nothing_else_is():
+    rendered = render("cpu")
+    hooks = [
+        r for r in rendered.resources if "helm.sh/hook" in r["metadata"].get("annotations", {})
+    ]
+    assert [hook["kind"] for hook in hooks] == ["Pod"]
+    assert hooks[0]["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert hooks[0]["spec"]["restartPolicy"] == "Never"
+    program = (CHART / "files/push_and_ask.py").read_text()
+    assert rendered.of("ConfigMap", "-test")["data"]["push_and_ask.py"] == program
+    without = render("cpu", "tests.enabled=false")
+    assert without.all("Pod") == without.all("ConfigMap") == []
+
+
+def test_the_tiny_model_is_made_in_every_pod_that_reads_it():
+    rendered = render("cpu")
+    for name in ("-replicas", "-test"):
+        spec = rendered.pod(name)
+        (init,) = spec["initContainers"]
+        assert 'make_model(Path("/models/tiny"))' in init["command"][-1]
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in spec["containers"][
+            0
+        ]["volumeMounts"]
+    assert "initContainers" not in render("gpu").pod("-replicas")

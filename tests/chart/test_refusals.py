@@ -1,0 +1,151 @@
+"""Values that contradict each other are refused with a sentence before anything is installed."""
+
+import re
+
+import pytest
+
+from tests.chart.rendering import CHART, RefusedError, render
+
+#: Profile, what is set on top, and what the refusal says.
+REFUSED = [
+    ("cpu", ["model.tiny=false"], "model.name is empty"),
+    ("cpu", ["model.name=a"], "the tiny model has no other name"),
+    ("cpu", ["model.claim=a"], "the tiny model is made in each pod"),
+    ("tokens", ["model.name=Qwen/Qwen3-8B"], "is not below it"),
+    ("cpu", ["insecure=false"], "nothing says how the pool is secured"),
+    ("cpu", ["tls.replicasSecret=a"], "insecure=true serves without TLS"),
+    ("cpu", ["tls.certManager.enabled=true"], "insecure=true serves without TLS"),
+    ("cpu", ["access.by=tokens"], "insecure=true asks nobody"),
+    ("cpu", ["access.existingConfigMap=a"], "insecure=true asks nobody"),
+    ("cpu", ["openai.tls=true"], "openai.tls needs the replicas' certificate"),
+    ("cpu", ["metrics.serviceMonitor.scheme=https"], "scheme=https needs certificates"),
+    ("cpu", ["metrics.auth=true"], "insecure=true knows nobody"),
+    ("gpu", ["tls.testSecret=a"], "makes the Secrets that"),
+    ("gpu", ["tls.certManager.issuer.name="], "needs tls.certManager.issuer.name"),
+    ("tokens", ["tls.replicasSecret="], "nothing says how the pool is secured"),
+    ("tokens", ["tls.testSecret="], "helm test needs a certificate of its own"),
+    ("tokens", ["access.tokens.replicas.secret="], "needs access.tokens.replicas.secret"),
+    ("tokens", ["access.tokens.test.sha256="], "needs access.tokens.test.sha256"),
+    ("gpu", ["access.existingConfigMap=a"], "has the whole access.toml"),
+    ("gpu", ["access.by=tokens"], "trainer-a.trainers.weft needs name and tokenSha256"),
+    ("tokens", ["access.by=certificates"], "trainer-a needs san and no tokenSha256"),
+    ("gpu", ["access.identities[0].policies=[]"], "publishes, but names no policies"),
+    ("gpu", ["access.identities[0].roles={inspect}"], "has not the role publish"),
+    ("cpu", ["coordinator.lostAfterSeconds=1"], "is less than heartbeatSeconds"),
+    ("cpu", ["replicas.drainSeconds=59"], "would break the transfers that run"),
+    ("cpu", ["replicas.podsPerReplica=2"], "no LeaderWorkerSet"),
+    ("gpu", ["replicas.tensorParallelSize=2"], "as many GPUs in the one pod"),
+    ("everything", ["replicas.staging=in-place"], "it needs tensorParallelSize 1"),
+    ("cpu", ["replicas.staging=device"], "staging=device needs a GPU"),
+    ("cpu", ["replicas.backend=nccl"], "backend=nccl needs a GPU"),
+    ("cpu", ["replicas.rdma.enabled=true"], "rdma is for NCCL between GPUs"),
+    ("everything", ["replicas.backend=gloo"], "rdma is for NCCL between GPUs"),
+    ("cpu", ["replicas.memory.retainedGib=0"], "has no room for one"),
+    ("cpu", ["replicas.retainBase=0"], "room for copies that nobody keeps"),
+    ("gpu", ["replicas.staging=in-place"], "room for copies that nobody keeps"),
+    ("gpu", ["replicas.retainBase=0", "replicas.memory.retainedGib=0"], "it needs 1 or more"),
+    ("cpu", ["replicas.spill.kind=existingClaim"], "needs replicas.spill.existingClaim"),
+    ("gpu", ["replicas.spill.existingClaim=a"], "is not used with replicas.spill.kind"),
+    ("cpu", ["replicas.resources.limits.memory=1Gi"], "is 1.0 GiB, and a replica may take 3.5"),
+    ("gpu", ["replicas.resources.limits.nvidia\\.com/gpu=2"], "say replicas.gpus"),
+    ("gpu", ["replicas.vllmArgs={--pipeline-parallel-size=2}"], "one engine in one pod"),
+    ("gpu", ['replicas.vllmArgs=["--data_parallel_size", "2"]'], "one engine in one pod"),
+    ("gpu", ["replicas.vllmArgs={--nnodes=2}"], "one engine in one pod"),
+    ("gpu", ["replicas.vllmArgs={--api-key=secret}"], "say it by openai.apiKeySecret"),
+    ("gpu", ['replicas.vllmArgs=["-tp", "4"]'], "say it by replicas.tensorParallelSize"),
+    ("gpu", ["replicas.env[0].name=VLLM_SERVER_DEV_MODE"], "behind the versions"),
+    ("gpu", ["replicas.env[0].name=WEFT_TLS_KEY"], "which is the chart's"),
+    ("everything", ["replicas.autoscaling.metrics=null"], "replicas.autoscaling needs metrics"),
+    ("everything", ["replicas.autoscaling.minReplicas=9"], "is less than minReplicas"),
+    ("gpu", ["metrics.enabled=false"], "metrics asks for what would read them"),
+    ("gpu", ["metrics.auth=true"], "give metrics.serviceMonitor.basicAuthSecret"),
+]
+
+#: The same of the schema: types, choices, and keys that are none.
+NOT_OF_THE_SCHEMA = [
+    ("replicas.replicas=3", "Additional property replicas is not allowed"),
+    ("replicas.staging=disk", "replicas.staging"),
+    ("replicas.count=-1", "replicas.count"),
+    ("replicas.lora.maxRank=9", "replicas.lora.maxRank"),
+    ("replicas.maxUnavailable=0", "replicas.maxUnavailable"),
+    ("replicas.image.digest=sha256:12", "replicas.image.digest"),
+    ("replicas.preStopSeconds=0", "replicas.preStopSeconds"),
+    ("coordinator.image.repository=a@b", "coordinator.image.repository"),
+    ("coordinator.replicas=2", "Additional property replicas is not allowed"),
+    ("fullnameOverride=0a", "fullnameOverride"),
+    ("fullnameOverride=a-name-of-more-than-forty-characters-is-cut", "fullnameOverride"),
+    ("securityContext.runAsUser=0", "securityContext.runAsUser"),
+    ("securityContext.privileged=true", "Additional property privileged is not allowed"),
+    ("access.identities[0].role=publish", "Additional property role is not allowed"),
+    ("networkPolicy.clients[0].pod=a", "Additional property pod is not allowed"),
+    ("model.cacheGib=0", "model.cacheGib"),
+]
+
+
+@pytest.mark.parametrize(("profile", "sets", "sentence"), REFUSED)
+def test_contradictory_values_are_refused_with_a_sentence(profile, sets, sentence):
+    with pytest.raises(RefusedError) as refusal:
+        render(profile, *sets)
+    said = [line for line in str(refusal.value).splitlines() if line.startswith("- ")]
+    assert any(sentence in line for line in said), str(refusal.value)
+
+
+@pytest.mark.parametrize(("value", "said"), NOT_OF_THE_SCHEMA)
+def test_the_schema_refuses_what_it_does_not_know(value, said):
+    with pytest.raises(
+        RefusedError, match="don't meet the specifications of the schema"
+    ) as refusal:
+        render("cpu", value)
+    assert said in str(refusal.value)
+
+
+def refusal_of(profile, sets):
+    try:
+        render(profile, *sets)
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def test_every_refusal_of_the_chart_is_provoked_here():
+    text = (CHART / "templates/refusals.yaml").read_text()
+    sentences = re.findall(r'append \$no (?:\(printf )?"([^"]+)"', text)
+    assert len(sentences) == text.count("append $no") > 40
+    said = "".join(refusal_of(profile, sets) for profile, sets, _ in REFUSED)
+    fill_in = re.compile(r"%s|%v|%\\\.1f")
+    patterns = [fill_in.sub(".+", re.escape(sentence)) for sentence in sentences]
+    assert [pattern for pattern in patterns if not re.search(f"- {pattern}", said)] == []
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(RefusedError) as refusal:
+        render("cpu", "replicas.podsPerReplica=2", "replicas.drainSeconds=1")
+    assert str(refusal.value).count("\n- ") == 2
+
+
+@pytest.mark.parametrize(
+    ("quantity", "gib"),
+    [
+        ("4Gi", 4),
+        ("4096Mi", 4),
+        ("4194304Ki", 4),
+        ("3.5Gi", 3.5),
+        ("4G", 3.725),
+        ("4000M", 3.725),
+        ("4294967296", 4),
+        (4294967296, 4),
+        ("0.004Ti", 4.096),
+    ],
+)
+def test_a_memory_limit_is_understood_in_every_unit(quantity, gib):
+    def with_load(load):
+        memory = dict.fromkeys(("stagingGib", "retainedGib", "adaptersGib", "shmGib"), 0.25)
+        replicas = {
+            "memory": memory | {"modelLoadGib": load},
+            "resources": {"limits": {"memory": quantity}},
+        }
+        return render("cpu", replicas=replicas)
+
+    assert with_load(gib - 1 - 0.01)
+    with pytest.raises(RefusedError, match="and a replica may take"):
+        with_load(gib - 1 + 0.01)
