@@ -1,0 +1,118 @@
+"""Every option and variable that the templates give is one that the programs have."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from weft.contract.access import Role, parse_access
+
+from tests.chart.rendering import PROFILES, ROOT, args, containers, render
+
+SCHEMA = json.loads((ROOT / "helm/weft/values.schema.json").read_text())
+OPTION = re.compile(r"  (?:-\w, )?(--[a-z][a-z0-9-]*)(?: / --[\w-]+)?(?: (\S+))?")
+
+
+def help_of(command):
+    """What a command says of itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft_cli", command, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def options_of(text):
+    """Its options: by name, what follows them, and all that is said of them in one line."""
+    found = {}
+    name = ""
+    for line in text.splitlines():
+        if match := OPTION.match(line):
+            name = match[1]
+            found[name] = (match[2] or "", "")
+        if name:
+            follows, said = found[name]
+            found[name] = (follows, f"{said} {line.strip()}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return {command: help_of(command) for command in ("coordinator", "rollout", "push")}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    ("pod", "command"), [("-coordinator", "coordinator"), ("-replicas", "rollout")]
+)
+def test_every_option_that_is_given_is_one_of_the_programs(programs, profile, pod, command):
+    (container,) = render(profile).pod(pod)["containers"]
+    assert container["command"] == ["weft", command]
+    known = options_of(programs[command])
+    given = args(container)
+    assert len(given) > 10
+    unknown = {name for name in given if name not in known}
+    assert unknown == set()
+    for name, value in given.items():
+        follows, _ = known[name]
+        assert bool(follows) == bool(value), f"{name} is followed by {follows or 'nothing'}"
+
+
+def test_between_them_the_profiles_give_every_option_of_the_templates(programs):
+    templates = "".join(
+        path.read_text() for path in (ROOT / "helm/weft/templates").glob("*") if path.is_file()
+    )
+    written = set(re.findall(r"^\s*- (--[a-z][a-z0-9-]*)", templates, re.MULTILINE))
+    rendered = set()
+    for profile in PROFILES:
+        for _, pod in render(profile).pods():
+            for container in containers(pod["spec"]):
+                rendered |= {arg.partition("=")[0] for arg in container.get("args", [])}
+    assert written - rendered == set()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_variable_of_weft_is_one_that_the_programs_read(programs, profile):
+    read = set(re.findall(r"\bWEFT_[A-Z_]+", programs["push"]))
+    assert "WEFT_COORDINATOR" in read
+    for name, pod in render(profile).pods():
+        for container in containers(pod["spec"]):
+            given = {v["name"] for v in container["env"] if v["name"].startswith("WEFT_")}
+            assert given <= read, name
+
+
+def test_the_programs_take_the_choices_of_the_values(programs):
+    known = options_of(programs["rollout"])
+    for option, place in {
+        "--staging": ("replicas", "staging"),
+        "--backend": ("replicas", "backend"),
+        "--log-format": ("logFormat",),
+        "--log-level": ("logLevel",),
+    }.items():
+        schema = SCHEMA
+        for key in place:
+            schema = schema["properties"][key]
+        _, said = known[option]
+        assert all(re.search(rf"\b{choice}\b", said) for choice in schema["enum"]), said
+
+
+@pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "cpu"])
+def test_the_rules_are_ones_that_servers_take(profile):
+    text = render(profile).of("ConfigMap", "-access")["data"]["access.toml"]
+    access = parse_access(text)
+    assert access.by_certificate == (profile != "tokens")
+    if access.by_certificate:
+        options = args(render(profile).pod("-replicas")["containers"][0])
+        pod = options["--advertise-host"].replace("$(POD_NAME)", "weft-replicas-0")
+        coordinator = options["--coordinator"].rpartition(":")[0]
+        assert access.identify([pod], None).roles == {Role.REPLICA}
+        assert access.identify([coordinator], None).roles == {Role.COORDINATOR}
+
+
+def test_the_schema_has_the_roles_that_there_are():
+    identity = SCHEMA["properties"]["access"]["properties"]["identities"]["items"]
+    assert set(identity["properties"]["roles"]["items"]["enum"]) == {str(role) for role in Role}
