@@ -1,4 +1,7 @@
-"""The ``weft`` command."""
+"""The ``weft`` command.
+
+Longer than other modules: the signature of each command is its help, option by option.
+"""
 
 from __future__ import annotations
 
