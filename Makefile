@@ -47,7 +47,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything at work in a minute.
 	@$(BIN)/weft demo
 
-test: install  ## All tests but the matrix (13 minutes on 2 cores).
+test: install  ## All tests but the matrix (17 minutes on 2 cores).
 	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/soak tests/e2e --durations=15
 
 test-fast: install  ## Tests without an engine (about a minute).
