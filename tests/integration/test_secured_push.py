@@ -125,13 +125,12 @@ def test_a_stranger_is_told_why(
         assert "certificate" in refused.value.message
 
 
+@pytest.mark.parametrize("secured", ["certificates"], indirect=True)
 def test_certificates_are_rotated_under_running_pushes(
     secured: tuple[Pool, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, known = secured
     tls = known["tls"]
-    if not tls.cert:
-        pytest.skip("its trainer shows none")
     monkeypatch.setattr("weft.rpc.fresh._LOOK_SECONDS", 0.0)
     stop = threading.Event()
     pushed, failures = [], []

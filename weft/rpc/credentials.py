@@ -9,6 +9,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +30,8 @@ VARIABLES: Final = {
     "tls_ca": "WEFT_TLS_CA",
     "token_file": "WEFT_TOKEN_FILE",
 }
+_READS: Final = 6
+_REREAD_SECONDS: Final = 0.02
 _MAX_FILE_BYTES: Final = 1 << 20
 _MAX_TOKEN_CHARS: Final = 4096
 
@@ -91,11 +95,39 @@ class Credentials:
         Raises:
             InvalidRequestError: One cannot be read.
         """
-        return grpc.ssl_channel_credentials(
-            _read(self.tls_ca, "--tls-ca") or None,
-            _read(self.tls_key, "--tls-key") or None,
-            _read(self.tls_cert, "--tls-cert") or None,
-        )
+        ca, key, cert = self._files()
+        return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
+
+    def _files(self) -> tuple[bytes, bytes, bytes]:
+        """Authority, key and certificate, of one state of the files: those that are just being
+        replaced are read again, for a tenth of a second at most.
+
+        Raises:
+            InvalidRequestError: One cannot be read, or the key is another certificate's.
+        """
+        for _ in range(_READS - 1):
+            try:
+                return self._files_now()
+            except InvalidRequestError:
+                time.sleep(_REREAD_SECONDS)
+        return self._files_now()
+
+    def _files_now(self) -> tuple[bytes, bytes, bytes]:
+        stamps = self.stamps()
+        ca = _read(self.tls_ca, "--tls-ca")
+        key = _read(self.tls_key, "--tls-key")
+        cert = _read(self.tls_cert, "--tls-cert")
+        if cert:
+            try:  # gRPC would take a pair that does not match, and fail every handshake
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key)
+            except (OSError, ssl.SSLError) as error:
+                raise InvalidRequestError(
+                    f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} cannot be used "
+                    f"together: {error}"
+                ) from None
+        if stamps != self.stamps():
+            raise InvalidRequestError("the files of the certificates are just being replaced")
+        return ca, key, cert
 
     def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
         """What each call carries: the token, where there is one.
@@ -134,16 +166,16 @@ class Credentials:
             except InvalidRequestError as error:
                 _log.warning("new certificates are not used yet: %s", error.message)
                 return None
-            stamps = now
+            stamps = now  # as they were before they were read
             _log.info("new certificates are used from now on")
             return changed
 
         return grpc.dynamic_ssl_server_credentials(first, fetch, ask)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        pair = (_read(self.tls_key, "--tls-key"), _read(self.tls_cert, "--tls-cert"))
+        ca, key, cert = self._files()
         return grpc.ssl_server_certificate_configuration(
-            [pair], root_certificates=_read(self.tls_ca, "--tls-ca") or None
+            [(key, cert)], root_certificates=ca or None
         )
 
 
