@@ -18,8 +18,8 @@ from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.launch import open_engine
 from rollout_side.vllm_engine.server.replica import VllmReplica
-from weft.rpc.credentials import Credentials
-from weft.rpc.guard import AccessFile
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter

@@ -6,6 +6,6 @@ Needs torch, grpcio and protobuf; never vLLM.
 from trainer_side.publisher import Publisher
 from trainer_side.pushing import PushReport
 from weft.contract.names import PolicyVersion
-from weft.rpc.credentials import Tls
+from weft.rpc.security.credentials import Tls
 
 __all__ = ["PolicyVersion", "Publisher", "PushReport", "Tls"]

@@ -36,7 +36,7 @@ from weft.contract.push_defaults import (
     Require,
 )
 from weft.rpc.channel import check_target
-from weft.rpc.credentials import Tls, credentials_of
+from weft.rpc.security.credentials import Tls, credentials_of
 
 
 class Publisher:

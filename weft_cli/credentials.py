@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from weft.rpc.credentials import VARIABLES
+from weft.rpc.security.credentials import VARIABLES
 
 
 def _keep(parameter: typer.CallbackParam, value: str | None) -> str | None:

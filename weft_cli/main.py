@@ -24,7 +24,7 @@ from weft.contract.push_defaults import (
     DEFAULT_TIMEOUT_SECONDS,
 )
 from weft.coordinator.config import CoordinatorConfig
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.credentials import CommandsWithCredentials
 from weft_cli.lists.commands import add_lists

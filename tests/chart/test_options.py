@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.chart.rendering import PROFILES, ROOT, args, containers, render
-from weft.contract.access import Role, parse_access
+from weft.rpc.security.access import Role, parse_access
 
 SCHEMA = json.loads((ROOT / "helm/weft/values.schema.json").read_text())
 OPTION = re.compile(r"  (?:-\w, )?(--[a-z][a-z0-9-]*)(?: / --[\w-]+)?(?: (\S+))?")

@@ -19,9 +19,10 @@ from tests.doubles.certificates import Authority
 from weft.contract.errors import InvalidRequestError, WeftError
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
-from weft.rpc import guard, server
+from weft.rpc import server
 from weft.rpc.channel import open_aio_channel
-from weft.rpc.credentials import Credentials
+from weft.rpc.security import guard
+from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.v1 import (
     admin_pb2,
@@ -255,7 +256,7 @@ async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
 async def test_certificates_are_rotated_under_a_stream(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.rpc.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
     stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=30)

@@ -19,7 +19,7 @@ import pytest_asyncio
 from tests.contract.conftest import Pool
 from tests.contract.test_access import TOKEN, TOKEN_ACCESS, Secured
 from tests.doubles.certificates import Authority
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 from weft_cli.doctor.finding import Finding
 from weft_cli.doctor.way import check_own, check_way
 

@@ -26,8 +26,8 @@ from tests.doubles.http import ask
 from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
-from weft.rpc import guard
-from weft.rpc.credentials import Credentials
+from weft.rpc.security import guard
+from weft.rpc.security.credentials import Credentials
 from weft.rpc.server import bind, make_server, serve_health
 from weft.telemetry import http_server, site
 from weft.telemetry.config import TelemetryConfig

@@ -34,11 +34,12 @@ from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
 from weft.contract.errors import WeftError
 from weft.coordinator.runtime.watchers import MAX_BEHIND
-from weft.rpc import guard, inbound, server
+from weft.rpc import inbound, server
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from weft.rpc.credentials import Credentials
-from weft.rpc.guard import AccessFile
+from weft.rpc.security import guard
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
 from weft.rpc.status import error_from_rpc
 from weft.v1 import publish_pb2 as pb

@@ -22,8 +22,8 @@ from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
-from weft.rpc.credentials import Credentials
-from weft.rpc.guard import AccessFile
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
 
 

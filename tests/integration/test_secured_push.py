@@ -16,8 +16,8 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
 from weft.contract.errors import NotAllowedError, WeftError
-from weft.rpc.credentials import VARIABLES, Credentials
-from weft.rpc.guard import AccessFile
+from weft.rpc.security.credentials import VARIABLES, Credentials
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
 
 _TOKENS = {name: f"{name}-0123456789abcdef0123456789abcdef" for name in ("trainer", "replica")}
@@ -131,7 +131,7 @@ def test_certificates_are_rotated_under_running_pushes(
 ) -> None:
     pool, known = secured
     tls = known["tls"]
-    monkeypatch.setattr("weft.rpc.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
     stop = threading.Event()
     pushed, failures = [], []
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft import logs
-from weft.rpc.guard import audit
+from weft.rpc.security.guard import audit
 
 _NAMES = ("weft", "rollout_side", "trainer_side", "weft.audit")
 

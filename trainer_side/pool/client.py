@@ -34,8 +34,8 @@ from weft.contract.names import BASE_POLICY
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
-from weft.rpc.credentials import Credentials
 from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.transport.sender import Progress
 from weft.v1 import publish_pb2 as pb

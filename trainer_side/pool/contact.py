@@ -13,8 +13,8 @@ import grpc
 
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft.rpc.channel import local_address_towards, split_target
-from weft.rpc.credentials import Credentials
 from weft.rpc.handshake import why_refused
+from weft.rpc.security.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from weft.contract.manifest import (
     align_up,
     pack_trailer,
 )
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 from weft.transport.backends import available_backends
 from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, window

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.contract.errors import InvalidRequestError
 from weft.coordinator.decisions.state.pool import Settings
-from weft.rpc.credentials import NO_CREDENTIALS, Credentials
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
 

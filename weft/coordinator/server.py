@@ -23,7 +23,7 @@ from weft.coordinator.services.publish import PublishServicer
 from weft.coordinator.services.registry import RegistryServicer
 from weft.coordinator.services.rendezvous import RendezvousServicer
 from weft.coordinator.services.uploads import Uploads
-from weft.rpc.guard import AccessFile
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter

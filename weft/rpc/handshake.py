@@ -10,7 +10,7 @@ import ssl
 from typing import Final
 
 from weft.rpc.channel import split_target
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 
 _NOT_TAKEN: Final = "it does not take the certificate that it was shown, or was shown none"
 

@@ -18,7 +18,6 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weft.contract.access import is_open
 from weft.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -28,7 +27,8 @@ from weft.contract.errors import (
 )
 from weft.contract.lru import Lru
 from weft.rpc.bounds import check
-from weft.rpc.guard import STREAM_LOOK_SECONDS, Guard
+from weft.rpc.security.access import is_open
+from weft.rpc.security.guard import STREAM_LOOK_SECONDS, Guard
 from weft.rpc.status import InvalidResponseError, abort_with_error
 
 #: Messages of so many bytes, of which so many of each call are remembered as taken: their

@@ -19,10 +19,10 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyp
 
 from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
-from weft.rpc.credentials import NO_CREDENTIALS, Credentials, is_loopback
-from weft.rpc.guard import AccessFile, Guard
 from weft.rpc.inbound import EdgeInterceptor
 from weft.rpc.reflection import add_reflection
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials, is_loopback
+from weft.rpc.security.guard import AccessFile, Guard
 
 _log = logging.getLogger(__name__)
 _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name

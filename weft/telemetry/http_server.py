@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from weft.contract.errors import NotReadyError
-from weft.rpc.credentials import NO_CREDENTIALS, Credentials
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from weft.contract.errors import InvalidRequestError, UnauthenticatedError
-from weft.rpc.credentials import is_loopback
-from weft.rpc.guard import audit
+from weft.rpc.security.credentials import is_loopback
+from weft.rpc.security.guard import audit
 from weft.rpc.server import Security
 from weft.telemetry.http_server import HttpServer, Request, Response
 

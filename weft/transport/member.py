@@ -27,8 +27,8 @@ from weft.contract.lru import Lru
 from weft.contract.manifest import Manifest
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
-from weft.rpc.credentials import Credentials
 from weft.rpc.manifest_codec import manifest_from_chunks
+from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.transport.group import SENDER_RANK, SPEAK_SECONDS, SideGroup, window
 from weft.transport.rendezvous_store import RendezvousStore

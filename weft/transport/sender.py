@@ -27,7 +27,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation, speaking_time
 from weft.transport.member import Membership

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollout_side.vllm_engine.compat.bridges import SUPPORTED_RANGE, check_version
 from weft.contract.errors import UnsupportedError
 from weft.rpc.channel import local_address_towards, split_target
-from weft.rpc.credentials import is_loopback
+from weft.rpc.security.credentials import is_loopback
 from weft_cli.doctor.finding import Finding, fail, ok, warn
 
 _SIOCGIFADDR = 0x8915

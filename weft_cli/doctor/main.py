@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from weft.contract.errors import WeftError
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 from weft_cli.doctor.finding import Finding, Level, fail
 from weft_cli.doctor.machine import check_addresses, check_engine, check_room
 from weft_cli.doctor.way import check_own, check_way

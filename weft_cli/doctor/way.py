@@ -13,8 +13,8 @@ from weft import __version__
 from weft.contract.errors import NotAllowedError, UnauthenticatedError, WeftError
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel, split_target
-from weft.rpc.credentials import Credentials, is_loopback
 from weft.rpc.handshake import why_refused
+from weft.rpc.security.credentials import Credentials, is_loopback
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub

@@ -11,7 +11,7 @@ from rollout_side.vllm_engine.server.launch import open_engine
 from trainer_side import Publisher
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.decisions.state.pool import Settings
-from weft.rpc.credentials import VARIABLES
+from weft.rpc.security.credentials import VARIABLES
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.main import app
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from weft.contract.errors import InvalidRequestError
-from weft.rpc.guard import AccessFile
+from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
 from weft.telemetry.config import TelemetryConfig
 from weft.telemetry.http_server import Request, Response

@@ -27,7 +27,7 @@ from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
 from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
-from weft.rpc.credentials import NO_CREDENTIALS, Credentials
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
 

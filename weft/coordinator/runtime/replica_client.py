@@ -30,9 +30,9 @@ from weft.rpc.codec import (
     vector_from_proto,
     version_to_proto,
 )
-from weft.rpc.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.inbound import CheckedChannel
 from weft.rpc.manifest_codec import ManifestDecoder
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.status import error_from_rpc
 from weft.v1 import replica_pb2, replica_pb2_grpc
 

@@ -15,15 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from weft.contract.access import (
-    ANYBODY,
-    Access,
-    Identity,
-    as_error,
-    check_call,
-    parse_access,
-)
 from weft.contract.errors import CapacityError, WeftError
+from weft.rpc.security.access import ANYBODY, Access, Identity, as_error, check_call, parse_access
 
 _log = logging.getLogger(__name__)
 #: One JSON object a line; a handler of its own may send it elsewhere.

@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import InvalidRequestError
-from weft.rpc.credentials import Credentials
+from weft.rpc.security.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
