@@ -1,0 +1,1 @@
+"""The commands that run a server until it is told to stop: the coordinator, a replica."""

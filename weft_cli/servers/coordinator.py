@@ -1,0 +1,86 @@
+"""``weft coordinator``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.coordinator.config import CoordinatorConfig
+from weft.rpc.security.credentials import Credentials
+from weft.telemetry.config import TelemetryConfig
+from weft_cli.servers.options import (
+    Access,
+    Health,
+    Insecure,
+    LogFormat,
+    LogLevel,
+    Metrics,
+    MetricsAuth,
+    configure_logging,
+)
+
+
+def coordinator(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+    ] = CoordinatorConfig.listen,
+    catalog: Annotated[
+        Path, typer.Option(help="SQLite file that outlives restarts: versions, leases, history.")
+    ] = Path("weft.db"),
+    lease_seconds: Annotated[
+        float, typer.Option(help="Time to live of a policy's lease; trainers renew it.")
+    ] = CoordinatorConfig.lease_seconds,
+    heartbeat_seconds: Annotated[
+        float, typer.Option(help="How often replicas report.")
+    ] = CoordinatorConfig.heartbeat_seconds,
+    lost_after_seconds: Annotated[
+        float, typer.Option(help="Silence after which a replica is given up.")
+    ] = CoordinatorConfig.lost_after_seconds,
+    retain: Annotated[
+        int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
+    ] = CoordinatorConfig.retain,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Silence after which a replica whose thread hangs is given up for a transfer."
+        ),
+    ] = CoordinatorConfig.stall_seconds,
+    sender_stall_seconds: Annotated[
+        float,
+        typer.Option(help="The same of a trainer, while another push waits for its replicas."),
+    ] = CoordinatorConfig.sender_stall_seconds,
+    max_transfer_seconds: Annotated[
+        float, typer.Option(help="Longest that a push may take once it is its turn.")
+    ] = CoordinatorConfig.max_transfer_seconds,
+    access: Access = CoordinatorConfig.access,
+    insecure: Insecure = CoordinatorConfig.insecure,
+    metrics: Metrics = TelemetryConfig.metrics,
+    metrics_auth: MetricsAuth = TelemetryConfig.metrics_auth,
+    health: Health = TelemetryConfig.health,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
+) -> None:
+    """Run the coordinator: registry, versions, transfers, commit."""
+    from weft.coordinator.server import serve
+
+    configure_logging(log_level, log_format)
+    config = CoordinatorConfig(
+        listen=listen,
+        catalog=catalog,
+        lease_seconds=lease_seconds,
+        heartbeat_seconds=heartbeat_seconds,
+        lost_after_seconds=lost_after_seconds,
+        retain=retain,
+        stall_seconds=stall_seconds,
+        sender_stall_seconds=sender_stall_seconds,
+        max_transfer_seconds=max_transfer_seconds,
+        credentials=Credentials.from_environment(),
+        access=access,
+        insecure=insecure,
+        telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
+    )
+    host = listen.rpartition(":")[0]
+    asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))
