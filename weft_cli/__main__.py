@@ -10,6 +10,7 @@ _EXTRAS: Final = {
     "grpc_channelz": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
+    "h11": "coordinator",
     "prometheus_client": "coordinator",
     "rich": "coordinator",
     "typer": "coordinator",

@@ -5,6 +5,10 @@ however many there are, a connection has ``CONNECTION_SECONDS`` in all, and of m
 ``MAX_CONNECTIONS`` the oldest is ended. Busy peers cost a bounded share of the interpreter: one
 connection is taken in ``PACE_SECONDS``. Where the process has a certificate, HTTPS is spoken on
 the same port: the first byte of a connection tells which it is.
+
+HTTP itself is h11's. The connections are kept here because the servers that bring both (uvicorn,
+aiohttp) let a head take for ever to come, and do not tell an application who its peer's
+certificate names.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import urlsplit
+
+import h11
 
 from weft.contract.errors import NotReadyError
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
@@ -48,7 +53,8 @@ class Request:
 
     method: str
     path: str
-    """Without the query."""
+    query: str = ""
+    """What follows the ? after the path."""
     headers: Mapping[str, str]
     """By name in lower case."""
     peer: str
@@ -83,21 +89,6 @@ class Response:
         """A line of text, for people; of a header's name _ stands for -."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return cls(body=f"{text}\n".encode(), status=status, headers=named)
-
-    def encoded(self, *, with_body: bool) -> bytes:
-        """The answer as it is sent; the connection ends after it."""
-        headers = {
-            "Content-Type": self.content_type,
-            "Content-Length": str(len(self.body)),
-            "Connection": "close",
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            **self.headers,
-        }
-        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        return head + self.body if with_body else head
 
 
 class HttpServer:
@@ -201,38 +192,33 @@ class HttpServer:
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
             try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.LimitOverrunError:
-                response = Response.of_text("too long", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+                head = await _head(http, reader)
+            except h11.RemoteProtocolError as error:
+                response = Response.of_text("not a request", HTTPStatus(error.error_status_hint))
                 with_body = True
-            except asyncio.IncompleteReadError:
-                return
             else:
+                if head is None:
+                    return
                 certificate = writer.get_extra_info("peercert") if context else None
-                response, with_body = self._respond(head, peer, context is not None, certificate)
-            writer.write(response.encoded(with_body=with_body))
+                request = _request(head, peer, context is not None, certificate)
+                response, with_body = self._respond(request), request.method != "HEAD"
+            writer.write(_encoded(http, response, with_body=with_body))
             writer.close()
             await writer.wait_closed()
         finally:
             transport.abort()
 
-    def _respond(
-        self, head: bytes, peer: str, is_tls: bool, certificate: Any
-    ) -> tuple[Response, bool]:
-        """The answer, and whether its body is wanted."""
-        request = _parse(head, peer, is_tls, certificate)
-        if request is None:
-            return Response.of_text("not a request", HTTPStatus.BAD_REQUEST), True
+    def _respond(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
-            return Response.of_text("GET", HTTPStatus.METHOD_NOT_ALLOWED, Allow="GET, HEAD"), True
+            return Response.of_text("GET", HTTPStatus.METHOD_NOT_ALLOWED, Allow="GET, HEAD")
         try:
-            response = self._answer(request)
+            return self._answer(request)
         except Exception:  # noqa: BLE001 (one page that fails must not end the others)
             _log.exception("answering %s failed", request.path[:80])
-            response = Response.of_text("failed; see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
-        return response, request.method == "GET"
+            return Response.of_text("failed; see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class _Certificate:
@@ -297,27 +283,47 @@ async def _first_byte(connection: socket.socket) -> bytes:
     return connection.recv(1, socket.MSG_PEEK)
 
 
-def _parse(head: bytes, peer: str, is_tls: bool, certificate: Any) -> Request | None:
-    """The request that a head says; None where it says none."""
-    first, *lines = head.decode("latin-1").split("\r\n")
-    method, _, rest = first.partition(" ")
-    target, _, protocol = rest.rpartition(" ")
-    if not protocol.startswith("HTTP/1.") or not target.startswith("/"):
-        return None
-    headers = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip().lower()] = value.strip()
-    names = tuple(str(value) for _, value in (certificate or {}).get("subjectAltName", ()))
+async def _head(http: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    """The head of the request that comes; None where the peer ends without one.
+
+    Raises:
+        h11.RemoteProtocolError: What comes is no head of a request, or is too long.
+    """
+    while (event := http.next_event()) is h11.NEED_DATA:
+        http.receive_data(await reader.read(MAX_HEAD_BYTES))
+    return event if isinstance(event, h11.Request) else None
+
+
+def _request(head: h11.Request, peer: str, is_tls: bool, certificate: Any) -> Request:
+    path, _, query = head.target.decode("latin-1").partition("?")
     return Request(
-        method=method,
-        path=urlsplit(f"//host{target}").path,
-        headers=headers,
+        method=head.method.decode("latin-1"),
+        path=path,
+        query=query,
+        headers={name.decode("latin-1"): text.decode("latin-1") for name, text in head.headers},
         peer=peer,
         is_tls=is_tls,
-        names=names,
+        names=tuple(str(value) for _, value in (certificate or {}).get("subjectAltName", ())),
     )
+
+
+def _encoded(http: h11.Connection, response: Response, *, with_body: bool) -> bytes:
+    """The answer as it is sent; the connection ends after it."""
+    headers = {
+        "Content-Type": response.content_type,
+        "Content-Length": str(len(response.body)),
+        "Connection": "close",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        **response.headers,
+    }
+    head = h11.Response(
+        status_code=response.status.value,
+        reason=response.status.phrase.encode(),
+        headers=list(headers.items()),
+    )
+    encoded = http.send(head) or b""
+    return encoded + response.body if with_body else encoded
 
 
 def _ignore(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
