@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.contract.served_replica import Served, serving
 from tests.documented import keeps_to_comments  # noqa: F401 (of every test here)
+from tests.doubles.audit_log import audit_lines
 from tests.doubles.engine import EngineDouble
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import CAPABILITIES
@@ -96,3 +97,10 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
     async with serving(agent, engine) as replica:
         yield replica
+
+
+@pytest.fixture
+def audited() -> Iterator[list[dict[str, str]]]:
+    """The audit log, line by line."""
+    with audit_lines() as lines:
+        yield lines

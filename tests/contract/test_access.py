@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -116,22 +115,6 @@ async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
     await pool.stop()
 
 
-@pytest.fixture
-def audited() -> Any:
-    lines: list[dict[str, str]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(record.getMessage()))
-
-    handler, before = Keep(), guard.audit_log.level
-    guard.audit_log.addHandler(handler)
-    guard.audit_log.setLevel(logging.INFO)
-    yield lines
-    guard.audit_log.removeHandler(handler)
-    guard.audit_log.setLevel(before)
-
-
 async def _reason(call: Any) -> str:
     with pytest.raises(WeftError) as caught:
         await call
@@ -190,6 +173,20 @@ async def test_every_mutating_call_leaves_a_line(
     assert (first["who"], first["policy"], first["result"]) == ("trainer.test", "math", "OK")
     assert (second["who"], second["replica_id"]) == ("anna.ops.test", "r7")
     assert second["result"] == "REPLICA_UNKNOWN"
+
+
+async def test_who_lives_on_leaves_no_line_and_who_is_refused_does(
+    secured: Secured, audited: list[dict[str, str]]
+) -> None:
+    trainer = secured.authority.credentials("trainer.test")
+    lease = (await secured.acquire(trainer, "math")).lease
+    stub = publish_pb2_grpc.PublishServiceStub(secured.channel(trainer))
+    request = publish_pb2.RenewLeaseRequest(policy="math", fencing_token=lease.fencing_token)
+    await _typed(stub.RenewLease(request, timeout=_SECONDS))
+    request.fencing_token += 1
+    assert await _reason(_typed(stub.RenewLease(request, timeout=_SECONDS))) == "LEASE_FENCED"
+    shown = [(line["call"].rpartition("/")[2], line["result"]) for line in audited]
+    assert shown == [("AcquirePolicy", "OK"), ("RenewLease", "LEASE_FENCED")]
 
 
 async def test_tokens(tmp_path: Path) -> None:
@@ -251,6 +248,38 @@ async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
             pass
 
     assert await _reason(_typed(drain())) == "UNAUTHENTICATED"
+
+
+async def test_rules_of_the_other_kind_need_a_restart(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The handshakes of a server that runs ask for certificates, or do not."""
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.05)
+    viewer = secured.authority.credentials("viewer.test")
+    await secured.get_pool(viewer)
+    secured.access.write_text(TOKEN_ACCESS)
+    await asyncio.sleep(0.1)
+    await secured.get_pool(viewer)
+    assert "restart" in caplog.text
+
+
+async def test_a_channel_closes_the_connections_that_it_had_before_a_rotation(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    channel = secured.channel(viewer)
+    stub = inspect_pb2_grpc.InspectServiceStub(channel)
+    stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=30)
+    waiting = asyncio.ensure_future(anext(aiter(stream)))
+    await _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))
+    secured.authority.issue(viewer.tls_cert, viewer.tls_key, "viewer.test")
+    await _typed(stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=_SECONDS))
+    assert not waiting.done()
+    await channel.close()
+    async with asyncio.timeout(_SECONDS):
+        (ended,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert isinstance(ended, grpc.RpcError | asyncio.CancelledError)
 
 
 async def test_certificates_are_rotated_under_a_stream(

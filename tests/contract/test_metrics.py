@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import logging
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -26,7 +25,6 @@ from tests.doubles.http import ask
 from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
-from weft.rpc.security import guard
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.server import bind, make_server, serve_health
 from weft.telemetry import http_server, site
@@ -58,22 +56,6 @@ roles = ["inspect"]
 def _no_old_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every scrape sees what is so now."""
     monkeypatch.setattr(site, "SAME_TEXT_SECONDS", 0.0)
-
-
-@pytest.fixture
-def audited() -> Any:
-    lines: list[dict[str, str]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(record.getMessage()))
-
-    handler, before = Keep(), guard.audit_log.level
-    guard.audit_log.addHandler(handler)
-    guard.audit_log.setLevel(logging.INFO)
-    yield lines
-    guard.audit_log.removeHandler(handler)
-    guard.audit_log.setLevel(before)
 
 
 @asynccontextmanager

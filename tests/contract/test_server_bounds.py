@@ -6,8 +6,6 @@ what gRPC acts by is shown here, too: a name that it does not know it ignores.
 
 from __future__ import annotations
 
-import json
-import logging
 import socket
 import ssl
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.doubles.audit_log import audit_lines
 from tests.doubles.certificates import Authority
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
@@ -120,25 +119,15 @@ def attacked(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> I
     at_coordinator, at_replica = folder / "coordinator.toml", folder / "replica.toml"
     at_coordinator.write_text(_COORDINATOR)
     at_replica.write_text(_REPLICA)
-    lines: list[dict[str, str]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(json.loads(record.getMessage()))
-
-    handler, level = Keep(), guard.audit_log.level
-    guard.audit_log.addHandler(handler)
-    guard.audit_log.setLevel(logging.INFO)
-    try:
-        with running_pool(folder / "weft.db", credentials=own, access=at_coordinator) as pool:
-            pool.security = Security(credentials=own, access=AccessFile(at_replica))
-            pool.add_replica("replica-0", EngineDouble(weights(Model())))
-            with closing(Attacked(pool, authority, lines)) as made:
-                made.push()
-                yield made
-    finally:
-        guard.audit_log.removeHandler(handler)
-        guard.audit_log.setLevel(level)
+    with (
+        audit_lines() as lines,
+        running_pool(folder / "weft.db", credentials=own, access=at_coordinator) as pool,
+    ):
+        pool.security = Security(credentials=own, access=AccessFile(at_replica))
+        pool.add_replica("replica-0", EngineDouble(weights(Model())))
+        with closing(Attacked(pool, authority, lines)) as made:
+            made.push()
+            yield made
 
 
 @pytest.fixture

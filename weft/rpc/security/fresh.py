@@ -29,7 +29,6 @@ class _Connection:
     def __init__(self, channel: Any, stamps: object) -> None:
         self.channel, self.stamps = channel, stamps
         self.num_calls = 0
-        self.is_stale = False
         self.methods: dict[tuple[str, str], Any] = {}
 
 
@@ -41,6 +40,8 @@ class _Fresh:
         self._lock = threading.Lock()
         self._looked_at = time.monotonic()
         self._current = _Connection(connect(), credentials.stamps())
+        #: Those of former certificates that have calls under way.
+        self._stale: list[_Connection] = []
 
     def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -60,8 +61,10 @@ class _Fresh:
                     except InvalidRequestError as error:
                         _log.warning("new certificates are not used yet: %s", error.message)
                     else:
-                        connection.is_stale = True
-                        stale = connection if not connection.num_calls else None
+                        if connection.num_calls:
+                            self._stale.append(connection)
+                        else:
+                            stale = connection
                         connection = self._current
             connection.num_calls += 1
             key = (kind, method)
@@ -77,9 +80,17 @@ class _Fresh:
     def _release(self, connection: _Connection) -> None:
         with self._lock:
             connection.num_calls -= 1
-            is_last = connection.is_stale and not connection.num_calls
+            is_last = not connection.num_calls and connection in self._stale
+            if is_last:
+                self._stale.remove(connection)
         if is_last:
             self._close(connection.channel)
+
+    def _take_all(self) -> list[Any]:
+        """Every channel that is open, to close it."""
+        with self._lock:
+            stale, self._stale = self._stale, []
+            return [connection.channel for connection in (*stale, self._current)]
 
     def _close(self, channel: Any) -> None:
         raise NotImplementedError
@@ -116,7 +127,8 @@ class FreshChannel(_Fresh):
 
     def close(self) -> None:
         """Close it; calls under way are cancelled."""
-        self._current.channel.close()
+        for channel in self._take_all():
+            channel.close()
 
     def __enter__(self) -> FreshChannel:
         return self
@@ -196,7 +208,7 @@ class FreshAioChannel(_Fresh):
 
     async def close(self, grace: float | None = None) -> None:
         """Close it, at most ``grace`` seconds after now."""
-        await self._current.channel.close(grace)
+        await asyncio.gather(*(channel.close(grace) for channel in self._take_all()))
 
 
 def fresh_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from weft.contract.errors import CapacityError, WeftError
+from weft.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft.rpc.security.access import ANYBODY, Access, Identity, as_error, check_call, parse_access
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ audit_log = logging.getLogger("weft.audit")
 #: its identity may still have it.
 LOOK_SECONDS: Final = 1.0
 STREAM_LOOK_SECONDS: Final = 5.0
-#: Calls that change nothing that outlives them, or only say again that somebody lives.
+#: Calls that change nothing that outlives them, or only say again that somebody lives: worth
+#: a line where they are refused.
 _UNAUDITED: Final = frozenset(
     {
         "weft.v1.PublishService/DescribeTarget",
@@ -80,7 +81,7 @@ class AccessFile:
             if (stamp := self._look()) != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._access = self._read()
+                    self._access = self._read_again()
                 except WeftError as error:
                     _log.error("%s is not used, the rules before it are: %s", self._path, error)
                 else:
@@ -93,6 +94,16 @@ class AccessFile:
         except OSError:
             return (0, 0, 0)
         return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+    def _read_again(self) -> Access:
+        access = self._read()
+        if access.by_certificate != self._access.by_certificate:
+            kind = "certificates" if access.by_certificate else "tokens"
+            raise InvalidRequestError(
+                f"it names {kind} now, and the handshakes of a server that runs cannot follow: "
+                "restart it"
+            )
+        return access
 
     def _read(self) -> Access:
         try:
@@ -130,14 +141,14 @@ class Guard:
             NotAllowedError: Also ``UnauthenticatedError``.
             CapacityError: ``TOO_MANY_CALLS``.
         """
-        name, result, is_refused = "", "OK", True
+        name, result, is_let_in = "", "OK", False
         try:
             identity = self._identify(context)
             name = identity.name
             if self._file is not None:
                 check_call(identity, method, _policy_of(method, request))
             with self._counted(name, is_stream=is_stream):
-                is_refused = False
+                is_let_in = True
                 yield
         except WeftError as error:
             result = error.reason
@@ -149,7 +160,7 @@ class Guard:
             result = type(error).__name__
             raise
         finally:
-            if is_refused or _changes(method) or (is_stream and result == _CUT_OFF):
+            if not is_let_in or _is_worth_a_line(method, result, is_stream=is_stream):
                 audit(name, _peer(context), method, _facts(request), result)
 
     def _identify(self, context: Any) -> Identity:
@@ -225,9 +236,11 @@ def audit(name: str, peer: str, call: str, facts: Mapping[str, str], result: str
     audit_log.info("%s", json.dumps(line, ensure_ascii=False))
 
 
-def _changes(method: str) -> bool:
-    """Whether a call changes something that outlives it."""
-    return not method.startswith("weft.v1.InspectService/") and method not in _UNAUDITED
+def _is_worth_a_line(method: str, result: str, *, is_stream: bool) -> bool:
+    """Of a call that was let in: whether it changes something that outlives it, or tried to."""
+    if method.startswith("weft.v1.InspectService/"):
+        return is_stream and result == _CUT_OFF
+    return method not in _UNAUDITED or result not in ("OK", "CANCELLED")
 
 
 def token_of(metadata: Any) -> str | None:
