@@ -36,8 +36,8 @@ _LOG_SECONDS = 30.0
 #: How long running requests may take to end once the replica has failed; once it was
 #: told to stop.
 _FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
-#: Called with the gRPC address and the OpenAI server's base URL.
-Ready = Callable[[str, str], None]
+#: Called with the gRPC address, the OpenAI server's base URL, and the ports beside these.
+Ready = Callable[[str, str, Ports], None]
 
 
 class _Stop:
@@ -150,7 +150,7 @@ async def _serve_engine(
         )
         await engine.start_http()
         if ready is not None:
-            ready(agent.address, http_url)
+            ready(agent.address, http_url, ports)
         return await _run_until_told(agent, engine, server, stop, metrics)
     finally:
         await ports.close()

@@ -150,7 +150,8 @@ add_orders(app)
 @app.command()
 def demo(
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave everything running until interrupted.")
+        bool,
+        typer.Option("--keep", help="Leave all running, the trainers pushing, until interrupted."),
     ] = False,
 ) -> None:
     """Show it all on this machine: two vLLM replicas, two trainers, one coordinator."""

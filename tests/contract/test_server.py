@@ -290,7 +290,7 @@ from pathlib import Path
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import serve
 config = CoordinatorConfig(catalog=Path(sys.argv[1]), listen="127.0.0.1:0")
-asyncio.run(serve(config, ready=lambda port: print(port, flush=True)))
+asyncio.run(serve(config, ready=lambda port, _: print(port, flush=True)))
 assert "torch" not in sys.modules
 """
 

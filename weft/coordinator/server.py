@@ -183,11 +183,13 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
     )
 
 
-async def serve(config: CoordinatorConfig, *, ready: Callable[[int], None] | None = None) -> None:
+async def serve(
+    config: CoordinatorConfig, *, ready: Callable[[int, Ports], None] | None = None
+) -> None:
     """Run a coordinator until SIGTERM or SIGINT, then stop it in order.
 
     Args:
-        ready: Told the port, once calls are answered.
+        ready: Told the port, and those beside it, once calls are answered.
 
     Raises:
         WeftError: It cannot start; says why.
@@ -205,7 +207,7 @@ async def serve(config: CoordinatorConfig, *, ready: Callable[[int], None] | Non
         gc.collect()
         gc.freeze()
         if ready is not None:
-            ready(port)
+            ready(port, coordinator.ports)
         told = loop.create_task(stopping.wait())
         failed = loop.create_task(coordinator.wait())
         await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,8 @@ class Ports:
     """Those that are open; 0 where one is not."""
 
     metrics_port: int = 0
+    metrics_url: str = ""
+    """Where that one is; pages are beside ``/metrics``."""
     health_port: int = 0
     _http: HttpServer | None = None
     _health: grpc.aio.Server | None = None
@@ -59,8 +61,10 @@ class Ports:
             await ports.close()
             raise
         if config.metrics:
+            scheme = "https" if security.credentials.tls_cert else "http"
             host = config.metrics.rpartition(":")[0]
-            _log.info("metrics on http://%s:%s/metrics", host, ports.metrics_port)
+            ports.metrics_url = f"{scheme}://{host}:{ports.metrics_port}"
+            _log.info("metrics on %s/metrics", ports.metrics_url)
         return ports
 
     async def close(self) -> None:

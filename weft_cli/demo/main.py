@@ -30,6 +30,8 @@ _PROMPT = [5, 17, 99, 200, 33, 81, 150, 7]
 _START_SECONDS = 120.0
 _PUSH_SECONDS = 60.0
 _BASE_NAME = "tiny"
+#: With --keep, from push to push of the two trainers.
+_LORA_SECONDS, _BASE_SECONDS = 5.0, 30.0
 _ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,6 +56,8 @@ class _Demo:
     processes: list[Process] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     coordinator: str = ""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """By process, where its metrics are."""
     largest_difference: float = 0.0
     checks: int = 0
 
@@ -61,6 +65,11 @@ class _Demo:
         process = Process(name, args, self.work, {"OMP_NUM_THREADS": "1", **(env or {})})
         self.processes.append(process)
         return process
+
+    def note_metrics(self, process: Process) -> None:
+        """Learn from a process that listens where its metrics are."""
+        line = process.line(lambda text: text.startswith("metrics on "), 10)
+        self.metrics[process.name] = line.removeprefix("metrics on ")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -93,7 +102,7 @@ def run_demo(*, keep: bool) -> int:
         )
         code = 0 if ok else 1
         if keep:
-            _wait_for_interrupt(demo)
+            _push_until_interrupted(demo)
     except WeftError as error:
         demo.say(f"[bold red]demo failed[/]: {error}\nlogs are kept in {work}")
     finally:
@@ -141,7 +150,7 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
     """Coordinator, replicas and trainers; they find each other in any order."""
     coordinator = demo.start(
         "coordinator", "-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
-        "--catalog", str(demo.work / "weft.db"),
+        "--catalog", str(demo.work / "weft.db"), "--metrics", "127.0.0.1:0",
         # Starting two engines on two cores starves everything else for seconds.
         "--lost-after-seconds", "60",
     )  # fmt: skip
@@ -150,6 +159,7 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
     make_model(model_path)
     line = coordinator.line(lambda text: text.startswith("listening on "), 30)
     demo.coordinator = line.removeprefix("listening on ")
+    demo.note_metrics(coordinator)
     demo.say(f"coordinator listens on {demo.coordinator}; starting {_NUM_REPLICAS} vLLM replicas")
     replicas = [
         demo.start(
@@ -163,6 +173,8 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
             "0",
             "--replica-id",
             f"replica-{i}",
+            "--metrics",
+            "127.0.0.1:0",
             "--adapter-memory-gib",
             "0.25",
             "--staging-memory-gib",
@@ -191,6 +203,7 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
         match = re.search(r"http://[^\s,]+", line)
         assert match is not None
         demo.urls.append(match.group())
+        demo.note_metrics(replica)
     for trainer in trainers:
         trainer.answer(_START_SECONDS)
     demo.say(f"replicas answer on {', '.join(demo.urls)} after {time.monotonic() - began:.0f} s")
@@ -218,8 +231,7 @@ class _Reference:
 
 
 def _push(demo: _Demo, trainer: Process) -> dict[str, Any]:
-    trainer.tell("push")
-    report = trainer.answer(_PUSH_SECONDS)
+    report = _told_to_push(trainer)
     if report["vllm_imported"]:
         raise WeftError(f"{trainer.name} has vLLM loaded; a trainer must not need it")
     demo.say(
@@ -227,6 +239,11 @@ def _push(demo: _Demo, trainer: Process) -> dict[str, Any]:
         f"served by all replicas after {report['seconds'] * 1e3:.0f} ms"
     )
     return report
+
+
+def _told_to_push(trainer: Process) -> dict[str, Any]:
+    trainer.tell("push")
+    return trainer.answer(_PUSH_SECONDS)
 
 
 def _check(demo: _Demo, reference: _Reference, base: str, model: str, adapter: str | None) -> None:
@@ -270,10 +287,30 @@ def _show_grpcurl(demo: _Demo) -> None:
         demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
 
 
-def _wait_for_interrupt(demo: _Demo) -> None:
-    demo.say("\nstill running; press Ctrl-C to stop")
+def _push_until_interrupted(demo: _Demo) -> None:
+    """Keep it all running and moving, until Ctrl-C."""
+    demo.say("\nstill running:")
+    for name, url in demo.metrics.items():
+        demo.say(f"  metrics of {name:<12} {url}")
+    demo.say(
+        f"the trainers push math every {_LORA_SECONDS:.0f} s and base every "
+        f"{_BASE_SECONDS:.0f} s; press Ctrl-C to stop"
+    )
+    lora, base = demo.processes[-2:]
+    now = time.monotonic()
+    due = {lora: now + _LORA_SECONDS, base: now + _BASE_SECONDS}
     try:
         while True:
-            time.sleep(1)
+            time.sleep(0.2)
+            for trainer, seconds in ((lora, _LORA_SECONDS), (base, _BASE_SECONDS)):
+                if time.monotonic() >= due.get(trainer, float("inf")):
+                    due[trainer] = time.monotonic() + seconds
+                    try:
+                        report = _told_to_push(trainer)
+                    except (WeftError, OSError) as error:
+                        demo.say(f"{trainer.name} pushes no more: {error}")
+                        del due[trainer]
+                    else:
+                        shutil.rmtree(demo.work / report["version"], ignore_errors=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)

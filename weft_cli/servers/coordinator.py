@@ -19,6 +19,7 @@ from weft_cli.servers.options import (
     LogLevel,
     Metrics,
     MetricsAuth,
+    announce,
     configure_logging,
 )
 
@@ -65,6 +66,7 @@ def coordinator(
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
     from weft.coordinator.server import serve
+    from weft.telemetry.ports import Ports
 
     configure_logging(log_level, log_format)
     config = CoordinatorConfig(
@@ -83,4 +85,8 @@ def coordinator(
         telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
     )
     host = listen.rpartition(":")[0]
-    asyncio.run(serve(config, ready=lambda port: print(f"listening on {host}:{port}", flush=True)))
+
+    def ready(port: int, ports: Ports) -> None:
+        announce(f"listening on {host}:{port}", ports.metrics_url)
+
+    asyncio.run(serve(config, ready=ready))

@@ -55,6 +55,13 @@ Insecure = Annotated[
 ]
 
 
+def announce(line: str, metrics_url: str) -> None:
+    """Say on standard output that a server is ready, and where its metrics are, if anywhere."""
+    print(line, flush=True)
+    if metrics_url:
+        print(f"metrics on {metrics_url}/metrics", flush=True)
+
+
 def configure_logging(level: str, log_format: logs.LogFormat) -> None:
     """Log as told, here and in the processes that this one starts."""
     try:

@@ -18,6 +18,7 @@ from weft_cli.servers.options import (
     LogLevel,
     Metrics,
     MetricsAuth,
+    announce,
     configure_logging,
 )
 
@@ -159,6 +160,9 @@ def rollout(
         telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
     )
     why = run_replica(
-        config, ready=lambda grpc, http: print(f"serving on {http}, gRPC on {grpc}", flush=True)
+        config,
+        ready=lambda grpc, http, ports: announce(
+            f"serving on {http}, gRPC on {grpc}", ports.metrics_url
+        ),
     )
     print(f"ended: {why}", flush=True)
