@@ -36,7 +36,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    settings = {"publish_again_after_seconds": 0.5, "lease_seconds": 1.0}
+    settings = {"publish_again_after_seconds": 0.5, "lease_seconds": 2.5}
     with running_pool(tmp_path / "weft.db", **settings) as running:
         yield running
 

@@ -19,11 +19,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     if args.seed is not None:
-        failure = replay(args.seed, trace=args.trace)
+        failure = replay(args.seed, trace=print if args.trace else None)
         print(failure or f"seed {args.seed} holds")
         return int(failure is not None)
     began = time.perf_counter()
-    failures = run_seeds(range(args.start, args.start + args.seeds), args.processes)
+    failures = run_seeds(range(args.start, args.start + args.seeds), args.processes).failures
     for line in failures:
         print(line)
     seconds = time.perf_counter() - began
