@@ -47,11 +47,14 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything at work in a minute.
 	@$(BIN)/weft demo
 
-test: install  ## All tests but the matrix (17 minutes on 2 cores).
-	$(BIN)/python -m pytest tests/unit tests/sim tests/contract tests/integration tests/fault tests/soak tests/e2e --durations=15
+# Tests without an engine mostly wait: two processes share them, a file each. Engines and
+# simulations fill the cores by themselves.
+test: install  ## All tests but the matrix (13 minutes on 2 cores).
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak
+	$(BIN)/python -m pytest --durations=10 tests/sim tests/e2e
 
 test-fast: install  ## Tests without an engine (about a minute).
-	$(BIN)/python -m pytest tests/unit tests/sim tests/contract
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract
 
 sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 18 minutes on 2 cores).
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
