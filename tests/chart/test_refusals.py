@@ -27,6 +27,7 @@ REFUSED = [
     ("tokens", ["access.tokens.replicas.secret="], "needs access.tokens.replicas.secret"),
     ("tokens", ["access.tokens.test.sha256="], "needs access.tokens.test.sha256"),
     ("gpu", ["access.existingConfigMap=a"], "has the whole access.toml"),
+    ("gpu", ["replicas.count=300"], "say 1200 or more"),
     ("gpu", ["access.by=tokens"], "trainer-a.trainers.weft needs name and tokenSha256"),
     ("tokens", ["access.by=certificates"], "trainer-a needs san and no tokenSha256"),
     ("gpu", ["access.identities[0].policies=[]"], "publishes, but names no policies"),
