@@ -20,6 +20,7 @@ from benchmarks.machine import describe
 from benchmarks.push import tiny_adapter
 from tests.doubles.certificates import Authority
 from trainer_side import Publisher, Tls
+from weft.rpc.security.credentials import Credentials
 from weft_cli.demo.processes import Process
 
 _PUSHES = 101
@@ -34,6 +35,11 @@ san = "trainer.test"
 roles = ["publish"]
 policies = ["*"]
 """
+
+
+def secured_pool(stack: ExitStack, work: Path, server: Credentials, access: Path) -> str:
+    """Start a coordinator and a replica that ask who calls; returns HOST:PORT."""
+    return _pool(stack, work, "secured", server.to_environment(), str(access))
 
 
 def _pool(stack: ExitStack, work: Path, name: str, env: dict[str, str], access: str) -> str:
@@ -64,7 +70,7 @@ def main() -> None:
         access.write_text(_ACCESS)
         tls = Tls(ca=own.tls_ca, cert=own.tls_cert, key=own.tls_key)
         plain = _pool(stack, work, "plain", {}, "")
-        secured = _pool(stack, work, "secured", server.to_environment(), str(access))
+        secured = secured_pool(stack, work, server, access)
         publishers = {
             "without": stack.enter_context(Publisher(plain, trainer_id="t", progress=None)),
             "with mTLS, roles and audit": stack.enter_context(

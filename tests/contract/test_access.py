@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.doubles.attacks import identities
 from tests.doubles.certificates import Authority
 from weft.contract.errors import InvalidRequestError, WeftError
 from weft.coordinator.config import CoordinatorConfig
@@ -131,12 +132,9 @@ async def test_a_certificate_with_the_role_is_answered(secured: Secured) -> None
 async def test_who_has_no_certificate_or_another_authoritys_is_not_connected(
     secured: Secured, tmp_path: Path
 ) -> None:
-    no_certificate = Credentials(tls_ca=secured.authority.path)
-    strange = Authority(tmp_path).credentials("viewer.test", file="strange")
-    strange = replace(strange, tls_ca=secured.authority.path)
-    yesterday = datetime.now(UTC) - timedelta(days=1)
-    expired = secured.authority.credentials("viewer.test", file="expired", not_after=yesterday)
-    for nobody in (no_certificate, strange, expired, Credentials()):
+    known = identities(secured.authority, tmp_path, "viewer.test")
+    assert (await secured.get_pool(known["mallory"])).coordinator_generation == 1
+    for nobody in (known["nobody"], known["strange"], known["expired"], Credentials()):
         assert await _reason(secured.get_pool(nobody)) == "COORDINATOR_AWAY"
     wrong_ca = Authority(tmp_path)
     misled = replace(secured.authority.credentials("viewer.test"), tls_ca=wrong_ca.path)

@@ -11,12 +11,14 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
+from tests.doubles import attacks
+from tests.doubles.attacks import refusal
 from tests.doubles.audit_log import audit_lines
 from tests.doubles.certificates import Authority
 from tests.doubles.engine import EngineDouble
@@ -31,39 +33,20 @@ from tests.doubles.raw_http2 import (
 )
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
-from weft.contract.errors import WeftError
 from weft.coordinator.runtime.watchers import MAX_BEHIND
 from weft.rpc import inbound, server
-from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from weft.rpc.security import guard
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
-from weft.rpc.status import error_from_rpc
 from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
 from weft.v1.publish_pb2_grpc import PublishServiceStub
 
 _SECONDS = 10.0
 #: A push's deadline here: it takes a tenth of a second where nobody is in its way.
 _PUSH_SECONDS = 10.0
 _REFUSED_STREAM = (7).to_bytes(4, "big")
-_COORDINATOR = """
-[[identity]]
-san = "127.0.0.1"
-roles = ["replica"]
-
-[[identity]]
-san = "trainer.test"
-roles = ["publish"]
-policies = ["math", "code"]
-
-[[identity]]
-san = "mallory.test"
-roles = ["publish", "inspect"]
-policies = ["chess"]
-"""
 _REPLICA = """
 [[identity]]
 san = "127.0.0.1"
@@ -117,7 +100,7 @@ def attacked(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> I
     for variable, value in own.to_environment().items():
         monkeypatch.setenv(variable, value)
     at_coordinator, at_replica = folder / "coordinator.toml", folder / "replica.toml"
-    at_coordinator.write_text(_COORDINATOR)
+    at_coordinator.write_text(attacks.ACCESS)
     at_replica.write_text(_REPLICA)
     with (
         audit_lines() as lines,
@@ -157,18 +140,6 @@ def _eventually(is_so: Callable[[], bool]) -> None:
 
 
 # -- connections -------------------------------------------------------------------
-
-
-def test_a_thousand_idle_connections_are_in_nobodys_way(under: Attacked) -> None:
-    idle = [RawClient(under.pool.target, under.mallory) for _ in range(1000)]
-    try:
-        under.push()
-        first = next(idle[-1].frames(_SECONDS))
-        assert first.kind == SETTINGS, "the last of them is served, too"
-    finally:
-        for client in idle:
-            client.close()
-    under.push()
 
 
 def test_no_more_connections_than_there_may_be(
@@ -328,82 +299,65 @@ def test_a_stream_that_nobody_reads_ends_with_its_identity(
         _eventually(lambda: len(feed._watchers) == 1)
         under.push()  # it has something to say now, and cannot
         rules = under.coordinator.config.access
-        rules.write_text(_COORDINATOR.replace("mallory.test", "nobody.test"))
+        rules.write_text(attacks.ACCESS.replace("mallory.test", "nobody.test"))
         _eventually(lambda: not feed._watchers)
 
 
 # -- calls that must not be answered -------------------------------------------------
 
 
-def _refused(target: str, who: Credentials, call: Callable[[Any], object]) -> WeftError:
-    with open_channel(target, who) as channel, pytest.raises(grpc.RpcError) as caught:
-        call(PublishServiceStub(channel))
-    return error_from_rpc(caught.value)
+@contextmanager
+def _publishing(under: Attacked, who: Credentials) -> Iterator[PublishServiceStub]:
+    with open_channel(under.pool.target, who) as channel:
+        yield PublishServiceStub(channel)
 
 
 def test_a_message_that_is_too_large(under: Attacked) -> None:
     large = pb.RenewLeaseRequest(policy="chess", session_id="x" * (MAX_MESSAGE_BYTES + 1))
-    error = _refused(
-        under.pool.target, under.mallory, lambda stub: stub.RenewLease(large, timeout=_SECONDS)
-    )
+    with _publishing(under, under.mallory) as stub:
+        error = refusal(lambda: stub.RenewLease(large, timeout=_SECONDS))
     assert error.status == "RESOURCE_EXHAUSTED"
     # A client that has no bound of its own: the server has.
-    size = (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big")
-    with closing(RawClient(under.pool.target, under.mallory)) as client:
-        stream = client.call(
-            "weft.v1.PublishService/RenewLease", b"\0" + size + b"x" * 16_000, whole=False
-        )
-        under.push()
-        ended = [f for f in client.frames(1.0) if f.stream == stream]
-        assert ended, "it is not read to its end"
+    for answer in islice(attacks.oversized(under.pool.target, under.mallory), 3):
+        assert answer == "RESOURCE_EXHAUSTED", "and it is not read to its end"
     under.push()
 
 
 def test_a_fencing_token_that_is_shown_again(under: Attacked) -> None:
-    def acquire(stub: Any, session: str, **more: Any) -> int:
-        request = pb.AcquirePolicyRequest(
-            policy="code", kind=types_pb2.POLICY_KIND_ADAPTER, trainer_id="t", session_id=session,
-            **more,
-        )  # fmt: skip
-        token: int = stub.AcquirePolicy(request, timeout=_SECONDS).lease.fencing_token
-        return token
-
-    with open_channel(under.pool.target, under.trainer) as channel:
-        stub = PublishServiceStub(channel)
-        old = acquire(stub, "old")
-        new = acquire(stub, "new", displaced_token=old)
+    with _publishing(under, under.trainer) as stub:
+        old, new = attacks.displaced(stub)
         assert new > old
-    for token, session in ((old, "old"), (old, "new"), (new, "old")):
-        begin = pb.BeginTransferRequest(
-            policy="code", fencing_token=token, session_id=session, request_id="again",
-            layout_digest=bytes(32), backend="gloo", protocol_revision=PROTOCOL_REVISION,
-        )  # fmt: skip
-        error = _refused(
-            under.pool.target,
-            under.trainer,
-            lambda stub, begin=begin: stub.BeginTransfer(begin, timeout=_SECONDS),
-        )
-        assert (error.status, error.reason) == ("ABORTED", "LEASE_FENCED")
+        for token, session in ((old, "old"), (old, "new"), (new, "old")):
+            error = refusal(lambda: attacks.begin(stub, token, session))  # noqa: B023
+            assert (error.status, error.reason) == ("ABORTED", "LEASE_FENCED")
     assert len(under.audited(who="trainer.test", policy="code", result="LEASE_FENCED")) == 3
     under.push()
 
 
 def test_a_policy_of_somebody_elses(under: Attacked) -> None:
     """Also with the fencing token of a lease of one's own."""
-    acquire = pb.AcquirePolicyRequest(
-        policy="chess", kind=types_pb2.POLICY_KIND_ADAPTER, trainer_id="m", session_id="m"
-    )
-    with open_channel(under.pool.target, under.mallory) as channel:
-        stub = PublishServiceStub(channel)
-        token = stub.AcquirePolicy(acquire, timeout=_SECONDS).lease.fencing_token
-    acquire.policy = "math"
-    abort = pb.AbortTransferRequest(transfer_id="t-1", policy="math", fencing_token=token)
-    for call in (
-        lambda stub: stub.AcquirePolicy(acquire, timeout=_SECONDS),
-        lambda stub: stub.AbortTransfer(abort, timeout=_SECONDS),
-    ):
-        error = _refused(under.pool.target, under.mallory, call)
-        assert (error.status, error.reason) == ("PERMISSION_DENIED", "POLICY_NOT_ALLOWED")
+    with _publishing(under, under.mallory) as stub:
+        token = attacks.acquire(stub, "chess", "m")
+        for call in (
+            lambda: attacks.acquire(stub, "math", "m"),
+            lambda: attacks.abort(stub, "math", token),
+        ):
+            error = refusal(call)
+            assert (error.status, error.reason) == ("PERMISSION_DENIED", "POLICY_NOT_ALLOWED")
     lines = under.audited(who="mallory.test", policy="math", result="POLICY_NOT_ALLOWED")
     assert [line["call"].rpartition("/")[2] for line in lines] == ["AcquirePolicy", "AbortTransfer"]
+    under.push()
+
+
+def test_whatever_an_attack_asks_it_is_answered_so_while_a_push_succeeds(
+    under: Attacked, tmp_path: Path
+) -> None:
+    """Those that ``benchmarks.attacked`` times, a thousand idle connections among them."""
+    known = attacks.identities(Authority.of(under.mallory.tls_ca), tmp_path)
+    for name, attack in attacks.ATTACKS.items():
+        attempts = attack.attempts(under.pool.target, known[attack.who])
+        with closing(attempts):
+            assert next(attempts) == attack.answer, name
+            under.push()
+            assert next(attempts) == attack.answer, name
     under.push()

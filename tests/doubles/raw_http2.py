@@ -46,7 +46,8 @@ class RawClient:
     def __init__(self, target: str, credentials: Credentials, *, window: int = 65_535) -> None:
         host, _, port = target.rpartition(":")
         context = ssl.create_default_context(cafile=credentials.tls_ca)
-        context.load_cert_chain(credentials.tls_cert, credentials.tls_key)
+        if credentials.tls_cert:
+            context.load_cert_chain(credentials.tls_cert, credentials.tls_key)
         context.set_alpn_protocols(["h2"])
         self.socket = context.wrap_socket(
             socket.create_connection((host, int(port)), timeout=5), server_hostname=host
