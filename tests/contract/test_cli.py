@@ -142,6 +142,19 @@ async def test_orders_say_what_was_done(pool: Pool) -> None:
     assert (error["reason"], error["status"]) == ("REPLICA_UNKNOWN", "NOT_FOUND")
 
 
+async def test_events(pool: Pool) -> None:
+    await _pushed(pool)
+    ended = await weft("events", "--limit", "2", "-c", pool.target, "--json")
+    assert [json.loads(line)["kind"] for line in ended.out.splitlines()] == [
+        "EVENT_KIND_TRANSFER_STAGED",
+        "EVENT_KIND_TRANSFER_COMMITTED",
+    ]
+    shown = (await weft("events", "-c", pool.target)).out.splitlines()
+    assert "replica ready  r0" in shown[0] or "lease acquired" in shown[0]
+    assert "transfer committed" in shown[-2]
+    assert "kept since" in shown[-1]
+
+
 async def test_events_are_watched_over_a_restart(pool: Pool) -> None:
     port = pool.target.rpartition(":")[2]
     async with watching(pool, "--json") as process:

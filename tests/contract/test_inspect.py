@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -44,7 +45,7 @@ async def test_lists_in_pages(pool: Pool) -> None:
     assert not after.transfers
 
 
-@pytest.mark.parametrize("method", ["ListReplicas", "ListPolicies", "ListTransfers"])
+@pytest.mark.parametrize("method", ["ListReplicas", "ListPolicies", "ListTransfers", "ListEvents"])
 async def test_pages_that_nobody_told(pool: Pool, method: str) -> None:
     inspect = (await pool.trainer()).inspect
     request = getattr(inspect_pb2, f"{method}Request")
@@ -114,6 +115,30 @@ async def test_watch_events(pool: Pool) -> None:
         inspect_pb2.EVENT_KIND_TRANSFER_COMMITTED,
     ]
     watch.cancel()
+
+
+async def test_past_events_are_told_newest_first_in_pages(pool: Pool) -> None:
+    before = time.time()
+    trainer = await pool.trainer()
+    watch = trainer.inspect.WatchEvents(inspect_pb2.WatchEventsRequest())
+    await watch.initial_metadata()
+    await pool.replica()
+    await trainer.push()
+    told = [await watch.read() for _ in range(4)]
+    watch.cancel()
+    request = inspect_pb2.ListEventsRequest(page_size=3)
+    first = await trainer.inspect.ListEvents(request)
+    request.page_token = first.next_page_token
+    second = await trainer.inspect.ListEvents(request)
+    listed = [*first.events, *second.events]
+    assert len(first.events) == 3
+    assert listed[: len(told)] == told[::-1]
+    assert not second.next_page_token
+    assert before - 5 < first.kept_since.ToNanoseconds() / 1e9 <= listed[-1].time.seconds + 1
+    forgotten = inspect_pb2.ListEventsRequest(page_token="0")
+    assert not (await trainer.inspect.ListEvents(forgotten)).events
+    wrong = inspect_pb2.ListEventsRequest(page_token="yesterday")
+    await fails(trainer.inspect.ListEvents(wrong), "INVALID_ARGUMENT", "INVALID_PAGE")
 
 
 async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:

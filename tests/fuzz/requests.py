@@ -213,6 +213,7 @@ _MAKERS: Mapping[str, _Maker] = {
         )
     ],
     "RendezvousService/Attend": _attend,
+    "InspectService/ListEvents": _just(inspect.ListEventsRequest(page_size=1, page_token="7")),
     "InspectService/ListVersions": _just(
         inspect.ListVersionsRequest(policy="base", page_size=1, page_token="7")
     ),

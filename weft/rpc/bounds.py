@@ -246,6 +246,8 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "ListPoliciesRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListReplicasRequest.page_size": _anything,
     "ListReplicasRequest.page_token": _text(200, reason="INVALID_PAGE"),
+    "ListEventsRequest.page_size": _anything,
+    "ListEventsRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListTransfersRequest.page_size": _anything,
     "ListTransfersRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListVersionsRequest.page_size": _anything,

@@ -71,6 +71,11 @@ class InspectServiceStub(object):
                 request_serializer=weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/weft.v1.InspectService/ListEvents',
+                request_serializer=weft_dot_v1_dot_inspect__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_inspect__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
         self.WatchRoutes = channel.unary_stream(
                 '/weft.v1.InspectService/WatchRoutes',
                 request_serializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.SerializeToString,
@@ -145,6 +150,15 @@ class InspectServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListEvents(self, request, context):
+        """What happened last, newest first: as many events as the coordinator has in memory; in
+        pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRoutes(self, request, context):
         """Which replicas may be sent requests, for routers: the whole list at once, then
         what has changed, at most 20 times a second, until the caller hangs up. A slow
@@ -198,6 +212,11 @@ def add_InspectServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=weft_dot_v1_dot_inspect__pb2.ListEventsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_inspect__pb2.ListEventsResponse.SerializeToString,
             ),
             'WatchRoutes': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRoutes,
@@ -396,6 +415,33 @@ class InspectService(object):
             '/weft.v1.InspectService/WatchEvents',
             weft_dot_v1_dot_inspect__pb2.WatchEventsRequest.SerializeToString,
             weft_dot_v1_dot_inspect__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.InspectService/ListEvents',
+            weft_dot_v1_dot_inspect__pb2.ListEventsRequest.SerializeToString,
+            weft_dot_v1_dot_inspect__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,11 @@ class InspectServiceStub:
     1,000 events behind is cut off.
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListEventsRequest, _inspect_pb2.ListEventsResponse]
+    """What happened last, newest first: as many events as the coordinator has in memory; in
+    pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
+    """
     WatchRoutes: _grpc.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]
     """Which replicas may be sent requests, for routers: the whole list at once, then
     what has changed, at most 20 times a second, until the caller hangs up. A slow
@@ -122,6 +127,11 @@ class InspectServiceAsyncStub(InspectServiceStub):
     """What happens from now on, until the caller hangs up. A reader that falls
     1,000 events behind is cut off.
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
+    """
+    ListEvents: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListEventsRequest, _inspect_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """What happened last, newest first: as many events as the coordinator has in memory; in
+    pages of at most 512 KiB.
+    Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     WatchRoutes: _aio.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]  # type: ignore[assignment]
     """Which replicas may be sent requests, for routers: the whole list at once, then
@@ -215,6 +225,17 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         """What happens from now on, until the caller hangs up. A reader that falls
         1,000 events behind is cut off.
         Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _inspect_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListEventsResponse, _abc.Awaitable[_inspect_pb2.ListEventsResponse]]:
+        """What happened last, newest first: as many events as the coordinator has in memory; in
+        pages of at most 512 KiB.
+        Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
 
     @_abc_1.abstractmethod

@@ -23,7 +23,7 @@ class Purpose(StrEnum):
 
 def add_lists(app: typer.Typer) -> None:
     """Add the commands of this module, after those that ``app`` has."""
-    for command in (versions, transfers, watch):
+    for command in (versions, transfers, events, watch):
         app.command()(command)
 
 
@@ -59,11 +59,23 @@ def transfers(
     show_transfers(coordinator, wanted, limit=limit, json_output=json_output)
 
 
+def events(
+    limit: Limit = 50, coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False
+) -> None:
+    """Print what happened last, oldest first.
+
+    The coordinator has the last 1,000 events in memory, and begins anew when it is restarted;
+    what was before is in weft versions and weft transfers.
+    """
+    from weft_cli.lists.events import show_events
+
+    show_events(coordinator, limit=limit, json_output=json_output)
+
+
 def watch(coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False) -> None:
     """Print events as they come, until interrupted; a coordinator that is away is awaited.
 
-    The coordinator keeps no events: what happened before, or while it was away, is in weft
-    versions and weft transfers.
+    What happened before is in weft events.
     """
     from weft_cli.lists.events import watch_events
 

@@ -1,4 +1,4 @@
-"""``weft watch``: events as they come."""
+"""``weft events`` and ``weft watch``: what happened last, and what happens from now on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 from rich.text import Text
 
@@ -15,11 +16,43 @@ from weft.rpc.channel import open_channel
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.connection import CALL_SECONDS, connect
 from weft_cli.lists.times import shown_time
 from weft_cli.output import print_json
 
 _RETRY_SECONDS = 1.0
 _BAD = ("LOST", "QUARANTINED", "SUSPECT", "ABORTED", "FAILED", "CONFLICT", "BEHIND", "NOT_ADOPTED")
+
+
+def show_events(coordinator: str, *, limit: int, json_output: bool) -> None:
+    """Print the last events, oldest first.
+
+    Raises:
+        WeftError: The coordinator does not answer.
+    """
+    console = Console()
+    with connect(coordinator) as channel:
+        listed, since = _list(InspectServiceStub(channel), limit)
+    for event in reversed(listed):
+        if json_output:
+            print_json(event)
+        else:
+            console.print(render(event), soft_wrap=True)
+    if not json_output and len(listed) < limit:
+        console.print(f"(events are kept since {shown_time(since)})", style="dim")
+
+
+def _list(stub: InspectServiceStub, limit: int) -> tuple[list[pb.WatchEventsResponse], Timestamp]:
+    """The newest events, and since when they are kept."""
+    listed: list[pb.WatchEventsResponse] = []
+    token = ""
+    while True:
+        request = pb.ListEventsRequest(page_token=token)
+        page = stub.ListEvents(request, timeout=CALL_SECONDS)
+        listed += page.events
+        token = page.next_page_token
+        if not token or len(listed) >= limit:
+            return listed[:limit], page.kept_since
 
 
 def watch_events(coordinator: str, *, json_output: bool) -> None:
@@ -45,7 +78,7 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
         try:
             call.initial_metadata()  # comes at once; from here nothing is missed
             if is_away and call.is_active():
-                _say("it answers again; what happened meanwhile is not told here")
+                _say("it answers again; what happened meanwhile may be in weft events")
                 is_away = False
             yield from call
         except grpc.RpcError as rpc_error:

@@ -89,3 +89,16 @@ def check_request(request: Any) -> None:
 def invalid_token() -> InvalidRequestError:
     """The failure of a token that no response told."""
     return InvalidRequestError("page_token is not from a response", reason="INVALID_PAGE")
+
+
+def number_of(token: str) -> int | None:
+    """The number that a page token is; None where none is given.
+
+    Raises:
+        InvalidRequestError: ``INVALID_PAGE``.
+    """
+    if not token:
+        return None
+    if not (token.isascii() and token.isdigit()):
+        raise invalid_token()
+    return int(token)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft.contract.errors import CapacityError, PeerUnavailableError
 from weft.coordinator.decisions.effects import EventKind
@@ -16,6 +19,8 @@ from weft.v1 import inspect_pb2
 
 #: A watcher that falls this far behind is cut off.
 MAX_BEHIND: Final = 1000
+#: Events that are kept for those who ask later.
+MAX_KEPT: Final = 1000
 #: Replicas whose last change of routes is known; who is behind the oldest of these is told
 #: the whole list.
 MAX_REMEMBERED: Final = 10_000
@@ -65,10 +70,32 @@ class Watcher:
 
 
 class Feed:
-    """All watchers."""
+    """All watchers, and the last events for those who come later.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._watchers: set[Watcher] = set()
+        self._kept: deque[inspect_pb2.WatchEventsResponse] = deque(maxlen=MAX_KEPT)
+        self._num_published = 0
+        self._began = timestamp_to_proto(clock())
+
+    @property
+    def kept_since(self) -> Timestamp:
+        """Since when every event is kept."""
+        return self._kept[0].time if self._num_published > MAX_KEPT else self._began
+
+    def past(self, before: int | None = None) -> list[tuple[int, inspect_pb2.WatchEventsResponse]]:
+        """What is kept, newest first, each with its number.
+
+        Args:
+            before: Only those with a smaller one.
+        """
+        newest = self._num_published - 1
+        numbered = ((newest - i, event) for i, event in enumerate(reversed(self._kept)))
+        return [pair for pair in numbered if before is None or pair[0] < before]
 
     def watch(self) -> Watcher:
         """A new reader, from now on; give it back to ``unwatch``."""
@@ -81,16 +108,17 @@ class Feed:
         self._watchers.discard(watcher)
 
     def publish(self, unix_seconds: float, kind: EventKind, subject: str, message: str) -> None:
-        """Notify every watcher."""
-        if self._watchers:
-            event = inspect_pb2.WatchEventsResponse(
-                time=timestamp_to_proto(unix_seconds),
-                kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{kind.name}"),
-                subject=subject,
-                message=message,
-            )
-            for watcher in self._watchers:
-                watcher.put(event)
+        """Keep an event, and notify every watcher."""
+        event = inspect_pb2.WatchEventsResponse(
+            time=timestamp_to_proto(unix_seconds),
+            kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{kind.name}"),
+            subject=subject,
+            message=message,
+        )
+        self._kept.append(event)
+        self._num_published += 1
+        for watcher in self._watchers:
+            watcher.put(event)
 
     def close(self) -> None:
         """End all readers."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft import __version__
-from weft.contract.errors import InvalidRequestError, NotFoundError
+from weft.contract.errors import NotFoundError
 from weft.contract.names import BASE_POLICY
 from weft.coordinator.decisions.replicas.replica_state import replica_state
 from weft.coordinator.decisions.state.pool import PoolState
@@ -25,6 +25,7 @@ from weft.coordinator.messages.pages import (
     check_request,
     cut,
     invalid_token,
+    number_of,
 )
 from weft.coordinator.messages.route_list import route_messages
 from weft.coordinator.messages.wire import (
@@ -145,15 +146,9 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             raise NotFoundError(
                 f"no policy {request.policy[:80]!r} is known", reason="POLICY_UNKNOWN"
             )
-        before = _NO_VERSION_ABOVE
-        if request.page_token:
-            if not (request.page_token.isascii() and request.page_token.isdigit()):
-                raise InvalidRequestError(
-                    "page_token is not from a response", reason="INVALID_PAGE"
-                )
-            before = min(before, int(request.page_token))
-        if request.page_size < 0:
-            raise InvalidRequestError("page_size is negative", reason="INVALID_PAGE")
+        check_request(request)
+        token = number_of(request.page_token)
+        before = _NO_VERSION_ABOVE if token is None else min(_NO_VERSION_ABOVE, token)
         limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
         await self._driver.flush()
         base = self._driver.state.vector.base
@@ -212,6 +207,19 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         await context.send_initial_metadata(())
         while True:
             yield await watcher.next()
+
+    async def ListEvents(
+        self, request: inspect_pb2.ListEventsRequest, context: Context
+    ) -> inspect_pb2.ListEventsResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
+        past = self._feed.past(number_of(request.page_token))
+        page = cut(past, lambda pair: pair[1], page_size=request.page_size)
+        return inspect_pb2.ListEventsResponse(
+            events=page.entries,
+            next_page_token=str(page.last[0]) if page.last else "",
+            kept_since=self._feed.kept_since,
+        )
 
     async def WatchRoutes(
         self, request: inspect_pb2.WatchRoutesRequest, context: Context

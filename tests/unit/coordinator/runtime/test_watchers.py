@@ -7,7 +7,22 @@ import asyncio
 import pytest
 
 from weft.contract.errors import PeerUnavailableError
-from weft.coordinator.runtime.watchers import MAX_REMEMBERED, RouteFeed
+from weft.coordinator.decisions.effects import EventKind
+from weft.coordinator.runtime.watchers import MAX_KEPT, MAX_REMEMBERED, Feed, RouteFeed
+
+
+def test_the_last_events_are_kept_and_since_when() -> None:
+    feed = Feed(clock=lambda: 5.0)
+    assert (feed.past(), feed.kept_since.seconds) == ([], 5)
+    for i in range(MAX_KEPT):
+        feed.publish(10.0 + i, EventKind.REPLICA_READY, f"r{i}", "")
+    assert feed.kept_since.seconds == 5, "none is forgotten yet"
+    feed.publish(10.0 + MAX_KEPT, EventKind.REPLICA_READY, "last", "")
+    past = feed.past()
+    assert [number for number, _ in past] == [*range(MAX_KEPT, 0, -1)]
+    assert (past[0][1].subject, past[-1][1].subject) == ("last", "r1")
+    assert feed.kept_since.seconds == 11
+    assert [event.subject for _, event in feed.past(before=3)] == ["r2", "r1"]
 
 
 async def test_lists_that_nobody_took_are_not_told() -> None:
