@@ -91,6 +91,8 @@ class RolloutConfig:
     """Whether it may serve everybody on an address that is not loopback."""
     telemetry: TelemetryConfig = NO_TELEMETRY
     """What it shows of itself: metrics, and health without TLS."""
+    vllm_defaults: bool = False
+    """Leave vLLM's defaults of sampling; else they are those that RL trainers expect."""
     allow_unversioned_changes: bool = False
     """Take an environment that opens endpoints of vLLM's which change weights."""
 

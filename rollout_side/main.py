@@ -98,6 +98,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         backend=config.backend,
         retain_base=config.retain_base,
         spill=_spill_settings(config),
+        vllm_defaults=config.vllm_defaults,
         allow_unversioned_changes=config.allow_unversioned_changes,
     )
     patience = _FAILURE_SECONDS

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.server import launch
 from rollout_side.vllm_engine.server.launch import open_engine
 from tests.models import save_config
 from weft.contract.errors import InvalidRequestError, UnsupportedError
@@ -52,6 +54,35 @@ async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(InvalidRequestError, match="--no-such-flag"):
         await start("m", "--no-such-flag")
     assert "--no-such-flag" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "defaults", "is_so"),
+    [
+        ([], launch.RL_DEFAULTS, ("processed_logprobs", "vllm")),
+        ([], {}, ("raw_logprobs", "auto")),
+        (["--logprobs-mode", "raw_logprobs"], launch.RL_DEFAULTS, ("raw_logprobs", "vllm")),
+        (["--generation-config=auto"], launch.RL_DEFAULTS, ("processed_logprobs", "auto")),
+        (["--config", "FILE"], launch.RL_DEFAULTS, ("raw_logits", "vllm")),
+    ],
+)
+def test_defaults_for_rl_unless_the_user_says_otherwise(
+    given: list[str],
+    defaults: dict[str, str],
+    is_so: tuple[str, str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("logprobs-mode: raw_logits\n")
+    words = ["m", *(str(file) if word == "FILE" else word for word in given)]
+    with caplog.at_level("INFO", "rollout_side"):
+        args = launch.parse_args(words, bridges.server_parts(), defaults)
+    assert (args.logprobs_mode, args.generation_config) == is_so
+    assert ("--generation-config vllm" in caplog.text) == (is_so[1] == "vllm")
+    assert ("--logprobs-mode processed_logprobs" in caplog.text) == (
+        is_so[0] == "processed_logprobs"
+    )
 
 
 @pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])

@@ -50,6 +50,10 @@ class Capabilities:
     """Whether bases that come over a side group are loaded as they arrive, not staged."""
     quantization: str = field(default="", compare=False)
     """How the engine quantises the base as it loads it; empty where it does not."""
+    logprobs_mode: str = field(default="", compare=False)
+    """What its log-probabilities are, as vLLM names it; empty where it is not told."""
+    logprobs_truncated: bool = field(default=False, compare=False)
+    """Whether they are of the distribution that is left after top-k, top-p and min-p."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

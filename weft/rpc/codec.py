@@ -63,6 +63,8 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         loads_in_place=value.loads_in_place,
         served_names=value.served_names,
         quantization=value.quantization,
+        logprobs_mode=value.logprobs_mode,
+        logprobs_truncated=value.logprobs_truncated,
     )
 
 
@@ -92,6 +94,8 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         loads_in_place=message.loads_in_place,
         served_names=tuple(message.served_names),
         quantization=message.quantization,
+        logprobs_mode=message.logprobs_mode,
+        logprobs_truncated=message.logprobs_truncated,
     )
 
 

@@ -80,6 +80,8 @@ class Capabilities(_message.Message):
     LOADS_IN_PLACE_FIELD_NUMBER: _builtins.int
     SERVED_NAMES_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_TRUNCATED_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -115,6 +117,15 @@ class Capabilities(_message.Message):
     quantization: _builtins.str
     """How vLLM quantises the base as it loads it ("fp8"); empty where it does not.
     Compared between replicas that serve base@0, as base_dtype is.
+    """
+    logprobs_mode: _builtins.str
+    """What its log-probabilities are, as vLLM names it: "processed_logprobs" (after
+    temperature, penalties and truncation; of a greedy request before temperature) or
+    "raw_logprobs" (of the model's own distribution). Empty: not told.
+    """
+    logprobs_truncated: _builtins.bool
+    """Whether they are of the distribution that is left after top-k, top-p and min-p: of
+    what was sampled from, where a request truncates.
     """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -152,10 +163,12 @@ class Capabilities(_message.Message):
         loads_in_place: _builtins.bool = ...,
         served_names: _abc.Iterable[_builtins.str] | None = ...,
         quantization: _builtins.str = ...,
+        logprobs_mode: _builtins.str = ...,
+        logprobs_truncated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

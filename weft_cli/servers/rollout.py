@@ -109,6 +109,15 @@ def rollout(
             max=86_400,
         ),
     ] = RolloutConfig.drain_seconds,
+    vllm_defaults: Annotated[
+        bool,
+        typer.Option(
+            "--vllm-defaults",
+            help="Leave vLLM's own defaults of sampling. Without it, and unless given after --: "
+            "--logprobs-mode processed_logprobs and --generation-config vllm, as RL trainers "
+            "expect.",
+        ),
+    ] = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: Annotated[
         bool,
         typer.Option(
@@ -154,6 +163,7 @@ def rollout(
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * _GIB),
         drain_seconds=drain_seconds,
+        vllm_defaults=vllm_defaults,
         allow_unversioned_changes=allow_unversioned_changes,
         access=access,
         insecure=insecure,

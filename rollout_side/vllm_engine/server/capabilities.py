@@ -77,5 +77,7 @@ def make_capabilities(
         adapter_capacity_bytes=adapter_capacity_bytes,
         loads_in_place=loads_in_place,
         quantization=model.quantization or "",
+        logprobs_mode=str(model.logprobs_mode),
+        logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),
         served_names=tuple(served_names),
     )

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
@@ -37,6 +38,9 @@ WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
 #: Made on the receiving rank, with the worker's store.
 DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
 _SHUTDOWN_SECONDS = 10
+#: What RL trainers expect of sampling. They score what was sampled after temperature, and what
+#: a request leaves out must not be what the model's own generation_config.json says.
+RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
 async def open_engine(
@@ -52,6 +56,7 @@ async def open_engine(
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
+    vllm_defaults: bool = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
@@ -70,6 +75,7 @@ async def open_engine(
             ``WorkerStore`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
+        vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
         allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
             change weights.
 
@@ -89,7 +95,7 @@ async def open_engine(
     # gRPC does not survive a fork, nor does a loop with threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     parts = bridges.server_parts()
-    args = parse_args(vllm_args, parts)
+    args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
     in_place = staging == "in-place"
     if in_place:
         refusals.refuse_in_place(args)
@@ -177,14 +183,20 @@ def _make_folder(spill: SpillSettings, described: Reference) -> None:
         ) from error
 
 
-def parse_args(vllm_args: list[str], parts: bridges.ServerParts) -> Namespace:
+def parse_args(
+    vllm_args: list[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
+) -> Namespace:
     """Read ``vllm serve``'s arguments and add what Weft needs.
+
+    Args:
+        defaults: Of vLLM's options, where the arguments do not give them.
 
     Raises:
         UnsupportedError: An argument that Weft cannot honour; says what to do.
         InvalidRequestError: vLLM refused them; its parser has printed why.
     """
     parser = parts.make_arg_parser(parts.argument_parser())
+    parser.set_defaults(**defaults)
     try:
         args = parser.parse_args(list(vllm_args))
     except SystemExit as stop:
@@ -193,6 +205,13 @@ def parse_args(vllm_args: list[str], parts: bridges.ServerParts) -> Namespace:
         raise InvalidRequestError(
             f"vLLM refused its arguments {' '.join(vllm_args)!r}; it has printed why"
         ) from None
+    used = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in defaults.items()
+        if getattr(args, name) == value
+    ]
+    if used:
+        _log.info("for RL: %s (--vllm-defaults leaves vLLM's)", ", ".join(used))
     if getattr(args, "model_tag", None):
         args.model = args.model_tag
     refusals.refuse_unsupported(args)
