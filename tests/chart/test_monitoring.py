@@ -17,7 +17,7 @@ METRICS = {
     "weft_commit_seconds": {"kind"},
     "weft_pause_seconds": set(),
     "weft_bytes_staged_total": {"kind"},
-    "weft_replicas": {"state"},
+    "weft_replicas": {"state", "reason"},
     "weft_versions_served": {"kind"},
     "weft_store_bytes": {"store"},
     "weft_store_limit_bytes": {"store"},

@@ -106,7 +106,7 @@ async def test_a_push_is_counted(tmp_path: Path) -> None:
     assert seen["weft_pushes_finished_total/adapter/committed"] == 1
     assert seen["weft_bytes_staged_total/adapter"] == trainer.manifest.total_bytes
     assert seen["weft_stage_seconds_count/adapter"] == 1
-    assert seen["weft_replicas/ready"] == 1
+    assert seen["weft_replicas//ready"] == 1
     assert seen["weft_versions_served/adapter"] == 1
     assert seen["weft_leases_held"] == 1
     assert seen["weft_refusals_total/TRANSFER_UNKNOWN"] == 1

@@ -16,9 +16,10 @@ from prometheus_client.registry import Collector
 
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.effects import EventKind
+from weft.coordinator.decisions.replicas.replica_state import CAUSES, cause
 from weft.coordinator.decisions.state.pool import PoolState, live_lease
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase, PolicyKind, ReplicaState
+from weft.coordinator.decisions.state.values import Phase, PolicyKind
 from weft.telemetry.process import process_registry
 
 #: A LoRA adapter takes milliseconds, a base of a trillion parameters minutes.
@@ -197,18 +198,29 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The series, for prometheus_client."""
         state = self._state()
-        replicas = Tally(r.announced for r in state.replicas.values() if r.announced)
+        replicas = Tally(
+            (r.announced, cause(state, r, r.announced))
+            for r in state.replicas.values()
+            if r.announced
+        )
         yield _gauge(
             "weft_replicas",
-            "Replicas by state.",
-            "state",
-            ((member.name.lower(), replicas[member]) for member in ReplicaState),
+            "Replicas by state, and by the kind of reason for it.",
+            ("state", "reason"),
+            (
+                ((known.name.lower(), reason), replicas[known, reason])
+                for known, reasons in CAUSES.items()
+                for reason in reasons
+            ),
         )
         adapters = [p for p in state.policies.values() if p.kind is PolicyKind.ADAPTER]
         served = {"base": int(bool(state.fingerprint))}
         served["adapter"] = sum(len(policy.versions) for policy in adapters)
         yield _gauge(
-            "weft_versions_served", "Versions that can be requested.", "kind", served.items()
+            "weft_versions_served",
+            "Versions that can be requested.",
+            ("kind",),
+            (((kind,), count) for kind, count in served.items()),
         )
         held = sum(
             live_lease(policy, self._now()) is not None for policy in state.policies.values()
@@ -220,10 +232,12 @@ class PoolCollector(Collector):
         )
 
 
-def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, int]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
+def _gauge(
+    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], int]]
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
     for key, value in values:
-        family.add_metric([key], value)
+        family.add_metric(key, value)
     return family
 
 

@@ -15,7 +15,8 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import ContentDigest, Phase
+from weft.coordinator.decisions.state.replica import OutOfService
+from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
 from weft.coordinator.decisions.step import step
 from weft.coordinator.runtime.metrics import PoolMetrics, pool_registry
 
@@ -168,7 +169,7 @@ def test_heartbeats_that_are_missed() -> None:
     m.pass_time(0.25)
     assert m.value("heartbeats_missed_total") == 2
     m.pass_time(12.0, beats=False)
-    assert m.value("replicas", state="lost") == 1
+    assert m.value("replicas", state="lost", reason="silent") == 1
     assert m.value("heartbeats_missed_total") == 2 + 4, "9 s of silence"
     m.register("r0", "i2")
     m.pass_time(4.0)
@@ -179,7 +180,7 @@ def test_a_replica_that_leaves_has_missed_nothing() -> None:
     m = _pool("r0", "r1")
     m.do(events.Leave(1, "r1", "i1"))
     assert m.value("heartbeats_missed_total") == 0
-    assert m.value("replicas", state="ready") == 1
+    assert m.value("replicas", state="ready", reason="") == 1
 
 
 @pytest.mark.parametrize("min_replicas", [0, 1])
@@ -193,7 +194,7 @@ def test_a_member_that_stalls_counts_once_whether_the_push_continues_or_not(
         m.do(events.RankAttends(group, rank))
     m.pass_time(6.0)
     assert m.value("stalls_total") == 1
-    assert m.value("replicas", state="suspect") == 1
+    assert m.value("replicas", state="suspect", reason="stalled") == 1
     assert m.pushes().get("aborted", 0) == (min_replicas == 0)
 
 
@@ -204,9 +205,35 @@ def test_gauges() -> None:
     for _ in range(2):
         m.run_to(Phase.COMMITTED, "math")
     assert m.value("versions_served", kind="adapter") == 2
-    assert m.value("replicas", state="ready") == 2
+    assert m.value("replicas", state="ready", reason="") == 2
     m.pass_time(20.0, renews=False)
     assert m.value("leases_held") == 0
+
+
+def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
+    m = _pool("r0", "r1", "r2", "r3", policies=("base",))
+    m.run_to(Phase.COMMITTED, "base")
+    assert m.value("replicas", state="ready", reason="") == 4
+    for name, kind in (("r1", ReplicaState.CORDONED), ("r2", ReplicaState.QUARANTINED)):
+        m.do(events.TakeOutOfService(next(m.ids), name, OutOfService(kind, "disk")))
+    m.do(events.DrainReplica(next(m.ids), "r3", 60.0, "new kernel"))
+    m.do(events.Heartbeat(0, "r0", "i1", m.state.vector, 0, refusing="it starts"))
+    m.register("r4")
+    m.register("r5", dirty_reason="a load failed midway")
+    seen = {
+        tuple(sample.labels.values()): sample.value
+        for metric in m.registry.collect()
+        for sample in metric.samples
+        if sample.name == "weft_replicas" and sample.value
+    }
+    assert seen == {
+        ("cordoned", "operator"): 1,
+        ("quarantined", "operator"): 1,
+        ("quarantined", "mixed_weights"): 1,
+        ("draining", "leaving"): 1,
+        ("pending_weights", "versions_missing"): 1,
+        ("pending_weights", "not_open"): 1,
+    }
 
 
 def _series(registry: CollectorRegistry) -> set[str]:

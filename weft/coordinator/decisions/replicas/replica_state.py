@@ -5,7 +5,8 @@ Questions only; nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from weft.contract.checkpoint import CheckpointState, differing_files
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
@@ -66,6 +67,34 @@ def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str
     if suspicion:
         return ReplicaState.SUSPECT, _joined(suspicion, missing)
     return (ReplicaState.PENDING_WEIGHTS, missing) if missing else (ReplicaState.READY, "")
+
+
+#: The kinds of reasons that a replica has for its state; ready needs none.
+CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
+    ReplicaState.PENDING_WEIGHTS: ("versions_missing", "other_base", "not_open"),
+    ReplicaState.READY: ("",),
+    ReplicaState.LOST: ("silent", "left_transfer"),
+    ReplicaState.QUARANTINED: ("operator", "mixed_weights"),
+    ReplicaState.DRAINING: ("leaving",),
+    ReplicaState.CORDONED: ("operator",),
+    ReplicaState.SUSPECT: ("stalled",),
+}
+
+
+def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
+    """The first of what ``explain_state`` says of a replica in this state, as one of
+    ``CAUSES``; looks at no other replica."""
+    match known:
+        case ReplicaState.LOST:
+            return "left_transfer" if replica.suspicion else "silent"
+        case ReplicaState.QUARANTINED:
+            return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
+        case ReplicaState.PENDING_WEIGHTS:
+            if lacks(state, replica):
+                return "versions_missing"
+            return "other_base" if doubt(state, replica) else "not_open"
+    (only,) = CAUSES[known]
+    return only
 
 
 def _closed(replica: Replica) -> str:

@@ -20,6 +20,7 @@ from weft.contract.names import VersionVector
 from weft.contract.tensors import DataType
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
+    cause,
     eligible_targets,
     explain_state,
     is_ready,
@@ -59,6 +60,8 @@ def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
     found = explain_state(m.state, replica)
     assert replica_state(m.state, replica) is found[0]
     assert is_ready(m.state, replica) is (found[0] is ReplicaState.READY)
+    kind = "versions_missing" if "lacks" in found[1] else "other_base" if found[1] else ""
+    assert cause(m.state, replica, found[0]) == kind
     return found
 
 

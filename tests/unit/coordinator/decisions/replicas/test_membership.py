@@ -8,6 +8,8 @@ from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft.contract.names import AdapterVersions, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
+    CAUSES,
+    cause,
     eligible_targets,
     explain_state,
     shared_backends,
@@ -16,7 +18,12 @@ from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
-    return explain_state(m.state, m.state.replicas[replica_id])
+    """Where it stands; what is counted by kind must be of a kind that is known."""
+    replica = m.state.replicas[replica_id]
+    found = explain_state(m.state, replica)
+    assert cause(m.state, replica, found[0]) in CAUSES[found[0]]
+    assert bool(found[1]) is bool(cause(m.state, replica, found[0]))
+    return found
 
 
 def test_first_replica_fixes_the_base_durably() -> None:
