@@ -22,7 +22,7 @@ SECONDS ?= 60
 
 CHART := .venv-chart/bin
 
-.PHONY: help install chart images demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart images observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -109,6 +109,9 @@ chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.
 
 images:  ## What the images install: the CPU ones into empty environments, the CUDA one resolved (10 min).
 	$(PYTHON) helm/images/check.py
+
+observe: install .venv-chart/.installed  ## promtool on the alerts, then a real Prometheus that scrapes the demo (3 minutes).
+	$(BIN)/python -m tests.observe --helm $(CHART)/helm
 
 lint: install  ## Style and chart of the code: ruff.
 	$(BIN)/ruff check .
