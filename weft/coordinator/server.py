@@ -90,7 +90,7 @@ class Coordinator:
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
             credentials=config.credentials,
-            on_step=metrics.count if config.telemetry.metrics else None,
+            on_step=[metrics.count] if config.telemetry.metrics else [],
         )
         publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)

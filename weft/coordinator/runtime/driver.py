@@ -67,7 +67,7 @@ class Driver:
         commit_seconds: float,
         credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
-        on_step: OnStep | None = None,
+        on_step: Sequence[OnStep] = (),
     ) -> None:
         self.state = state
         self.groups = LiveGroups(self.post)
@@ -188,7 +188,7 @@ class Driver:
                     todo.append(effects.Refuse(ticket, error))
                 continue
             todo += more
-            if self._on_step is not None:
+            if self._on_step:
                 steps.append((event, before, state, more))
         saves = [effect for effect in todo if isinstance(effect, effects.Save)]
         if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
@@ -210,11 +210,11 @@ class Driver:
         after: PoolState,
         done: list[effects.Effect],
     ) -> None:
-        assert self._on_step is not None
-        try:
-            self._on_step(event, before, after, done)
-        except Exception:  # noqa: BLE001 (what only counts must not end the pool's coordinator)
-            _log.exception("counting %s failed; it is not counted", type(event).__name__)
+        for tell in self._on_step:
+            try:
+                tell(event, before, after, done)
+            except Exception:  # noqa: BLE001 (what only counts must not end the coordinator)
+                _log.exception("counting %s failed; it is not counted", type(event).__name__)
 
     async def flush(self) -> None:
         """Write what may be written late, so that a reader of the catalog sees it.
