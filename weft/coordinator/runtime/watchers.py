@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
@@ -14,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft.contract.errors import CapacityError, PeerUnavailableError
 from weft.coordinator.decisions.effects import EventKind
+from weft.coordinator.runtime.log import Log
 from weft.rpc.codec import timestamp_to_proto
 from weft.v1 import inspect_pb2
 
@@ -69,6 +71,14 @@ class Watcher:
             await self._wake.wait()
 
 
+@dataclass(frozen=True)
+class KeptEvent:
+    """An event, and its number from 1 on."""
+
+    revision: int
+    message: inspect_pb2.WatchEventsResponse
+
+
 class Feed:
     """All watchers, and the last events for those who come later.
 
@@ -78,24 +88,28 @@ class Feed:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._watchers: set[Watcher] = set()
-        self._kept: deque[inspect_pb2.WatchEventsResponse] = deque(maxlen=MAX_KEPT)
+        self._kept = Log[KeptEvent](MAX_KEPT)
         self._num_published = 0
         self._began = timestamp_to_proto(clock())
 
     @property
     def kept_since(self) -> Timestamp:
         """Since when every event is kept."""
-        return self._kept[0].time if self._num_published > MAX_KEPT else self._began
+        is_whole = self._num_published <= MAX_KEPT
+        return self._began if is_whole else self._kept.since()[0].message.time
 
-    def past(self, before: int | None = None) -> list[tuple[int, inspect_pb2.WatchEventsResponse]]:
-        """What is kept, newest first, each with its number.
+    def past(self, before: int | None = None) -> list[KeptEvent]:
+        """What is kept, newest first.
 
         Args:
-            before: Only those with a smaller one.
+            before: Only those with a smaller number.
         """
-        newest = self._num_published - 1
-        numbered = ((newest - i, event) for i, event in enumerate(reversed(self._kept)))
-        return [pair for pair in numbered if before is None or pair[0] < before]
+        newest_first = reversed(self._kept.since())
+        return [kept for kept in newest_first if before is None or kept.revision < before]
+
+    def since(self, number: int) -> list[KeptEvent]:
+        """What is kept with a larger number, oldest first; on any thread."""
+        return self._kept.since(number)
 
     def watch(self) -> Watcher:
         """A new reader, from now on; give it back to ``unwatch``."""
@@ -115,8 +129,8 @@ class Feed:
             subject=subject,
             message=message,
         )
-        self._kept.append(event)
         self._num_published += 1
+        self._kept.add(KeptEvent(self._num_published, event))
         for watcher in self._watchers:
             watcher.put(event)
 

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
 
-from weft import __version__
 from weft.contract.errors import NotFoundError
 from weft.contract.names import BASE_POLICY
-from weft.coordinator.decisions.replicas.replica_state import replica_state
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.step import unknown_transfer
 from weft.coordinator.messages.listing import each, entry_of
+from weft.coordinator.messages.overview import pool_to_proto
 from weft.coordinator.messages.pages import (
     PAGE_BYTES,
     Page,
@@ -29,8 +27,6 @@ from weft.coordinator.messages.pages import (
 )
 from weft.coordinator.messages.route_list import route_messages
 from weft.coordinator.messages.wire import (
-    bound_to_proto,
-    out_of_service_to_proto,
     policy_to_proto,
     replica_to_proto,
     transfer_from_record,
@@ -40,8 +36,7 @@ from weft.coordinator.messages.wire import (
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.codec import timestamp_to_proto, vector_to_proto, version_to_proto
+from weft.rpc.codec import vector_to_proto, version_to_proto
 from weft.rpc.inbound import on_call_end
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
@@ -78,31 +73,19 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         replicas = self._replicas(sorted(state.replicas), vectors=vectors)
         policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
         under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
-        counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
-        return inspect_pb2.GetPoolResponse(
-            base_fingerprint=state.fingerprint,
+        known = inspect_pb2.GetPoolResponse(
             version_vector=vector_to_proto(state.vector),
             replicas=replicas.entries,
             policies=policies.entries,
             active_transfers=under_way.entries,
             last_transfer=self._shown(last) if last else None,
-            weft_version=__version__,
-            coordinator_generation=state.generation,
-            out_of_service=out_of_service_to_proto(state),
             version_vectors=vectors.messages if vectors else (),
-            replica_counts=[
-                inspect_pb2.ReplicaCount(
-                    state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count
-                )
-                for where, count in sorted(counts.items())
-            ],
             next_replica_page_token=replicas.last or "",
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
-            base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
-            protocol_revision=PROTOCOL_REVISION,
-            time=timestamp_to_proto(time.time()),
         )
+        known.MergeFrom(pool_to_proto(state, time.time()))
+        return known
 
     async def ListReplicas(
         self, request: inspect_pb2.ListReplicasRequest, context: Context
@@ -214,10 +197,10 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """Source: protos/weft/v1/inspect.proto."""
         check_request(request)
         past = self._feed.past(number_of(request.page_token))
-        page = cut(past, lambda pair: pair[1], page_size=request.page_size)
+        page = cut(past, lambda kept: kept.message, page_size=request.page_size)
         return inspect_pb2.ListEventsResponse(
             events=page.entries,
-            next_page_token=str(page.last[0]) if page.last else "",
+            next_page_token=str(page.last.revision) if page.last else "",
             kept_since=self._feed.kept_since,
         )
 

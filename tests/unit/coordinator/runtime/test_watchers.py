@@ -19,10 +19,11 @@ def test_the_last_events_are_kept_and_since_when() -> None:
     assert feed.kept_since.seconds == 5, "none is forgotten yet"
     feed.publish(10.0 + MAX_KEPT, EventKind.REPLICA_READY, "last", "")
     past = feed.past()
-    assert [number for number, _ in past] == [*range(MAX_KEPT, 0, -1)]
-    assert (past[0][1].subject, past[-1][1].subject) == ("last", "r1")
+    assert [kept.revision for kept in past] == [*range(MAX_KEPT + 1, 1, -1)]
+    assert (past[0].message.subject, past[-1].message.subject) == ("last", "r1")
     assert feed.kept_since.seconds == 11
-    assert [event.subject for _, event in feed.past(before=3)] == ["r2", "r1"]
+    assert [kept.message.subject for kept in feed.past(before=4)] == ["r2", "r1"]
+    assert [kept.message.subject for kept in feed.since(MAX_KEPT)] == ["last"]
 
 
 async def test_lists_that_nobody_took_are_not_told() -> None:

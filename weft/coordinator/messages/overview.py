@@ -1,0 +1,34 @@
+"""What a pool is as a whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weft import __version__
+from weft.coordinator.decisions.replicas.replica_state import replica_state
+from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.messages.wire import bound_to_proto, out_of_service_to_proto
+from weft.rpc.bounds import PROTOCOL_REVISION
+from weft.rpc.codec import timestamp_to_proto
+from weft.v1 import inspect_pb2
+
+
+def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolResponse:
+    """A pool without the lists of its replicas, policies and transfers, and without its version
+    vector; O(replicas)."""
+    counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
+    return inspect_pb2.GetPoolResponse(
+        base_fingerprint=state.fingerprint,
+        weft_version=__version__,
+        coordinator_generation=state.generation,
+        out_of_service=out_of_service_to_proto(state),
+        replica_counts=[
+            inspect_pb2.ReplicaCount(
+                state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count
+            )
+            for where, count in sorted(counts.items())
+        ],
+        base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
+        protocol_revision=PROTOCOL_REVISION,
+        time=timestamp_to_proto(unix_seconds),
+    )
