@@ -123,7 +123,7 @@ async def test_pages_and_what_is_none(tmp_path: Path) -> None:
         assert (await ask(port, "/metrics?name=up")).status == 200
         openmetrics = await ask(port, headers={"Accept": "application/openmetrics-text"})
         assert openmetrics.body.endswith(b"# EOF\n")
-        assert (await ask(port, "/")).status == 404
+        assert (await ask(port, "/none")).status == 404
         assert (await ask(port, "/../etc/passwd")).status == 404
         post = await ask(port, method="POST")
         assert (post.status, post.headers["allow"]) == (405, "GET, HEAD")

@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.page import site
+from weft.coordinator.page.document import Document
+from weft.coordinator.page.history import History
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
@@ -82,6 +85,7 @@ class Coordinator:
         uploads = Uploads()
         state = _initial_state(catalog, self.config)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
+        history = History(state, time.monotonic)
         driver = self._driver = Driver(
             state,
             catalog,
@@ -90,7 +94,7 @@ class Coordinator:
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
             credentials=config.credentials,
-            on_step=[metrics.count] if config.telemetry.metrics else [],
+            on_step=[metrics.count, history.count] if config.telemetry.metrics else [],
         )
         publish = PublishServicer(driver, catalog, manifests, references, uploads)
         inspect = InspectServicer(driver, catalog, feed)
@@ -128,7 +132,17 @@ class Coordinator:
             on_refused=refusal_counter(metrics_registry),
         )
         self.port = bind(self._server.server, self.config.listen, security)
-        self.ports = await Ports.open(config.telemetry, self._server, metrics_registry, security)
+        document = Document(
+            history,
+            feed,
+            self.target,
+            lambda: driver.state,
+            driver.now,
+            driver.groups.num_verified,
+        )
+        self.ports = await Ports.open(
+            config.telemetry, self._server, metrics_registry, security, site.pages(document)
+        )
         self._deciding = driver.start()
         await self._server.server.start()
         _log.info(

@@ -1,4 +1,4 @@
-"""What a server process shows of itself over HTTP: metrics, liveness, and pages that come later.
+"""What a server process shows of itself over HTTP: metrics, liveness, and pages of its own.
 
 Imported by server processes only: trainers do not have prometheus_client.
 """

@@ -18,7 +18,7 @@ class TelemetryConfig:
     """
 
     metrics: str = ""
-    """HOST:PORT of metrics and ``/healthz`` over HTTP."""
+    """HOST:PORT of metrics, ``/healthz`` and a coordinator's page over HTTP."""
     metrics_auth: bool = False
     """Whether metrics are shown only to who may inspect."""
     health: str = ""

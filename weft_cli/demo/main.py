@@ -56,6 +56,7 @@ class _Demo:
     processes: list[Process] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     coordinator: str = ""
+    page: str = ""
     metrics: dict[str, str] = field(default_factory=dict)
     """By process, where its metrics are."""
     largest_difference: float = 0.0
@@ -160,6 +161,8 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
     line = coordinator.line(lambda text: text.startswith("listening on "), 30)
     demo.coordinator = line.removeprefix("listening on ")
     demo.note_metrics(coordinator)
+    line = coordinator.line(lambda text: text.startswith("page on "), 10)
+    demo.page = line.removeprefix("page on ")
     demo.say(f"coordinator listens on {demo.coordinator}; starting {_NUM_REPLICAS} vLLM replicas")
     replicas = [
         demo.start(
@@ -290,6 +293,7 @@ def _show_grpcurl(demo: _Demo) -> None:
 def _push_until_interrupted(demo: _Demo) -> None:
     """Keep it all running and moving, until Ctrl-C."""
     demo.say("\nstill running:")
+    demo.say(f"  a page to look at       [bold]{demo.page}[/]")
     for name, url in demo.metrics.items():
         demo.say(f"  metrics of {name:<12} {url}")
     demo.say(

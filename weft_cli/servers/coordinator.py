@@ -88,5 +88,7 @@ def coordinator(
 
     def ready(port: int, ports: Ports) -> None:
         announce(f"listening on {host}:{port}", ports.metrics_url)
+        if ports.metrics_url:
+            print(f"page on {ports.metrics_url}/", flush=True)
 
     asyncio.run(serve(config, ready=ready))

@@ -21,7 +21,8 @@ Metrics = Annotated[
     str,
     typer.Option(
         metavar="HOST:PORT",
-        help="Serve Prometheus metrics and /healthz over HTTP here; default: nowhere.",
+        help="Serve Prometheus metrics, /healthz and, of a coordinator, the page over HTTP here; "
+        "default: nowhere.",
     ),
 ]
 MetricsAuth = Annotated[

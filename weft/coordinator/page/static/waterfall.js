@@ -1,0 +1,117 @@
+// The last pushes: how long each formed, staged, committed and paused, and how fast it staged.
+
+import { address } from "./braid.js";
+import { byId, chip, el, moment, orEmpty, show, svg } from "./dom.js";
+import { bytes, colour, count, duration, rate, several, versionName } from "./format.js";
+
+const FEW = 10;
+const MANY = 200;
+const SCALE = 1000; // units across the bar of the longest
+
+export class Waterfall {
+  constructor() {
+    this.of = "";
+    this.limit = FEW;
+    byId("more-pushes").addEventListener("click", () => {
+      this.limit = MANY;
+      this.update(this.pool, this.now);
+    });
+  }
+
+  update(pool, now) {
+    this.pool = pool;
+    this.now = now;
+    const wanted = (transfer) => !this.of || transfer.policy === this.of;
+    const underWay = pool.underWay.filter((one) => one.purpose === "push" && wanted(one));
+    const ended = pool.transfers.filter(wanted);
+    const shown = [...underWay.reverse(), ...ended.slice(-this.limit).reverse()];
+    byId("pushes-legend").hidden = !shown.length;
+    orEmpty(byId("pushes"), byId("pushes-empty"), !shown.length, () => noPush(pool));
+    byId("more-pushes").hidden = ended.length <= this.limit || this.limit === MANY;
+    const longest = Math.max(1e-6, ...shown.map((transfer) => transfer.total));
+    const key = JSON.stringify([longest, shown.map((one) => [one.id, one.total, one.transfer.num_buckets_verified]),
+      pool.facts.rates]);
+    show(byId("push-rows"), key, () => shown.map((transfer) => this.row(transfer, longest, now)));
+  }
+
+  row(transfer, longest, now) {
+    const isUnderWay = !transfer.end_time;
+    const name = transfer.version ? versionName(transfer.policy, transfer.version) : transfer.policy;
+    const purpose = transfer.purpose === "push" ? transfer.trainer : transfer.purpose;
+    const when = isUnderWay ? el("span", {}, "under way") : moment(transfer.end_time, now);
+    return el("tr", { "data-transfer": transfer.id, class: transfer.failure ? "failed" : "" },
+      el("th", { scope: "row" },
+        chip(name, transfer.failure || isUnderWay ? "none" : colour(transfer.version)),
+        el("small", {}, purpose, " · ", when)),
+      el("td", { class: "course" }, bar(transfer, longest), el("small", {}, inWords(transfer))),
+      el("td", { class: "number" }, duration(transfer.total)),
+      el("td", { class: "rate" }, ...this.speed(transfer)));
+  }
+
+  speed(transfer) {
+    if (!transfer.rate) return [transfer.bytes ? bytes(transfer.bytes) : ""];
+    const best = this.pool.facts.rates[transfer.backend];
+    const share = best ? Math.min(1, transfer.rate / best.bytes_per_second) : 1;
+    const text = `${Math.round(share * 100)} % of the highest seen over ${transfer.backend}`;
+    return [
+      el("span", {}, rate(transfer.rate)),
+      svg("svg", { class: "meter", viewBox: `0 0 ${SCALE} 1`, preserveAspectRatio: "none", role: "img", "aria-label": text },
+        svg("title", {}, `${text}: ${best ? rate(best.bytes_per_second) : ""}, ${best ? best.version : ""}`),
+        svg("rect", { class: "all", width: SCALE, height: 1 }),
+        svg("rect", { class: "share", width: share * SCALE, height: 1, "data-share": share })),
+      el("small", {}, `${Math.round(share * 100)} % of highest · ${bytes(transfer.bytes)}`),
+    ];
+  }
+}
+
+/** Widths are in proportion to seconds, the longest push as wide as the bar. */
+function bar(transfer, longest) {
+  const scale = SCALE / longest;
+  const picture = svg("svg", { class: "bar", viewBox: `0 0 ${SCALE} 20`, preserveAspectRatio: "none", role: "img",
+    "aria-label": inWords(transfer) });
+  let start = 0;
+  for (const phase of ["forming", "staging", "committing"]) {
+    const seconds = transfer[phase];
+    if (seconds > 0) {
+      picture.append(svg("rect", { class: phase, x: start * scale, width: seconds * scale, y: 3, height: 14,
+        "data-phase": phase, "data-seconds": seconds },
+      svg("title", {}, `${phase === "committing" ? "commit" : phase}: ${duration(seconds)}`)));
+    }
+    start += seconds;
+  }
+  if (transfer.pause && transfer.committing) {
+    const commit = transfer.forming + transfer.staging;
+    const resumed = Math.max(0, ...Object.values(transfer.pauses ?? {})
+      .filter(([, seconds]) => seconds === transfer.pause).map(([end]) => end)) || transfer.pause;
+    const end = Math.min(transfer.total, commit + resumed);
+    picture.append(svg("rect", { class: "pause", x: Math.max(0, end - transfer.pause) * scale, y: 0, height: 20,
+      width: transfer.pause * scale, "data-phase": "pause", "data-seconds": transfer.pause },
+    svg("title", {}, `generation paused for ${duration(transfer.pause)}, the longest at any replica`)));
+  }
+  return picture;
+}
+
+function inWords(transfer) {
+  const { transfer: message, failure } = transfer;
+  if (failure) return `${failure.reason}: ${failure.message ?? ""}`;
+  const parts = [];
+  if (transfer.waiting_seconds > 0.05) parts.push(`waited ${duration(transfer.waiting_seconds)}`);
+  for (const [phase, word] of [["forming", "forming"], ["staging", "staging"], ["committing", "commit"], ["pause", "pause"]]) {
+    if (transfer[phase] > 0) parts.push(`${word} ${duration(transfer[phase])}`);
+  }
+  if (!transfer.end_time) {
+    const done = `${count(Number(message.num_buckets_verified ?? 0))} of ${several(Number(message.num_buckets ?? 0), "bucket")}`;
+    return transfer.waits_for ? `waits for ${transfer.waits_for}` : [...parts, done].join(" · ");
+  }
+  if (transfer.served.size < transfer.targeted.size) {
+    parts.push(`${count(transfer.served.size)} of ${several(transfer.targeted.size, "replica")} switched`);
+  }
+  return parts.join(" · ");
+}
+
+function noPush(pool) {
+  return [
+    el("p", {}, "Nothing was pushed since the coordinator started. From a trainer:"),
+    el("pre", { tabindex: 0 }, `from trainer_side import Publisher\n\nwith Publisher("${address(pool)}", trainer_id="trainer-a") as publisher:\n    publisher.push_adapter(model, policy="math")`),
+  ];
+}
