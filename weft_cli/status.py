@@ -186,6 +186,7 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     """Orders for replicas that are not in the pool: they wait for them."""
     here = {replica.replica_id for replica in pool.replicas}
+    more = pool.num_more_out_of_service
     return [
         Text(
             f"{order.replica_id} is not in the pool; {_STATES[order.state][0]} by an operator"
@@ -194,7 +195,7 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
         )
         for order in pool.out_of_service
         if order.replica_id not in here
-    ]
+    ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:

@@ -774,6 +774,7 @@ class GetPoolResponse(_message.Message):
     BASE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -788,6 +789,8 @@ class GetPoolResponse(_message.Message):
     """The same of ListTransfers."""
     protocol_revision: _builtins.int
     """Revision of the protocol that the coordinator speaks (see types.proto)."""
+    num_more_out_of_service: _builtins.int
+    """How many orders stand beside those in `out_of_service`."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
@@ -810,7 +813,9 @@ class GetPoolResponse(_message.Message):
 
     @_builtins.property
     def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfServiceOrder]:
-        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica."""
+        """Orders of AdminService.Cordon and Quarantine that stand, sorted by replica; the first
+        of them. Replicas of the pool say theirs themselves (Replica.state_reason).
+        """
 
     @_builtins.property
     def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
@@ -848,10 +853,11 @@ class GetPoolResponse(_message.Message):
         base_checkpoint: Global___BoundCheckpoint | None = ...,
         protocol_revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        num_more_out_of_service: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

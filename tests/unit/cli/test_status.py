@@ -55,6 +55,15 @@ def test_a_usual_pool_fits_80_columns_without_breaking_a_word() -> None:
     assert "base@0  math@1 (1)" in other
 
 
+def test_orders_for_replicas_elsewhere_and_how_many_more() -> None:
+    order = pb.OutOfServiceOrder(
+        replica_id="replica-9", state=pb.REPLICA_STATE_CORDONED, reason="new disk"
+    )
+    text = shown(pb.GetPoolResponse(out_of_service=[order], num_more_out_of_service=7))
+    assert "replica-9 is not in the pool" in text
+    assert "and 7 more orders" in text
+
+
 def test_a_replica_that_lacks_an_adapter_says_so() -> None:
     pool = pb.GetPoolResponse(
         version_vector=vector(1, math=2, code=1), replicas=[replica(0, vector(1, math=2))]

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from weft import __version__
 from weft.coordinator.decisions.replicas.replica_state import replica_state
 from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.messages.pages import cut
 from weft.coordinator.messages.wire import bound_to_proto, out_of_service_to_proto
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import timestamp_to_proto
 from weft.v1 import inspect_pb2
 
+#: Of GetPool, which stays below 1 MiB.
+_ORDERS_BYTES: Final = 128 * 1024
+
 
 def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolResponse:
     """A pool without the lists of its replicas, policies and transfers, and without its version
-    vector; O(replicas)."""
+    vector; O(replicas), and of orders of operators."""
+    orders = cut(
+        sorted(state.out_of_service),
+        lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
+        max_bytes=_ORDERS_BYTES,
+    ).entries
     counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
         weft_version=__version__,
         coordinator_generation=state.generation,
-        out_of_service=out_of_service_to_proto(state),
+        out_of_service=orders,
+        num_more_out_of_service=len(state.out_of_service) - len(orders),
         replica_counts=[
             inspect_pb2.ReplicaCount(
                 state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count

@@ -17,7 +17,7 @@ from weft.coordinator.decisions.state.pool import (
     TrainerProcess,
     num_retained,
 )
-from weft.coordinator.decisions.state.replica import Replica
+from weft.coordinator.decisions.state.replica import OutOfService, Replica
 from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -324,16 +324,13 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
     )
 
 
-def out_of_service_to_proto(state: PoolState) -> list[inspect_pb2.OutOfServiceOrder]:
-    """Replicas that operators keep out of service, sorted."""
-    return [
-        inspect_pb2.OutOfServiceOrder(
-            replica_id=replica_id,
-            state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
-            reason=order.reason,
-        )
-        for replica_id, order in sorted(state.out_of_service.items())
-    ]
+def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
+    """An operator's order."""
+    return inspect_pb2.OutOfServiceOrder(
+        replica_id=replica_id,
+        state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
+        reason=order.reason,
+    )
 
 
 def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.VersionConflict:

@@ -10,6 +10,8 @@ import pytest
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.decisions.state.replica import OutOfService
+from weft.coordinator.decisions.state.values import ReplicaState
 from weft.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
 from weft.coordinator.messages.route_list import route_messages
 from weft.coordinator.runtime.catalog.database import Catalog
@@ -59,6 +61,8 @@ def _unlike(state: PoolState) -> PoolState:
 def test_the_whole_pool_is_listed_in_messages_below_a_mib(unlike: bool) -> None:
     state = large_pool(1000, 100)
     state = _unlike(state) if unlike else state
+    order = OutOfService(ReplicaState.CORDONED, "r" * 1000)
+    state = replace(state, out_of_service={f"elsewhere-{i:04d}": order for i in range(2000)})
     coordinator = _Coordinator(state)
     pool = get_pool(cast(Any, coordinator), 60)
     assert [r.replica_id for r in pool.replicas] == sorted(state.replicas)
@@ -70,6 +74,10 @@ def test_the_whole_pool_is_listed_in_messages_below_a_mib(unlike: bool) -> None:
     assert [(c.state, c.num_replicas) for c in pool.replica_counts] == [
         (pb.REPLICA_STATE_READY, 1000)
     ]
+    orders = [order.replica_id for order in pool.out_of_service]
+    assert orders == sorted(state.out_of_service)[: len(orders)]
+    assert len(orders) + pool.num_more_out_of_service == 2000
+    assert 100 < len(orders) < 2000
     assert coordinator.largest < MIB
 
 
