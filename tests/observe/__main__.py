@@ -25,7 +25,7 @@ from typing import Final
 from tests.observe import rules
 from tests.observe.dashboard import panels
 from tests.observe.prometheus import Prometheus, Target, running
-from weft_cli.demo.processes import Process
+from weft_cli.demo.processes import Process, interrupt_once
 
 _DEMO_SECONDS: Final = 240.0
 _PUSH_SECONDS: Final = 120.0
@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.observe", description=main.__doc__)
     parser.add_argument("--helm", default="helm", help="the program that renders the chart")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what runs, too
+    signal.signal(signal.SIGTERM, interrupt_once)  # ends what runs, too
     prometheus, promtool = map(shutil.which, ("prometheus", "promtool"))
     if prometheus is None or promtool is None:
         print("Prometheus is not installed: apt-get install prometheus", file=sys.stderr)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from weft.contract.errors import WeftError
 from weft_cli.demo.openai_client import Answer, complete, list_models
-from weft_cli.demo.processes import Process
+from weft_cli.demo.processes import Process, interrupt_once
 from weft_cli.demo.traffic import Traffic
 from weft_cli.status import show_status
 
@@ -81,7 +81,7 @@ def run_demo(*, keep: bool) -> int:
 
     Call it on the main thread: SIGTERM ends it as Ctrl-C does, with all its processes.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt_once)
     # This process makes the model and computes references, one thread like all others.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -27,6 +27,14 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def interrupt_once(signum: int, frame: object) -> None:
+    """Handle a signal as Ctrl-C, and ignore it from then on: Linux sends that of a parent's end
+    once for each of the parent's threads that ends, and the second would cut the stopping of
+    children short."""
+    signal.signal(signum, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 class Process:
     """A child whose output goes to a log file and, line by line, to ``lines``.
 

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 
 _PARENT = """
 import sys, time
@@ -33,3 +34,33 @@ def test_a_demo_that_is_killed_leaves_no_process(tmp_path) -> None:
     finally:
         parent.stdout.close()
         os.close(child)
+
+
+_STOPPING = """
+import signal, sys, time
+from pathlib import Path
+from weft_cli.demo.processes import interrupt_once
+signal.signal(signal.SIGTERM, interrupt_once)
+try:
+    print("up", flush=True)
+    time.sleep(60)
+finally:
+    time.sleep(0.5)
+    Path(sys.argv[1]).touch()
+"""
+
+
+def test_who_is_stopping_its_own_is_interrupted_once(tmp_path) -> None:
+    """Its parent's end is signalled more than once, and so may an impatient caller."""
+    stopped = tmp_path / "stopped"
+    child = subprocess.Popen(
+        [sys.executable, "-c", _STOPPING, stopped], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    child.send_signal(signal.SIGTERM)
+    while child.poll() is None and not stopped.exists():
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    child.communicate(timeout=10)
+    assert stopped.exists()
