@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[2]
 #: By image, whether it is resolved only, and what is asked of it once installed.
 _COORDINATOR = """\
 import importlib.util
+from importlib.resources import files
 assert importlib.util.find_spec("torch") is None, "the coordinator's image has torch"
 import weft.coordinator.server
+assert (files("weft.coordinator.page") / "static/index.html").is_file(), "it has no page"
 """
 # The chart's init container and its test's pod need the model's library, too.
 _REPLICA = """\
