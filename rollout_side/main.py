@@ -23,6 +23,8 @@ from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter
+from weft.telemetry.traces import open_tracer
+from weft.tracing import NO_TRACER, Tracer
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
@@ -88,6 +90,9 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.signal, signum)
+    tracer = NO_TRACER
+    if config.telemetry.traces:
+        tracer = open_tracer("weft-replica", config.agent.replica_id)
     engine = await open_engine(
         list(config.vllm_args),
         http_host=config.http_host,
@@ -99,14 +104,16 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         retain_base=config.retain_base,
         spill=_spill_settings(config),
         vllm_defaults=config.vllm_defaults,
+        traced_as=config.agent.replica_id if config.telemetry.traces else "",
         allow_unversioned_changes=config.allow_unversioned_changes,
     )
     patience = _FAILURE_SECONDS
     try:
-        why = await _serve_engine(config, engine, stop, ready)
+        why = await _serve_engine(config, engine, stop, ready, tracer)
         patience = _CUT_SECONDS  # what could be finished is finished
     finally:
         await engine.shutdown(patience)
+        await asyncio.to_thread(tracer.close)
     return why
 
 
@@ -122,13 +129,19 @@ def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
 
 
 async def _serve_engine(
-    config: RolloutConfig, engine: VllmReplica, stop: _Stop, ready: Ready | None
+    config: RolloutConfig,
+    engine: VllmReplica,
+    stop: _Stop,
+    ready: Ready | None,
+    tracer: Tracer,
 ) -> str:
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
     agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
     metrics = ReplicaMetrics(agent, config)
     servicer = Servicer(
-        _SERVICE, ReplicaServicer(agent, metrics.switched), add_ReplicaServiceServicer_to_server
+        _SERVICE,
+        ReplicaServicer(agent, metrics.switched, tracer),
+        add_ReplicaServiceServicer_to_server,
     )
     security = Security(
         credentials=Credentials.from_environment(),

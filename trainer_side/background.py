@@ -19,6 +19,7 @@ from trainer_side.push_request import PushRequest, check_choice, check_open
 from trainer_side.pushing import Pushing
 from trainer_side.ranks import Ranks
 from trainer_side.sources.content import Content
+from weft import tracing
 from weft.contract.errors import TransferTimeoutError, WeftError
 from weft.contract.names import PolicyVersion
 
@@ -40,6 +41,8 @@ class _Waiting:
     request: PushRequest
     began: float
     """When it was asked for."""
+    parent: str
+    """The traceparent of who asked for it."""
     future: Future[PolicyVersion] = field(default_factory=Future)
     content: Callable[[], Content] | None = None
     """Its copy of the weights; None while that is made."""
@@ -88,7 +91,9 @@ class Background:
             InvalidRequestError: ``PUBLISHER_CLOSED``.
         """
         check_choice("when_busy", when_busy, WhenBusy)
-        waiting = _Waiting(next(self._numbers), request, time.monotonic())
+        waiting = _Waiting(
+            next(self._numbers), request, time.monotonic(), tracing.of_process().current()
+        )
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
         with self._condition:
             check_open(self._is_closed)
@@ -211,7 +216,10 @@ class Background:
         try:
             try:
                 version = self._pushing.push(
-                    copied, began=waiting.began, is_replaced=lambda: waiting.is_replaced
+                    copied,
+                    began=waiting.began,
+                    is_replaced=lambda: waiting.is_replaced,
+                    parent=waiting.parent,
                 )
             finally:
                 self._memory.give_back(waiting.number)

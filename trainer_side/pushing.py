@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from trainer_side.sources.content import Content
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.source import Source
+from weft import tracing
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import (
     BaseMismatchError,
@@ -29,6 +31,7 @@ from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
 from weft.rpc.codec import version_from_proto
+from weft.tracing import Span
 from weft.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ class Pushing:
         *,
         began: float,
         is_replaced: Callable[[], bool] = lambda: False,
+        parent: str = "",
     ) -> PolicyVersion:
         """Push; collective, blocks until every replica has switched or failed to.
 
@@ -92,13 +96,14 @@ class Pushing:
             request: What is pushed; the failure to look at it is that of every rank.
             began: When it was asked for, ``time.monotonic()``; the deadline counts from now.
             is_replaced: Asked at the sender once the push's turn has come.
+            parent: The traceparent of whose part it is, if that is not this thread's.
 
         Raises:
             TransferAbortedError: ``REPLACED``.
             WeftError: The same on every rank; nothing changed.
         """
-        with self._lock:
-            self.last_report = self._push(request, began, is_replaced)
+        with self._lock, self._traced("weft.push", parent=parent, policy=request.policy) as span:
+            self.last_report = self._push(request, began, is_replaced, span)
             return self.last_report.version
 
     def close(self) -> None:
@@ -109,8 +114,15 @@ class Pushing:
             if self._sender_client is not None:
                 self._sender_client.close()
 
+    def _traced(
+        self, name: str, *, parent: str = "", **values: tracing.Value
+    ) -> contextlib.AbstractContextManager[Span]:
+        """A span at the sender: a push is one trace, however many ranks it has."""
+        tracer = tracing.NO_TRACER if self._sender_client is None else tracing.of_process()
+        return tracer.span(name, parent=parent, **values)
+
     def _push(
-        self, request: PushRequest, began: float, is_replaced: Callable[[], bool]
+        self, request: PushRequest, began: float, is_replaced: Callable[[], bool], span: Span
     ) -> PushReport:
         deadline = time.monotonic() + request.timeout_seconds
         ranks = self._ranks
@@ -124,11 +136,17 @@ class Pushing:
         target = pb.DescribeTargetResponse.FromString(
             ranks.share(lambda: self._client.describe(deadline).SerializeToString())
         )
-        with agreeing(ranks):
-            what = request.content()
-            source, adapter = what.source(target)
-            manifest = self._manifest(target.backends[0], source.metas)
-        self._check_same(manifest)
+        with self._traced("weft.push.plan"):
+            with agreeing(ranks):
+                what = request.content()
+                source, adapter = what.source(target)
+                manifest = self._manifest(target.backends[0], source.metas)
+            self._check_same(manifest)
+        span.set(
+            kind="base" if adapter is None else "adapter",
+            bytes=manifest.total_bytes,
+            backend=target.backends[0],
+        )
         finite = checks_finite(request.check_finite, adapter, target.backends[0])
         shared = ranks.share(
             lambda: self._begin(request, what, manifest, adapter, target, finite, deadline)
@@ -136,6 +154,7 @@ class Pushing:
         origin, answer = Origin.decode(shared)
         begun = pb.BeginTransferResponse.FromString(answer)
         version = version_from_proto(begun.version)
+        span.set(version=version.version, transfer_id=begun.transfer_id)
         _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
             version,
@@ -150,6 +169,7 @@ class Pushing:
             self._origins.pushed(what.base, version.version)
         elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
             about_base = origin.remarks(transfer.served_over_base_version)
+        span.set(replicas=len(transfer.serving_replica_ids))
         remarks = (*what.remarks, *about_base, *missing_replicas(transfer))
         self._warn(version, remarks, about_base)
         report = PushReport(

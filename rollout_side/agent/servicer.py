@@ -27,6 +27,7 @@ from weft.rpc.codec import (
     version_to_proto,
 )
 from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.tracing import NO_TRACER, Span, Tracer, parent_in
 from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
@@ -60,12 +61,17 @@ class ReplicaServicer(ReplicaServiceServicer):
 
     Args:
         on_switched: Told the policy of each switch, and what it cost.
+        tracer: Of the spans of switches; its owner closes it.
     """
 
     def __init__(
-        self, agent: Agent, on_switched: Callable[[str, SwitchTimes], None] | None = None
+        self,
+        agent: Agent,
+        on_switched: Callable[[str, SwitchTimes], None] | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._agent = agent
+        self._tracer = tracer
         self._on_switched = on_switched or (lambda policy, times: None)
 
     @contextlib.contextmanager
@@ -76,6 +82,18 @@ class ReplicaServicer(ReplicaServiceServicer):
         except WeftError as error:
             error.metadata["incarnation"] = self._agent.config.incarnation
             raise
+
+    @contextlib.contextmanager
+    def _traced(
+        self, name: str, context: _Context, version: types_pb2.PolicyVersion
+    ) -> Iterator[Span]:
+        """A span of what the coordinator has ordered, under that of its transfer."""
+        replica_id = self._agent.config.replica_id
+        parent = parent_in(context.invocation_metadata())
+        with self._tracer.span(
+            name, parent=parent, replica=replica_id, policy=version.policy, version=version.version
+        ) as span:
+            yield span
 
     def _check_generation(self, generation: int) -> None:
         """Refuse an order of a coordinator older than the one registered with.
@@ -119,7 +137,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         self._check_generation(request.coordinator_generation)
         self._check_incarnation(request.incarnation)
-        with self._signed():
+        with self._signed(), self._traced("weft.switch", context, request.version) as span:
             times = await agent.serving.commit(
                 _named(request.transfer_id),
                 _version(request.version),
@@ -128,6 +146,7 @@ class ReplicaServicer(ReplicaServiceServicer):
                 request.alias,
                 _facts(request, request.content_digest),
             )
+            span.set(**_cost(times))
         self._on_switched(request.version.policy, times)
         return pb.CommitTransferResponse(
             version_vector=vector_to_proto(agent.serving.vector),
@@ -141,11 +160,12 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.LoadTransferResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
-        await agent.serving.load_in_place(
-            _named(request.transfer_id),
-            _version(request.version),
-            duration_from_proto(request.timeout),
-        )
+        with self._traced("weft.load", context, request.version):
+            await agent.serving.load_in_place(
+                _named(request.transfer_id),
+                _version(request.version),
+                duration_from_proto(request.timeout),
+            )
         return pb.LoadTransferResponse()
 
     async def SwitchVersion(  # noqa: N802
@@ -164,8 +184,9 @@ class ReplicaServicer(ReplicaServiceServicer):
                 alias=request.spilled.alias,
                 facts=_facts(request.spilled, request.spilled.content_digest),
             )
-        with self._signed():
+        with self._signed(), self._traced("weft.switch", context, request.version) as span:
             times = await agent.serving.switch(_version(request.version), spilled)
+            span.set(**_cost(times))
         self._on_switched(request.version.policy, times)
         return pb.SwitchVersionResponse(
             version_vector=vector_to_proto(agent.serving.vector),
@@ -276,6 +297,10 @@ class ReplicaServicer(ReplicaServiceServicer):
             retained_base_versions=serving.memory.retained_bases,
             spilled_versions=map(version_to_proto, serving.memory.spilled),
         )
+
+
+def _cost(times: SwitchTimes) -> dict[str, float]:
+    return {"pause_seconds": times.pause_seconds, "load_seconds": times.load_seconds}
 
 
 def _facts(

@@ -30,6 +30,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
+from weft.tracing import NO_TRACER, Span, Tracer
 from weft.transport.group import Operation, Speak, on_device
 from weft.transport.member import FetchedManifests, Membership
 from weft.v1 import rendezvous_pb2 as pb
@@ -57,12 +58,19 @@ class GroupReceiver:
         trainer_id: Whose group it is.
         store: Where verified versions are put.
         former: That of the trainer's group before, which this one waits for.
+        tracer: Of the spans of what is received.
     """
 
     def __init__(
-        self, ticket: GroupTicket, trainer_id: str, store: WorkerStore, former: GroupReceiver | None
+        self,
+        ticket: GroupTicket,
+        trainer_id: str,
+        store: WorkerStore,
+        former: GroupReceiver | None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.ticket = ticket
+        self._tracer = tracer
         self._trainer_id = trainer_id
         self._former = former
         self._left = threading.Event()
@@ -185,10 +193,13 @@ class GroupReceiver:
         transfer_id = getattr(direction, kind).transfer_id if kind in _TRANSFER_KINDS else ""
         try:
             if kind == "prepare":
+                self._drop_prepared()
                 self._prepare(membership, direction.prepare)
             elif kind == "start":
                 self._receive(membership, transfer_id, direction.start.first_bucket)
             elif kind == "abort":
+                if (prepared := self._prepared) is not None:
+                    prepared.span.set_failed(direction.abort.reason, direction.abort.message)
                 self._drop_prepared()
                 self._store.discard(transfer_id)
         except Exception as error:  # noqa: BLE001 (the edge of a thread)
@@ -196,6 +207,8 @@ class GroupReceiver:
             if not isinstance(error, WeftError):
                 _log.exception("transfer %s failed", transfer_id)
             _log.info("transfer %s failed here: %s", transfer_id, typed)
+            if (prepared := self._prepared) is not None:
+                prepared.span.fail(typed)
             self._keep_prepared()
             failed = pb.RankFailed(
                 transfer_id=transfer_id, reason=typed.reason, message=typed.message
@@ -203,10 +216,34 @@ class GroupReceiver:
             membership.attendance.send(pb.AttendRequest(failed=failed))
 
     def _prepare(self, membership: Membership, prepare: pb.Prepare) -> None:
+        version = PolicyVersion(prepare.version.policy, prepare.version.version)
+        span = self._tracer.start(
+            "weft.receive",
+            parent=prepare.trace_context,
+            transfer_id=prepare.transfer_id,
+            policy=version.policy,
+            version=version.version,
+            epoch=self.ticket.epoch,
+            backend=self.ticket.backend,
+        )
+        try:
+            self._prepared = self._make_room(membership, prepare, version, span)
+        except BaseException as error:
+            span.fail(error)
+            span.end()
+            raise
+        prepared = pb.Prepared(
+            transfer_id=prepare.transfer_id,
+            num_buckets_verified=self._prepared.transfer.num_verified,
+        )
+        membership.attendance.send(pb.AttendRequest(prepared=prepared))
+
+    def _make_room(
+        self, membership: Membership, prepare: pb.Prepare, version: PolicyVersion, span: Span
+    ) -> Prepared:
+        """Make ready to receive a transfer; blocks for its manifest and its memory."""
         timeout_seconds = prepare.timeout.ToTimedelta().total_seconds()
         deadline = time.monotonic() + timeout_seconds
-        self._drop_prepared()
-        version = PolicyVersion(prepare.version.policy, prepare.version.version)
 
         def allocating(done: int, total: int) -> None:
             membership.progress.say(
@@ -229,18 +266,15 @@ class GroupReceiver:
             )
         else:
             transfer = self._stage(prepare.transfer_id, version, manifest, allocating)
-        self._prepared = Prepared(
+        return Prepared(
             transfer_id=prepare.transfer_id,
             version=version,
             nonce=prepare.nonce,
             deadline=deadline,
             num_in_flight=prepare.num_buckets_in_flight,
             transfer=transfer,
+            span=span,
         )
-        prepared = pb.Prepared(
-            transfer_id=prepare.transfer_id, num_buckets_verified=transfer.num_verified
-        )
-        membership.attendance.send(pb.AttendRequest(prepared=prepared))
 
     def _stage(
         self,
@@ -292,6 +326,8 @@ class GroupReceiver:
         # Waits for the loader where it is loaded in place, so it may still be woken.
         digest = prepared.transfer.finish(check)
         self._prepared = None
+        prepared.span.set(bytes=manifest.total_bytes, buckets=len(manifest.buckets))
+        prepared.span.end()  # before the coordinator hears of it, and may end the transfer
         content = types_pb2.ContentDigest(
             algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
             value=digest,
@@ -316,6 +352,7 @@ class GroupReceiver:
         forming = partial(say, pb.ACTIVITY_FORMING, prepared.transfer_id)
         posted: deque[Operation] = deque()
         num_posted = first_bucket
+        waited = verified = 0.0
         for index in range(first_bucket, num_buckets):
             self._notify_if_due(membership, prepared, buffers)
             # Never further: a receive that waits for its sender may hold up the device, and
@@ -327,10 +364,14 @@ class GroupReceiver:
                 posted.append(membership.group.broadcast(wire, seconds, forming))
                 num_posted += 1
             waiting = partial(say, pb.ACTIVITY_WAITING, prepared.transfer_id, index)
+            began = time.perf_counter()
             posted.popleft().wait(prepared.deadline, waiting)
+            came = time.perf_counter()
             buffers.accept(index, prepared.nonce)
-            verified = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=index)
-            membership.attendance.send(pb.AttendRequest(bucket_verified=verified))
+            waited, verified = waited + came - began, verified + time.perf_counter() - came
+            report = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=index)
+            membership.attendance.send(pb.AttendRequest(bucket_verified=report))
+        prepared.span.set(wait_seconds=waited, verify_seconds=verified)
         self._notify_if_due(membership, prepared, buffers)
 
     def _notify_if_due(
@@ -344,12 +385,14 @@ class GroupReceiver:
         """Give back the memory of a transfer that was never started."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
+            prepared.span.end()
             prepared.transfer.drop()
 
     def _keep_prepared(self) -> None:
         """Keep what was verified: the transfer may resume in another group."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
+            prepared.span.end()
             prepared.transfer.keep()
 
 

@@ -9,6 +9,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.receive.group_receiver import GroupReceiver
 from rollout_side.receive.probe import Probe
 from weft.contract.group import GroupTicket
+from weft.tracing import NO_TRACER, Tracer
 
 
 class Receiver:
@@ -16,10 +17,11 @@ class Receiver:
 
     Args:
         store: Where verified versions are put.
+        tracer: Of the spans of what is received; its owner closes it.
     """
 
-    def __init__(self, store: WorkerStore) -> None:
-        self._store = store
+    def __init__(self, store: WorkerStore, tracer: Tracer = NO_TRACER) -> None:
+        self._store, self._tracer = store, tracer
         self._lock = threading.Lock()
         self._groups: dict[str, GroupReceiver] = {}
         self._probe: Probe | None = None
@@ -38,7 +40,9 @@ class Receiver:
                 return
             former = self._groups.get(trainer_id)
             if _leave_for(ticket, former):
-                self._groups[trainer_id] = GroupReceiver(ticket, trainer_id, self._store, former)
+                self._groups[trainer_id] = GroupReceiver(
+                    ticket, trainer_id, self._store, former, self._tracer
+                )
 
     def close(self) -> None:
         """Leave all groups; does not wait for their threads."""

@@ -17,6 +17,7 @@ import torch
 from weft.contract.errors import CapacityError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.tracing import Span
 
 
 class IncomingTransfer(Protocol):
@@ -75,6 +76,8 @@ class Prepared:
     deadline: float
     num_in_flight: int
     transfer: IncomingTransfer
+    span: Span
+    """Of receiving it; ended with it."""
 
 
 class ReceiveBuffers(Protocol):

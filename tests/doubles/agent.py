@@ -9,15 +9,20 @@ import grpc
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from weft.rpc.server import Security, Servicer, bind, make_server
+from weft.tracing import NO_TRACER, Tracer
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _WAIT_SECONDS = 20.0
 
 
-async def serve(agent: Agent, security: Security | None = None) -> grpc.aio.Server:
+async def serve(
+    agent: Agent, security: Security | None = None, tracer: Tracer = NO_TRACER
+) -> grpc.aio.Server:
     """Serve ReplicaService for the agent, on a port that it then advertises."""
     servicer = Servicer(
-        "weft.v1.ReplicaService", ReplicaServicer(agent), add_ReplicaServiceServicer_to_server
+        "weft.v1.ReplicaService",
+        ReplicaServicer(agent, tracer=tracer),
+        add_ReplicaServiceServicer_to_server,
     )
     server = (await make_server([servicer], security)).server
     agent.advertise(bind(server, agent.config.listen, security))

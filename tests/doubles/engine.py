@@ -27,6 +27,7 @@ from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, Reference
+from weft.tracing import NO_TRACER, Tracer
 from weft.transport.group import num_parked_groups
 
 
@@ -45,9 +46,11 @@ class EngineDouble:
         spill: SpillSettings | None = None,
         in_place: bool = False,
         is_readable: bool = False,
+        tracer: Tracer = NO_TRACER,
         **capabilities: Any,
     ) -> None:
         self._keep_base = keep_base
+        self.tracer = tracer
         #: Whether what was loaded in place can be read back, to be cloned.
         self._is_readable = is_readable
         metas = make_metas(weights, CastRule(enabled=False))
@@ -72,7 +75,7 @@ class EngineDouble:
             retain_base,
             Memory(in_place=in_place),
         )
-        self.receiver = Receiver(self.store)
+        self.receiver = Receiver(self.store, tracer)
         self.cloner = Cloner(self.store)
         self.folder: SpillFolder | None = None
         self.spiller: Spiller | None = None

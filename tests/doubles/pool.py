@@ -77,7 +77,7 @@ class Pool:
             contact_seconds=CONTACT_SECONDS,
         )
         agent = Agent(config, engine)
-        server = await serve(agent, self.security)
+        server = await serve(agent, self.security, engine.tracer)
         task = asyncio.create_task(agent.run())
         self._replicas[replica_id] = (server, task)
         self.agents[replica_id] = agent

@@ -30,6 +30,7 @@ from weft.contract.group import GroupTicket
 from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
+from weft.tracing import Tracer
 
 FACTORY = f"{__name__}:StagingReceiver"
 
@@ -75,7 +76,7 @@ def content_digest(file: Path) -> bytes:
 class StagingReceiver:
     """See the module; a ``ReceiverLike``."""
 
-    def __init__(self, store: WorkerStore) -> None:
+    def __init__(self, store: WorkerStore, tracer: Tracer) -> None:
         from tests.e2e import worker_methods  # imports vLLM, which tests do not
 
         worker_methods.install()

@@ -17,6 +17,7 @@ from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import BackendSelection, Sender
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.source import Source
+from weft import tracing
 from weft.contract.errors import (
     LeaseFencedError,
     NotFiniteError,
@@ -106,15 +107,16 @@ class PoolClient:
             PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
             NotReadyError: ``BACKEND_MISMATCH``.
         """
-        if not self._contact.was_reached:
-            self._contact.wait(deadline)
-        if self._sender is None:
-            # Known now, before anything is begun: what is wrong with it would end every push.
-            self._host = data_address(self._data_host, self._target)
-        target = self._call(
-            lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
-            deadline,
-        )
+        with tracing.of_process().span("weft.push.describe"):
+            if not self._contact.was_reached:
+                self._contact.wait(deadline)
+            if self._sender is None:
+                # Known now, before anything is begun: what is wrong with it would end every push.
+                self._host = data_address(self._data_host, self._target)
+            target = self._call(
+                lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
+                deadline,
+            )
         target.backends[:] = [self._selection.backend(target.backends)]
         return target
 
@@ -178,7 +180,21 @@ class PoolClient:
             protocol_revision=PROTOCOL_REVISION,
         )
         self._request = request
-        fenced = False
+        tracer = tracing.of_process()
+        # The transfer is a part of the push: it lasts longer than its beginning.
+        metadata = tracing.call_metadata(tracer.current())
+        with tracer.span("weft.push.begin"):
+            return self._begin(request, manifest, kind, metadata, deadline)
+
+    def _begin(
+        self,
+        request: pb.BeginTransferRequest,
+        manifest: Manifest,
+        kind: types_pb2.PolicyKind.ValueType,
+        metadata: tuple[tuple[str, str], ...] | None,
+        deadline: float,
+    ) -> pb.BeginTransferResponse:
+        policy, fenced = request.policy, False
         while True:
             request.fencing_token = self._leases.token(policy, kind, deadline)
             if manifest.layout_digest not in self._put:
@@ -188,7 +204,8 @@ class PoolClient:
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
             try:
                 begun = self._call(
-                    lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
+                    lambda left: self._stub.BeginTransfer(request, timeout=left, metadata=metadata),
+                    deadline,
                 )
                 self._leases.assigned(policy, begun.version.version)
                 return begun
@@ -227,14 +244,16 @@ class PoolClient:
         """Send, then learn the outcome; the group is kept if all went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
             return self._outcome(begun, deadline, None)
-        sender = None
+        sender, tracer = None, tracing.of_process()
         try:
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
-            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+            gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
+            with gone, tracer.span("weft.push.send"):
                 sender = self._sender_for(begun, deadline)
                 self._send(sender, begun, source, manifest, check_finite, deadline)
-            return self._outcome(begun, deadline, sender)
+            with tracer.span("weft.push.await"):
+                return self._outcome(begun, deadline, sender)
         except BaseException as error:
             self._give_up(begun, error)
             if names := self._lost_weights(begun, error):

@@ -19,6 +19,7 @@ from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache
 from weft.coordinator.runtime.metrics import pool_registry
+from weft.coordinator.runtime.traces import TransferTraces
 from weft.coordinator.runtime.watchers import Feed
 from weft.coordinator.services.admin import AdminServicer
 from weft.coordinator.services.inspect import InspectServicer
@@ -30,6 +31,8 @@ from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter
+from weft.telemetry.traces import open_tracer
+from weft.tracing import NO_TRACER, untraced
 from weft.v1 import (
     admin_pb2_grpc,
     inspect_pb2_grpc,
@@ -51,6 +54,7 @@ class Coordinator:
         self._driver: Driver | None = None
         self._server: WeftServer | None = None
         self._deciding: asyncio.Task[None] | None = None
+        self._tracer = NO_TRACER
         #: Metrics and health, where they have ports of their own.
         self.ports = Ports()
 
@@ -64,6 +68,7 @@ class Coordinator:
 
         Raises:
             CatalogError: The catalog is in use, foreign or too new.
+            UnsupportedError: It is to trace, and lacks what that needs.
             NotReadyError: The address cannot be listened on.
         """
         self._catalog = await asyncio.to_thread(Catalog.open, self.config.catalog)
@@ -82,6 +87,7 @@ class Coordinator:
             insecure=config.insecure,
         )
         manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
+        traces = self._traces(lambda: driver.now()) if config.telemetry.traces else None
         uploads = Uploads()
         state = _initial_state(catalog, self.config)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
@@ -94,9 +100,13 @@ class Coordinator:
             manifests=manifests,
             commit_seconds=self.config.commit_timeout_seconds,
             credentials=config.credentials,
-            on_step=[metrics.count, history.count] if config.telemetry.metrics else [],
+            on_step=[
+                *([metrics.count, history.count] if config.telemetry.metrics else []),
+                *([traces.follow] if traces else []),
+            ],
+            trace_context=traces.context_of if traces else untraced,
         )
-        publish = PublishServicer(driver, catalog, manifests, references, uploads)
+        publish = PublishServicer(driver, catalog, manifests, references, uploads, traces)
         inspect = InspectServicer(driver, catalog, feed)
         registry = RegistryServicer(driver, references, catalog, uploads)
         rendezvous = RendezvousServicer(driver.groups, manifests)
@@ -152,6 +162,10 @@ class Coordinator:
             self.config.catalog,
         )
 
+    def _traces(self, now: Callable[[], float]) -> TransferTraces:
+        self._tracer = open_tracer("weft-coordinator")
+        return TransferTraces(self._tracer, now)
+
     async def wait(self) -> None:
         """Wait until it is stopped.
 
@@ -176,6 +190,7 @@ class Coordinator:
             await server.server.stop(self.config.stop_seconds)
         if catalog is not None:
             catalog.close()
+        await asyncio.to_thread(self._tracer.close)
 
 
 def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.errors import NotReadyError, error_from_reason
 from weft.contract.group import MAX_BUCKETS_IN_FLIGHT, MAX_GROUP_SIZE, MAX_RECEIVERS
+from weft.tracing import MAX_TRACEPARENT_CHARS
 
 #: Of this process. Raised by a change that a peer of before would misunderstand; see
 #: docs/protocol.md.
@@ -252,6 +253,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "ListTransfersRequest.page_token": _text(200, reason="INVALID_PAGE"),
     "ListVersionsRequest.page_size": _anything,
     "ListVersionsRequest.page_token": _text(20, reason="INVALID_PAGE"),
+    "Prepare.trace_context": _text(MAX_TRACEPARENT_CHARS),
     "RankFailed.reason": _ID,
     "SetRetentionRequest.num_versions": _anything,
     "StoreAdd.amount": _anything,

@@ -113,8 +113,8 @@ class CheckedChannel:
             method, request_serializer, parser(response_deserializer), **options
         )
 
-        async def call(request: Any, *, timeout: float) -> Any:
-            return self._taken(await inner(request, timeout=timeout), method)
+        async def call(request: Any, *, timeout: float, metadata: Any = None) -> Any:
+            return self._taken(await inner(request, timeout=timeout, metadata=metadata), method)
 
         return call
 

@@ -11,7 +11,7 @@ from weft.rpc.channel import split_target
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Ports beside that of the services; none by default.
+    """Ports beside that of the services, and traces; none by default.
 
     Raises:
         InvalidRequestError: An option cannot be; names it.
@@ -23,6 +23,8 @@ class TelemetryConfig:
     """Whether metrics are shown only to who may inspect."""
     health: str = ""
     """HOST:PORT of a plaintext port that serves grpc.health.v1 alone."""
+    traces: bool = False
+    """Whether spans are exported by OTLP, to where the environment says."""
 
     def __post_init__(self) -> None:
         for option, address in (("--metrics", self.metrics), ("--health", self.health)):

@@ -70,6 +70,8 @@ class PublishServiceStub:
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
+    A W3C `traceparent` in its metadata is what the transfer's spans are a part of, for
+    coordinators that trace; one that is malformed is ignored.
     Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
     server has the adapter's name already, see Capabilities.served_names; metadata
     `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
@@ -154,6 +156,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     and a side group. Nothing has changed anywhere when it fails.
     Idempotent by (trainer_id, request_id): a repeated call answers the same
     transfer and burns no version.
+    A W3C `traceparent` in its metadata is what the transfer's spans are a part of, for
+    coordinators that trace; one that is malformed is ignored.
     Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
     server has the adapter's name already, see Capabilities.served_names; metadata
     `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or
@@ -271,6 +275,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         and a side group. Nothing has changed anywhere when it fails.
         Idempotent by (trainer_id, request_id): a repeated call answers the same
         transfer and burns no version.
+        A W3C `traceparent` in its metadata is what the transfer's spans are a part of, for
+        coordinators that trace; one that is malformed is ignored.
         Statuses: INVALID_ARGUMENT/INVALID_MANIFEST, INVALID_NAME (also: a replica's
         server has the adapter's name already, see Capabilities.served_names; metadata
         `replica` and `name`) or INVALID_ADAPTER (names, shapes, ranks, dtypes or

@@ -763,6 +763,7 @@ class Prepare(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     NUM_BUCKETS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
     layout_digest: _builtins.bytes
@@ -774,6 +775,10 @@ class Prepare(_message.Message):
     num_buckets_in_flight: _builtins.int
     """As the sender has said in its Hello: no more receives than this may be posted at a
     time, for the sender waits for the oldest before it sends another.
+    """
+    trace_context: _builtins.str
+    """The transfer's span, as a W3C traceparent of at most 128 characters, for who traces;
+    empty where the coordinator does not. One that is malformed is ignored.
     """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
@@ -793,10 +798,11 @@ class Prepare(_message.Message):
         kind: _types_pb2.PolicyKind.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
         num_buckets_in_flight: _builtins.int = ...,
+        trace_context: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

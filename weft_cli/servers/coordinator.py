@@ -19,6 +19,7 @@ from weft_cli.servers.options import (
     LogLevel,
     Metrics,
     MetricsAuth,
+    Traces,
     announce,
     configure_logging,
 )
@@ -61,6 +62,7 @@ def coordinator(
     metrics: Metrics = TelemetryConfig.metrics,
     metrics_auth: MetricsAuth = TelemetryConfig.metrics_auth,
     health: Health = TelemetryConfig.health,
+    traces: Traces = TelemetryConfig.traces,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -82,7 +84,9 @@ def coordinator(
         credentials=Credentials.from_environment(),
         access=access,
         insecure=insecure,
-        telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
+        telemetry=TelemetryConfig(
+            metrics=metrics, metrics_auth=metrics_auth, health=health, traces=traces
+        ),
     )
     host = listen.rpartition(":")[0]
 

@@ -39,6 +39,14 @@ Health = Annotated[
         help="Serve grpc.health.v1 alone here, in plaintext, for probes; default: nowhere.",
     ),
 ]
+Traces = Annotated[
+    bool,
+    typer.Option(
+        "--traces",
+        help="Export OpenTelemetry spans by OTLP over gRPC, as the OTEL_ variables say; needs the "
+        "extra 'tracing'.",
+    ),
+]
 
 Access = Annotated[
     Path | None,

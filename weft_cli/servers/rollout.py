@@ -18,6 +18,7 @@ from weft_cli.servers.options import (
     LogLevel,
     Metrics,
     MetricsAuth,
+    Traces,
     announce,
     configure_logging,
 )
@@ -131,6 +132,7 @@ def rollout(
     metrics: Metrics = TelemetryConfig.metrics,
     metrics_auth: MetricsAuth = TelemetryConfig.metrics_auth,
     health: Health = TelemetryConfig.health,
+    traces: Traces = TelemetryConfig.traces,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -167,7 +169,9 @@ def rollout(
         allow_unversioned_changes=allow_unversioned_changes,
         access=access,
         insecure=insecure,
-        telemetry=TelemetryConfig(metrics=metrics, metrics_auth=metrics_auth, health=health),
+        telemetry=TelemetryConfig(
+            metrics=metrics, metrics_auth=metrics_auth, health=health, traces=traces
+        ),
     )
     why = run_replica(
         config,

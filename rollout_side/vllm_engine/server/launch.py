@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 #: Mixed into vLLM's workers.
 WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
-#: Made on the receiving rank, with the worker's store.
+#: Made on the receiving rank, with the worker's store and tracer.
 DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
 _SHUTDOWN_SECONDS = 10
 #: What RL trainers expect of sampling. They score what was sampled after temperature, and what
@@ -58,6 +58,7 @@ async def open_engine(
     spill: SpillSettings | None = None,
     vllm_defaults: bool = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
+    traced_as: str = "",
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
@@ -72,12 +73,13 @@ async def open_engine(
         retain_base: Versions of the base that a copy is kept of, the served one
             included. None is where they are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
-            ``WorkerStore`` to a receiver.
+            ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
         vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
         allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
             change weights.
+        traced_as: Who its workers' spans are said to be of; empty where they make none.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
@@ -140,6 +142,7 @@ async def open_engine(
                         retain_base,
                         spill,
                         holdings,
+                        traced_as,
                     ),
                 ),
             )
@@ -266,6 +269,7 @@ def _open_config(
     retain_base: int,
     spill: SpillSettings | None,
     holdings: HoldingsPage,
+    traced_as: str,
 ) -> dict[str, Any]:
     """``worker.OpenConfig`` as plain values."""
     return {
@@ -280,4 +284,5 @@ def _open_config(
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
         "spill": asdict(spill) if spill else None,
+        "traced_as": traced_as,
     }

@@ -23,7 +23,8 @@ class OpenConfig:
     adapter_memory_bytes: int
     retain_base: int
     receiver_factory: str
-    """Dotted path ``module:name`` of a callable from a ``WorkerStore`` to a receiver."""
+    """Dotted path ``module:name`` of a callable from a ``WorkerStore`` and a ``Tracer`` to a
+    receiver."""
     staging: Staging
     backend: BackendChoice
     replica_pid: int
@@ -35,6 +36,8 @@ class OpenConfig:
     """Name, ``DataType`` and shape of everything a base must hold."""
     spill: Mapping[str, Any] | None = None
     """``SpillSettings`` of the replica's spill directory, which exists."""
+    traced_as: str = ""
+    """The replica that this worker's spans are said to be of; empty where it makes none."""
 
     def reference(self) -> Reference:
         """The tensors as contract values."""

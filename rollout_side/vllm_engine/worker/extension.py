@@ -48,6 +48,7 @@ from weft import logs
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
+from weft.telemetry.traces import open_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,10 @@ class WeftWorker:
         )
         state = WorkerState(store, reference)
         if self.local_rank == RECEIVER_RANK:
-            state.receiver = pkgutil.resolve_name(settings.receiver_factory)(store)
+            if settings.traced_as:
+                state.tracer = open_tracer("weft-replica", settings.traced_as)
+            receiver_factory = pkgutil.resolve_name(settings.receiver_factory)
+            state.receiver = receiver_factory(store, state.tracer)
             state.cloner = Cloner(store)
             if settings.spill is not None:
                 spill = SpillSettings(**settings.spill)
@@ -322,3 +326,4 @@ class WeftWorker:
             state.receiver.close()
         if state.report is not None:
             state.report.close()
+        state.tracer.close()

@@ -21,6 +21,7 @@ from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.tensors import Reference
+from weft.tracing import NO_TRACER, Tracer
 from weft.transport.group import on_device
 
 
@@ -52,6 +53,8 @@ class WorkerState:
     """How the base that was loaded last can be loaded by copies alone."""
     load: InPlaceLoad | None = None
     """The base that is loaded in place, or was and waits for its commit."""
+    tracer: Tracer = NO_TRACER
+    """Of what is received here; closed with the worker."""
 
     def notify_holdings(self) -> None:
         """Have the replica's process know what is held now; never raises."""

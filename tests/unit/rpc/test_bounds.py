@@ -50,6 +50,7 @@ def _register(**fields: object) -> Message:
         (_register(http_url="http://h\n:1"), "http_url"),
         (_register(http_url="http://[::1"), "http_url"),
         (_register(replica_id="r" * 257), "replica_id"),
+        (rendezvous_pb2.Prepare(trace_context="0" * 129), "trace_context"),
         (_register(incarnation="a\0b"), "incarnation"),
         (_register(model_name="m" * 4097), "model_name"),
         (_register(retained_base_versions=[1, 2**53]), "retained_base_versions"),

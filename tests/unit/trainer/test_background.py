@@ -34,7 +34,7 @@ class Trainer:
         self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.background = Background(self, ranks or OneRank())
 
-    def push(self, request, *, began, is_replaced):
+    def push(self, request, *, began, is_replaced, parent):
         if is_replaced():
             raise TransferAbortedError("replaced", reason="REPLACED")
         self.begun.release()

@@ -28,6 +28,7 @@ from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, desc
 from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
+from weft.tracing import untraced
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +69,10 @@ class Driver:
         credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
         on_step: Sequence[OnStep] = (),
+        trace_context: Callable[[str], str] = untraced,
     ) -> None:
         self.state = state
-        self.groups = LiveGroups(self.post)
+        self.groups = LiveGroups(self.post, trace_context)
         self.routes = RouteFeed()
         self._catalog = catalog
         self._references = references
@@ -79,7 +81,7 @@ class Driver:
         self._clock = clock
         self._on_step = on_step
         self._caller = ReplicaCaller(
-            lambda: self.state.generation, self.post, commit_seconds, credentials
+            lambda: self.state.generation, self.post, commit_seconds, credentials, trace_context
         )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()

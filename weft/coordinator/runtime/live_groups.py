@@ -26,6 +26,7 @@ from weft.coordinator.messages.wire import group_to_proto
 from weft.coordinator.runtime.key_value_store import KeyValueStore
 from weft.coordinator.runtime.live_group import LiveGroup, RankLink, Watermark, token_digest
 from weft.rpc.codec import duration_to_proto, version_to_proto
+from weft.tracing import untraced
 from weft.v1 import rendezvous_pb2, types_pb2
 
 _MAX_REMEMBERED: Final = 256
@@ -37,10 +38,16 @@ class LiveGroups:
 
     Args:
         post: Takes the events that streams give rise to.
+        trace_context: The traceparent of a transfer; empty where nobody traces.
     """
 
-    def __init__(self, post: Callable[[events.Event], None]) -> None:
+    def __init__(
+        self,
+        post: Callable[[events.Event], None],
+        trace_context: Callable[[str], str] = untraced,
+    ) -> None:
         self._post = post
+        self._trace_context = trace_context
         self._live: dict[str, LiveGroup] = {}
         self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
 
@@ -221,6 +228,7 @@ class LiveGroups:
             kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
             timeout=duration_to_proto(time_left),
             num_buckets_in_flight=live.num_in_flight,
+            trace_context=self._trace_context(transfer.transfer_id),
         )
         self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 

@@ -34,6 +34,7 @@ from weft.rpc.inbound import CheckedChannel
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.status import error_from_rpc
+from weft.tracing import call_metadata, untraced
 from weft.v1 import replica_pb2, replica_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ReplicaCaller:
             ones; repeated in every order.
         post: Takes the outcomes.
         commit_seconds: Longest that a replica may take to switch.
+        trace_context: The traceparent of a transfer; empty where nobody traces.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class ReplicaCaller:
         post: Callable[[events.Event], None],
         commit_seconds: float,
         credentials: Credentials = NO_CREDENTIALS,
+        trace_context: Callable[[str], str] = untraced,
     ) -> None:
         self._credentials = credentials
+        self._trace_context = trace_context
         self._generation = generation
         self._post = post
         self._commit_seconds = commit_seconds
@@ -151,6 +155,9 @@ class ReplicaCaller:
             self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
         return self._channels[address][1]
 
+    def _metadata(self, transfer_id: str) -> Any:
+        return call_metadata(self._trace_context(transfer_id))
+
     async def _join(self, call: effects.CallJoin) -> None:
         request = replica_pb2.JoinGroupRequest(
             coordinator_generation=self._generation(),
@@ -174,7 +181,9 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._stub(call.address).LoadTransfer(request, timeout=_LOAD_SECONDS)
+            await self._stub(call.address).LoadTransfer(
+                request, timeout=_LOAD_SECONDS, metadata=self._metadata(call.transfer_id)
+            )
         except grpc.RpcError as error:
             failure = _failure(error, call.replica_id)
         self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
@@ -233,7 +242,8 @@ class ReplicaCaller:
     ) -> None:
         vector, pause, retained, failure = None, 0.0, (), None
         try:
-            response = await method(request, timeout=timeout_seconds)
+            metadata = self._metadata(call.transfer_id)
+            response = await method(request, timeout=timeout_seconds, metadata=metadata)
             vector = vector_from_proto(response.version_vector)
             pause = duration_from_proto(response.pause)
             retained = tuple(response.retained_base_versions)

@@ -30,10 +30,12 @@ from weft.coordinator.messages.wire import (
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fresh_ids
+from weft.coordinator.runtime.traces import TransferTraces
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.bounds import check_revision
 from weft.rpc.codec import dtype_to_proto, duration_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
+from weft.tracing import parent_in
 from weft.v1 import publish_pb2, publish_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,12 +57,14 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         manifests: LayoutCache,
         references: ReferenceCache,
         uploads: Uploads,
+        traces: TransferTraces | None = None,
     ) -> None:
         self._driver = driver
         self._catalog = catalog
         self._manifests = manifests
         self._references = references
         self._uploads = uploads
+        self._traces = traces
 
     def _answer_by(self, context: Context) -> float:
         """When a wait must end so that the caller still gets our answer."""
@@ -166,6 +170,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         deadline = self._driver.now() + timeout
         answer_by = min(deadline, self._answer_by(context))
+        ids = fresh_ids()
+        if self._traces is not None:
+            self._traces.expect(ids.transfer_id, parent_in(context.invocation_metadata()))
         answer = await self._driver.call(
             lambda ticket: events.BeginTransfer(
                 ticket=ticket,
@@ -180,7 +187,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 answer_by=answer_by,
                 backend=request.backend,
                 group_id=request.group_id,
-                ids=fresh_ids(),
+                ids=ids,
                 session_id=request.session_id,
                 recorded=self._recorded(request.policy, request.request_id),
                 check_finite=request.check_finite,
