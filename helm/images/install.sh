@@ -18,7 +18,7 @@ install() {
 
 case $image in
   coordinator) # no torch: some 100 MB
-    install '.[coordinator]'
+    install '.[coordinator,tracing]'
     ;;
   replica-cpu)
     install torch==2.13.0+cpu || install torch==2.13.0+cpu --extra-index-url "$index_torch_cpu"
@@ -27,10 +27,10 @@ case $image in
     if [ -z "$dry" ]; then
       "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton
     fi
-    install '.[coordinator,trainer]'
+    install '.[coordinator,tracing,trainer]'
     ;;
   replica-cuda)
-    install '.[rollout]'
+    install '.[rollout,tracing]'
     ;;
   *)
     echo "$0: no image '$image': coordinator, replica-cpu or replica-cuda" >&2

@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana are given, and the notes that Helm prints."""
+"""What Prometheus, Grafana and a collector of traces are given, and the notes that Helm prints."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.chart.rendering import CHART, PROFILES, render
+from tests.chart.rendering import CHART, PROFILES, args, render
 
 #: The metrics of Weft's that rules may speak of, with their labels.
 METRICS = {
@@ -146,6 +146,17 @@ def test_the_notes_say_how_to_look_around(profile, tmp_path):
     assert "unencrypted" in text
     assert "<no value>" not in text
     assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("pod", ["-coordinator", "-replicas"])
+@pytest.mark.parametrize(
+    ("profile", "endpoint"), [("everything", "http://collector.monitoring:4317"), ("gpu", None)]
+)
+def test_servers_trace_where_a_collector_is_named(profile, endpoint, pod):
+    (container,) = render(profile).pod(pod)["containers"]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env.get("OTEL_EXPORTER_OTLP_ENDPOINT") == endpoint
+    assert ("--traces" in args(container)) == (endpoint is not None)
 
 
 def test_the_files_of_alerts_are_yaml():

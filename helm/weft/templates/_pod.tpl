@@ -137,7 +137,16 @@ them and why no volume here has a subPath.
 {{- end }}
 - --log-format={{ .Values.logFormat }}
 - --log-level={{ .Values.logLevel }}
+{{- if .Values.tracesEndpoint }}
+- --traces
+{{- end }}
 {{- include "weft.credentialArgs" . }}
+{{- end }}
+
+{{- define "weft.tracesEnv" -}}
+{{- with .Values.tracesEndpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
 {{- end }}
 
 {{/* What the model is found by, in a replica and in the test's pod. */}}
