@@ -74,9 +74,10 @@ fault-vllm: install  ## A part of it with real vLLM, engine and worker processes
 soak: install  ## Real vLLM under churn, every answer checked; then 300 pushes without a leak (8 minutes).
 	$(BIN)/python -m tests.soak
 
-bench: install  ## Measure pushes, with certificates and under attack, too; prints hardware, versions, command and tables.
+bench: install  ## Measure pushes, with certificates, with traces and under attack, too; prints hardware, versions, command and tables.
 	$(BIN)/python -m benchmarks.push
 	$(BIN)/python -m benchmarks.secured
+	$(BIN)/python -m benchmarks.traced
 	$(BIN)/python -m benchmarks.attacked
 
 bench-trainers: install  ## Measure how each kind of trainer gathers, beside the naive way (2 minutes).

@@ -4,7 +4,8 @@
 base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
 standard input with a line of JSON about what it serves, and ends when that closes.
 With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process;
-with ``--in-place`` it loads bases as they come, and others can clone what it serves.
+with ``--in-place`` it loads bases as they come, and others can clone what it serves; with
+``--traces`` it exports spans.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.doubles.worker import WorkerDouble
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.security.guard import AccessFile
 from weft.rpc.server import Security
+from weft.telemetry.traces import open_tracer
+from weft.tracing import NO_TRACER
 
 
 async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:
@@ -39,7 +42,12 @@ async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[st
 async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
     """Serve until standard input closes, or the worker ends."""
     make = WorkerDouble if "--worker" in sys.argv else EngineDouble
-    settings = {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
+    settings: dict[str, Any] = (
+        {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
+    )
+    tracer = NO_TRACER
+    if "--traces" in sys.argv:
+        settings["tracer"] = tracer = open_tracer("weft-replica", replica_id)
     engine = make(
         base_weights(num_tensors, elements),
         keep_base="--keep" in sys.argv,
@@ -47,7 +55,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
         **settings,
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)
-    server = await serve(agent, _security())
+    server = await serve(agent, _security(), tracer)
     running = asyncio.create_task(agent.run())
     await wait_registered(agent, running)
     print("ready", flush=True)

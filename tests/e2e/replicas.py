@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -44,17 +45,24 @@ class Coordinator:
     target: str
 
     @classmethod
-    def start(cls, work: Path, lost_after_seconds: float = 60.0) -> Coordinator:
-        """Start on ``work``'s catalog; returns once it listens."""
+    def start(
+        cls,
+        work: Path,
+        lost_after_seconds: float = 60.0,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Coordinator:
+        """Start on ``work``'s catalog, with further options; returns once it listens."""
         args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
-                str(work / "weft.db"), "--lost-after-seconds", str(lost_after_seconds))  # fmt: skip
-        process = Process("coordinator", args, work, {})
+                str(work / "weft.db"), "--lost-after-seconds", str(lost_after_seconds),
+                *options)  # fmt: skip
+        process = Process("coordinator", args, work, dict(env or {}))
         line = process.line(lambda text: text.startswith("listening on "), 60)
         return cls(work, process, line.removeprefix("listening on "))
 
 
 @contextmanager
-def running_coordinator(work: Path, **settings: float) -> Iterator[Coordinator]:
+def running_coordinator(work: Path, **settings: Any) -> Iterator[Coordinator]:
     """A coordinator for the length of a test; ``settings`` as for ``start``."""
     coordinator = Coordinator.start(work, **settings)
     try:

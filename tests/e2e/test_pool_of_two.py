@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.doubles.collector import Collector, Seen
 from tests.e2e.conftest import TinyModels
 from tests.e2e.replicas import (
     LORA_ARGS,
@@ -26,6 +28,7 @@ from tests.e2e.replicas import (
     start_replica,
     wait_ready,
 )
+from tests.integration.models import until
 from trainer_side import Publisher
 from weft_cli.demo.processes import Process
 from weft_cli.orders.replicas import drain
@@ -38,8 +41,10 @@ _SECONDS = 60.0
 class PoolOfTwo:
     """A coordinator and a replica; the other one starts when it is asked for."""
 
-    def __init__(self, work: Path, target: str, model: Path, stack: ExitStack) -> None:
-        self.target = target
+    def __init__(
+        self, work: Path, target: str, model: Path, collector: Collector, stack: ExitStack
+    ) -> None:
+        self.target, self.collector = target, collector
         self._work, self._model, self._stack = work, model, stack
         self.processes: list[Process] = []
         self.urls: list[str] = []
@@ -50,7 +55,13 @@ class PoolOfTwo:
             name = f"replica-{len(self.urls)}"
             options = ("--retain-base", "2", "--metrics", "127.0.0.1:0", "--log-format", "json")
             process = start_replica(
-                self._work, self.target, name, self._model, *LORA_ARGS, options=options
+                self._work,
+                self.target,
+                name,
+                self._model,
+                *LORA_ARGS,
+                options=(*options, "--traces"),
+                env=_tracing_to(self.collector),
             )
             self._stack.callback(process.stop)
             self.processes.append(process)
@@ -71,8 +82,14 @@ class PoolOfTwo:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, qwen2: TinyModels) -> Iterator[PoolOfTwo]:
     work = tmp_path_factory.mktemp("two")
-    with running_coordinator(work) as coordinator, ExitStack() as stack:
-        yield PoolOfTwo(work, coordinator.target, qwen2.base, stack)
+    with Collector() as collector, ExitStack() as stack:
+        traces = {"options": ("--traces",), "env": _tracing_to(collector)}
+        coordinator = stack.enter_context(running_coordinator(work, **traces))
+        yield PoolOfTwo(work, coordinator.target, qwen2.base, collector, stack)
+
+
+def _tracing_to(collector: Collector) -> dict[str, str]:
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
 
 def test_a_late_replica_clones_all_and_goes_back_with_the_others(
@@ -127,6 +144,34 @@ def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> N
     assert 0 < after["weft_store_bytes/staging"] < after["weft_store_limit_bytes/staging"]
     assert after["weft_requests_running"] == 0
     assert "weft_store_bytes/spill" not in after
+
+
+def test_a_push_is_one_trace_from_the_coordinator_to_vllms_workers(
+    pool: PoolOfTwo, qwen2: TinyModels
+) -> None:
+    pool.grow(1)
+    with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
+        version = publisher.push_adapter(qwen2.adapters[0], "traced")
+    wait_ready(pool.target, "replica-0")
+
+    def of_push(name: str) -> list[Seen]:
+        return [
+            span
+            for span in pool.collector.wait(1, name)
+            if span.name == name
+            and span.attributes["weft.policy"] == "traced"
+            and span.attributes["weft.version"] == version.version
+        ]
+
+    until(lambda: of_push("weft.transfer"))  # it ends last
+    (transfer,) = of_push("weft.transfer")
+    for name in ("weft.receive", "weft.switch"):  # by a worker process, by its replica's
+        until(partial(of_push, name))
+        spans = {span.instance: span for span in of_push(name)}
+        assert spans["replica-0"].service == "weft-replica"
+        assert spans["replica-0"].parent_id == transfer.span_id
+        assert spans["replica-0"].trace_id == transfer.trace_id
+    assert spans["replica-0"].attributes["weft.load_seconds"] > 0
 
 
 def _stream(url: str, started: Any) -> tuple[int, str]:
