@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
@@ -18,13 +17,15 @@ from typing import Any
 from weft.contract.errors import TransferTimeoutError, WeftError
 
 _STOP_SECONDS = 8.0
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_LIBC = ctypes.CDLL(None)  # looked up here: a forked child must not
-
-
-def _end_with_parent() -> None:
-    """Let the calling process be told to stop once the thread that started it has ended."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+#: What a child does first: it asks to be told to stop (SIGTERM, by PR_SET_PDEATHSIG of prctl(2))
+#: once the thread that started it has ended, and ends if that has happened already. It asks
+#: itself, because Python code between fork and exec may hang, or crash, where gRPC has threads.
+_LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def interrupt_once(signum: int, frame: object) -> None:
@@ -46,9 +47,9 @@ class Process:
         self.log_path = log_dir / f"{name}.log"
         self._log = self.log_path.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True, env={**os.environ, **env}, start_new_session=True,
-            preexec_fn=_end_with_parent,
+            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, **env}, start_new_session=True,
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
