@@ -61,7 +61,14 @@ class Site:
         """Why a request is not answered; None where it is."""
         access = self._security.access
         if access is None:
-            if request.is_loopback or self._security.insecure:
+            if self._security.insecure:
+                return None
+            host = request.headers.get("host", "localhost")
+            if request.is_loopback and not is_loopback(host):
+                # A page from elsewhere, whose name was made to lead here, asks by that name.
+                why = "shown as localhost or 127.0.0.1 only: nobody is asked who he is"
+                return self._refuse(request, "", "NOT_PRIVATE", why)
+            if request.is_loopback:
                 return None
             return self._refuse(
                 request, "", "NOT_PRIVATE", "shown on this machine only: nobody is asked who he is"

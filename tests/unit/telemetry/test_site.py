@@ -65,6 +65,17 @@ def test_where_nobody_is_asked_it_is_shown_on_this_machine_unless_all_is_open(
     assert _status(site, peer, is_tls=is_tls) == (200 if insecure or peer is NEAR else 403)
 
 
+@pytest.mark.parametrize("host", ["localhost", "localhost:9090", "127.0.0.1:80", "[::1]:9090"])
+def test_a_name_that_was_made_to_lead_here_shows_nothing_to_a_page_from_elsewhere(
+    host: str,
+) -> None:
+    site = _site(Security())
+    assert _status(site, NEAR, host=host) == 200
+    for elsewhere in ("evil.example", "evil.example:9090", "localhost.evil.example", "10.0.0.7:80"):
+        assert _status(site, NEAR, host=elsewhere) == 403
+        assert _status(_site(Security(insecure=True)), NEAR, host=elsewhere) == 200
+
+
 def test_scrapes_at_once_get_one_text() -> None:
     registry, now = CollectorRegistry(), [0.0]
     counter = Counter("weft_x", "x", registry=registry)
