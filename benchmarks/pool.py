@@ -3,18 +3,22 @@
 A real coordinator process; the replicas are clients that only speak (no engine, no
 torch), a connection and a port for each. Measures what heartbeats cost, and how long a
 push to all of them takes to plan: in ``step`` alone, as its trainer sees BeginTransfer,
-and until the last replica was told to join the group.
+and until the last replica was told to join the group. ``--page`` has the coordinator keep
+the history of the page, and polls it once a second all the while.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import secrets
 import statistics
 import tempfile
+import threading
 import time
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -151,15 +155,51 @@ def last_join(doubles: list[Process], group_id: str, num_replicas: int) -> float
     raise TimeoutError(f"only {count} of {num_replicas} replicas were told to join")
 
 
+class Reader(threading.Thread):
+    """Polls the page as a browser does, once a second."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self.sizes: list[int] = []
+        self._page, self._ended = page, threading.Event()
+
+    def __enter__(self) -> Reader:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        """Poll until it is told to end."""
+        cursor, wait = "", 0.0
+        while not self._ended.wait(wait):
+            began = time.perf_counter()
+            with urllib.request.urlopen(f"{self._page}v1/pool.json?since={cursor}") as answer:
+                body = answer.read()
+            self.seconds.append(time.perf_counter() - began)
+            self.sizes.append(len(body))
+            told = json.loads(body)
+            cursor, wait = told["cursor"], 0.05 if told["is_more"] else 1.0
+
+
 def measure(table: Table, work: Path, args: argparse.Namespace) -> None:
     """Start everything, measure, fill the table."""
     with ExitStack() as stack:
-        command = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
-                   str(work / "pool.db"), "--log-level", "warning")  # fmt: skip
+        command = ["-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+                   str(work / "pool.db"), "--log-level", "warning"]  # fmt: skip
+        if args.page:
+            command += ["--metrics", "127.0.0.1:0"]
         coordinator = Process("coordinator", command, work, {})
         stack.callback(coordinator.stop)
         line = coordinator.line(lambda text: text.startswith("listening on "), 30)
         target = line.removeprefix("listening on ")
+        reader = None
+        if args.page:
+            line = coordinator.line(lambda text: text.startswith("page on "), 30)
+            reader = stack.enter_context(Reader(line.removeprefix("page on ")))
         doubles, share = [], args.replicas // args.processes
         for i in range(args.processes):
             command = ("-m", "benchmarks.pool_replicas", target, str(i * share), str(share))
@@ -202,6 +242,15 @@ def measure(table: Table, work: Path, args: argparse.Namespace) -> None:
             f"median {statistics.median(joins) * 1e3:.0f}, max {max(joins) * 1e3:.0f} ms",
             "-",
         )
+        if reader is not None:
+            table.add_row(
+                f"{len(reader.seconds)} answers to a page that polls",
+                f"median {statistics.median(reader.seconds) * 1e3:.1f}, max "
+                f"{max(reader.seconds) * 1e3:.1f} ms; "
+                f"{statistics.median(reader.sizes):,.0f} bytes, "
+                f"{max(reader.sizes):,} at first",
+                "-",
+            )
 
 
 def main() -> None:
@@ -211,6 +260,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="that the replicas share")
     parser.add_argument("--seconds", type=float, default=20.0, help="of heartbeats")
     parser.add_argument("--pushes", type=int, default=10)
+    parser.add_argument("--page", action="store_true", help="have the page polled meanwhile")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
