@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.markup import escape
 
 from weft.contract.errors import TransferTimeoutError, WeftError
+from weft.rpc.message_json import as_dict
 
 #: The coordinator did not answer: nothing was done, the same command may be tried again.
 NO_ANSWER: Final = 3
@@ -22,15 +22,9 @@ _REFUSED: Final = 1
 _AWAY: Final = ("COORDINATOR_AWAY", "COORDINATOR_UNREACHABLE")
 
 
-def as_json(message: Message) -> dict[str, Any]:
-    """A message by the names of its proto; what is empty, zero or false is left out."""
-    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
-    return found
-
-
 def print_json(facts: Message | Mapping[str, Any]) -> None:
     """Print one object as one line."""
-    known = as_json(facts) if isinstance(facts, Message) else facts
+    known = as_dict(facts) if isinstance(facts, Message) else facts
     print(json.dumps(known), flush=True)
 
 
@@ -42,7 +36,7 @@ def report(json_output: bool, text: str, *messages: Message) -> None:
         messages: The request and its answer, whose fields are one object for programs.
     """
     if json_output:
-        print_json({name: value for m in messages for name, value in as_json(m).items()})
+        print_json({name: value for m in messages for name, value in as_dict(m).items()})
     else:
         Console().print(text, soft_wrap=True)
 

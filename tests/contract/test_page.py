@@ -20,8 +20,8 @@ from tests.doubles.certificates import Authority
 from tests.doubles.http import Answer, ask
 from tests.doubles.replicas import FakeReplica
 from weft.coordinator.page import document
+from weft.rpc.message_json import as_dict
 from weft.telemetry.config import TelemetryConfig
-from weft_cli.output import as_json
 
 ON_LOOPBACK = TelemetryConfig(metrics="127.0.0.1:0")
 TOKEN, TRAINERS = "a-token-of-32-characters-or-more", "another-token-of-32-characters"
@@ -68,13 +68,13 @@ async def test_what_a_push_did_is_told(tmp_path: Path) -> None:
         await pool.replica("r1")
         trainer = await pool.trainer()
         pushed = await trainer.push()
-        told, seen = await _told(pool), as_json(await pool.seen())
+        told, seen = await _told(pool), as_dict(await pool.seen())
         assert pool.coordinator is not None
         assert told["coordinator"] == pool.target
         (past,) = told["transfers"]
         names = ("transfer_id", "trainer_id", "total_bytes", "forming", "staging", "committing")
         assert {name: past["transfer"][name] for name in names} == {
-            name: as_json(pushed)[name] for name in names
+            name: as_dict(pushed)[name] for name in names
         }
         assert told["members"][str(past["served_by"])] == ["r0", "r1"]
         assert past["commit_time"] > told["history"]["began"]

@@ -25,7 +25,7 @@ from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import ReplicaState
 from weft.coordinator.messages.overview import pool_to_proto
 from weft.coordinator.messages.wire import policy_to_proto, replica_to_proto, transfer_to_proto
-from weft.coordinator.page.entries import Entries
+from weft.coordinator.page.entries import Entries, dumps
 from weft.coordinator.page.history import (
     MAX_TRANSFERS,
     SHOWN_SECONDS,
@@ -34,8 +34,8 @@ from weft.coordinator.page.history import (
     PastTransfer,
     without_names,
 )
-from weft.coordinator.page.text import as_dict, dumps
 from weft.coordinator.runtime.watchers import Feed
+from weft.rpc.message_json import as_dict
 from weft.telemetry.http_server import Request, Response
 from weft.v1 import inspect_pb2
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from weft.coordinator.page.text import as_json
+from weft.rpc.message_json import as_dict
 
 #: Entries whose end is remembered; who has not heard of older ones begins anew.
 MAX_GONE: Final = 1000
 
 _V = TypeVar("_V")
+
+
+def dumps(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 class Entries(Generic[_V]):
@@ -74,7 +80,7 @@ class Entries(Generic[_V]):
         known = self._known.get(name)
         if known is not None and known[0] == seen:
             return
-        text = as_json(self._make(value))
+        text = dumps(as_dict(self._make(value)))
         self.revision += 1
         self._known.pop(name, None)
         self._gone.pop(name, None)

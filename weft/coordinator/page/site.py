@@ -32,6 +32,7 @@ def pages(document: Document) -> dict[str, Page]:
     """By path; all of them are for who may inspect."""
     return {
         "/v1/pool.json": Page(answer=document),
+        "/favicon.ico": Page(answer=_shows(_FOLDER / "icon.svg")),  # browsers ask unasked
         **{
             f"/page/{file.name}" if file.name != _INDEX else "/": Page(answer=_shows(file))
             for file in sorted(_FOLDER.iterdir())

@@ -107,7 +107,7 @@ export class Braid {
     rows.forEach((row, i) => picture.append(this.row(row, i, at, x)));
     this.seamLabels(picture, commits, at, x);
     for (const commit of commits) picture.append(this.seam(commit, rows, at, x, total));
-    if (!at.dense) rows.forEach(({ name }, i) => picture.append(this.name(name, i, at)));
+    if (!at.dense || !at.isNarrow) rows.forEach(({ name }, i) => picture.append(this.name(name, i, at)));
     return picture;
   }
 
@@ -120,7 +120,8 @@ export class Braid {
     const y = Braid.top(i, at);
     const state = this.pool.stateOf(name);
     const length = Math.floor((at.isNarrow ? at.width : at.label - 14) / CHARACTER);
-    return svg("text", { class: `name ${state}`, x: 0, y: at.isNarrow ? y - 6 : y + at.strandHeight - 4 },
+    const baseline = at.isNarrow ? y - 6 : y + at.strandHeight - (at.dense ? 0 : 4);
+    return svg("text", { class: `name ${state}${at.dense ? " small" : ""}`, x: 0, y: baseline },
       svg("title", {}, `${name}: ${stateWord(state)}`), clipped(name, length));
   }
 
@@ -186,11 +187,14 @@ export class Braid {
     for (const commit of [...commits].reverse()) {
       const text = versionName(commit.policy, commit.version);
       const half = (text.length * CHARACTER) / 2;
-      const middle = Math.min(Math.max(x(commit.commit_time), at.left + half), at.width - half);
-      if (middle + half > free) continue;
-      free = middle - half - 8;
+      const place = x(commit.commit_time);
+      const isLast = place + half > at.width;
+      const right = isLast ? at.width : Math.max(place, half) + half;
+      if (right > free) continue;
+      free = right - 2 * half - 8;
       const style = commit.id === this.chosen ? "seam-label chosen" : "seam-label";
-      picture.append(svg("text", { class: style, x: middle, y: 18, "text-anchor": "middle" }, text));
+      picture.append(svg("text", { class: style, x: isLast ? at.width - 1 : right - half, y: 18,
+        "text-anchor": isLast ? "end" : "middle" }, text));
     }
   }
 

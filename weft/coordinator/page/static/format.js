@@ -1,4 +1,4 @@
-// Numbers, times and names as people read them.
+// Numbers, times and names as people read them. A unit stays on the line of its number.
 
 const whole = new Intl.NumberFormat("en-US");
 const clockFormat = new Intl.DateTimeFormat(undefined, {
@@ -28,27 +28,27 @@ export function bytes(number) {
     number /= 1000;
     unit += 1;
   }
-  return `${unit ? digits(number) : number} ${units[unit]}`;
+  return `${unit ? digits(number) : number}\u00a0${units[unit]}`;
 }
 
 export const rate = (bytesPerSecond) => `${bytes(Math.round(bytesPerSecond))}/s`;
 
 /** A duration: "0.4 ms", "86 ms", "1.42 s", "2 min 5 s". */
 export function duration(seconds) {
-  if (seconds < 0.01) return `${(seconds * 1000).toFixed(1)} ms`;
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(2) : seconds.toFixed(1)} s`;
+  if (seconds < 0.01) return `${(seconds * 1000).toFixed(1)}\u00a0ms`;
+  if (seconds < 1) return `${Math.round(seconds * 1000)}\u00a0ms`;
+  if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(2) : seconds.toFixed(1)}\u00a0s`;
   const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
-  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (minutes < 60) return `${minutes}\u00a0min ${Math.round(seconds % 60)}\u00a0s`;
+  return `${Math.floor(minutes / 60)}\u00a0h ${minutes % 60}\u00a0min`;
 }
 
 /** How long ago: "now", "12 s ago", "3 min ago". */
 export function ago(seconds) {
   if (seconds < 1.5) return "now";
-  if (seconds < 90) return `${Math.round(seconds)} s ago`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-  return `${Math.round(seconds / 3600)} h ago`;
+  if (seconds < 90) return `${Math.round(seconds)}\u00a0s\u00a0ago`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)}\u00a0min\u00a0ago`;
+  return `${Math.round(seconds / 3600)}\u00a0h\u00a0ago`;
 }
 
 export const clock = (time) => clockFormat.format(new Date(time * 1000));

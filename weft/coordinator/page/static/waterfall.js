@@ -97,7 +97,7 @@ function inWords(transfer) {
   const parts = [];
   if (transfer.waiting_seconds > 0.05) parts.push(`waited ${duration(transfer.waiting_seconds)}`);
   for (const [phase, word] of [["forming", "forming"], ["staging", "staging"], ["committing", "commit"], ["pause", "pause"]]) {
-    if (transfer[phase] > 0) parts.push(`${word} ${duration(transfer[phase])}`);
+    if (transfer[phase] > 0) parts.push(`${word}\u00a0${duration(transfer[phase])}`);
   }
   if (!transfer.end_time) {
     const done = `${count(Number(message.num_buckets_verified ?? 0))} of ${several(Number(message.num_buckets ?? 0), "bucket")}`;
