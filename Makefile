@@ -21,8 +21,9 @@ SEEDS ?= 20000
 SECONDS ?= 60
 
 CHART := .venv-chart/bin
+PAGE := .venv-page/bin
 
-.PHONY: help install chart images observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart images page observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -108,6 +109,15 @@ chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.
 	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4
 	@touch $@
 
+# IMAGES=docs/images takes the pictures of the manual anew.
+page: install .venv-page/.installed  ## What the page of the demo draws, in an installed Chromium (2 min; pictures in build/page).
+	IMAGES=$(abspath $(or $(IMAGES),build/page)) $(PAGE)/python -m pytest -c tests/page/pytest.ini --rootdir . tests/page
+
+.venv-page/.installed: Makefile
+	$(PYTHON) -m venv .venv-page
+	$(PAGE)/pip install -q playwright==1.65.2 'pytest>=9' pytest-timeout
+	@touch $@
+
 images:  ## What the images install: the CPU ones into empty environments, the CUDA one resolved (10 min).
 	$(PYTHON) helm/images/check.py
 
@@ -160,4 +170,4 @@ baseline: install  ## Take today's protos as what `buf breaking` compares with (
 ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen .venv-chart build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart .venv-page build *.egg-info .pytest_cache .mypy_cache .ruff_cache
