@@ -40,6 +40,12 @@ policies = ["*"]
 STATIC = Path(document.__file__).parent / "static"
 
 
+@pytest.fixture(autouse=True)
+def _no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer tells what is so now."""
+    monkeypatch.setattr(document, "SAME_ANSWER_SECONDS", 0.0)
+
+
 @asynccontextmanager
 async def _pool(folder: Path, **options: Any) -> AsyncIterator[Pool]:
     pool = Pool(folder / "catalog.db")
@@ -135,7 +141,8 @@ async def test_files_come_with_a_policy_that_lets_nothing_else_in(tmp_path: Path
             assert "unsafe" not in allowed
         for path in ("/page/", "/page/../site.py", "/page/main.js/", "/index.html"):
             assert (await ask(_port(pool), path)).status == 404
-        assert (await ask(_port(pool), "/v1/pool.json?since=nonsense")).status == 400
+        for query in ("since=nonsense", "x=1", "&".join("abcdefghijk"), "since=1.1.1.1.1%00"):
+            assert (await ask(_port(pool), f"/v1/pool.json?{query}")).status == 400
 
 
 def test_files_ask_for_nothing_from_elsewhere_and_make_no_markup_of_text() -> None:

@@ -17,6 +17,11 @@ from weft.coordinator.page.document import Document
 from weft.telemetry.http_server import Request
 
 
+@pytest.fixture(autouse=True)
+def _no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "SAME_ANSWER_SECONDS", 0.0)
+
+
 class Reader:
     """Polls as a page does."""
 
@@ -143,6 +148,19 @@ def test_a_long_history_comes_in_pieces_that_add_up(monkeypatch: pytest.MonkeyPa
         assert [entry for piece in pieces for entry in piece[listed]] == whole[listed]
     named = {number for piece in pieces for number in piece["members"]}
     assert named == whole["members"].keys()
+
+
+def test_who_asks_the_same_at_once_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = watched("r0")
+    reader = Reader(m)
+    monkeypatch.setattr(document, "SAME_ANSWER_SECONDS", 60.0)
+    first = reader.poll("")
+    m.run_to(Phase.COMMITTED)
+    assert reader.poll("") == first
+    for number in range(20):
+        assert reader.poll(f"since={COORDINATOR}.0.{number}.0.0")["transfers"]
+    assert len(reader.document._made) <= 8
+    assert reader.poll("")["transfers"], "it was forgotten"
 
 
 def test_a_large_pool_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
