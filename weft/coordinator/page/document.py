@@ -93,7 +93,7 @@ class Document:
 
     def _answer(self, known: re.Match[str] | None) -> str:
         state, upto = self._state(), self._history.revision
-        seen = [
+        is_more = [
             self._replicas.look(state.replicas, LOOK_SECONDS),
             self._policies.look(state.policies, LOOK_SECONDS),
         ]
@@ -105,7 +105,7 @@ class Document:
         facts = {
             "cursor": ".".join([state.coordinator_id, *map(str, cursor)]),
             "is_new": not any(has),
-            "is_more": reached < upto or not all(seen),
+            "is_more": reached < upto or any(is_more),
             "coordinator": self._target,
             "history": {
                 "began": self._history.began_at,

@@ -48,8 +48,12 @@ class Entries(Generic[_V]):
         """Who knows less than this cannot be told what is gone."""
 
     def look(self, values: Mapping[str, _V], seconds: float) -> bool:
-        """See what has changed, for so long; returns whether all of it was seen."""
-        until = self._clock() + seconds
+        """See what has changed, for so long; the next call continues.
+
+        Returns:
+            Whether there is likely more: some changes were found, and not all values seen.
+        """
+        until, before = self._clock() + seconds, self.revision
         for name in self._known.keys() - values.keys():
             self._forget(name)
         if not self._to_see:
@@ -60,7 +64,7 @@ class Entries(Generic[_V]):
                 self._see(name, values[name])
             if self._clock() >= until:
                 break
-        return not self._to_see
+        return bool(self._to_see) and self.revision > before
 
     def since(self, revision: int) -> list[str]:
         """The entries that are newer; O(these)."""

@@ -177,6 +177,9 @@ def test_a_large_pool_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
             break
     assert sorted(seen) == names
     assert answers == 5, "one a look"
+    m.pass_time(1.0)
+    for _ in range(12):
+        assert not reader.poll()["is_more"], "nothing has changed in what was looked at"
 
 
 def test_what_is_older_than_an_hour_is_only_what_replicas_were_before() -> None:

@@ -19,7 +19,7 @@ const pool = new Pool();
 const braid = new Braid();
 const waterfall = new Waterfall();
 const events = new Events();
-const contact = { answeredAt: 0, failure: "", ahead: 0 };
+const contact = { answeredAt: 0, drawnAt: 0, failure: "", ahead: 0 };
 
 /** The coordinator's clock now: what is drawn does not depend on this machine's. */
 const now = () => Date.now() / 1000 + contact.ahead;
@@ -37,7 +37,10 @@ async function poll() {
     contact.ahead = pool.now - contact.answeredAt;
     contact.failure = "";
     if (told.is_more) wait = SOON;
-    else draw();
+    if (!told.is_more || performance.now() - contact.drawnAt > POLL) {
+      contact.drawnAt = performance.now();
+      draw();
+    }
   } catch (error) {
     contact.failure = error.name === "TimeoutError" ? "it does not answer"
       : error instanceof TypeError ? "it cannot be reached" : error.message;
