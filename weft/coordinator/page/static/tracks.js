@@ -27,7 +27,8 @@ export function strand(pool, name, policy, from, to) {
   let since = null;
   const first = points[0];
   if (first?.transfer) {
-    now = { version: first.transfer.replaced_version || null, state: "ready", reason: "" };
+    const before = first.transfer.replaced_version;
+    now = { version: before || policy === "base" ? before : null, state: "ready", reason: "" };
     since = from;
   }
   for (const { time, mark, transfer } of points) {
