@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: By image, whether it is resolved only, and what is asked of it once installed.
+_TRACES = """\
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+"""
 _COORDINATOR = """\
 import importlib.util
 from importlib.resources import files
@@ -33,9 +35,10 @@ from pathlib import Path
 from weft_cli.demo.tiny_model import make_model
 make_model(Path("tiny"))
 """
+#: By image, whether it is resolved only, what is asked of it once installed, and its command.
 IMAGES = {
-    "coordinator": (False, _COORDINATOR, "coordinator"),
-    "replica-cpu": (False, _REPLICA, "rollout"),
+    "coordinator": (False, _COORDINATOR + _TRACES, "coordinator"),
+    "replica-cpu": (False, _REPLICA + _TRACES, "rollout"),
     "replica-cuda": (True, "", ""),
 }
 
