@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
@@ -99,6 +100,10 @@ class Engine(Protocol):
     def dirty_reason(self) -> str:
         """Why the weights may be mixed; empty when they are not. Set by a switch that
         fails so, and by a load in place that ends before it is committed."""
+
+    @property
+    def base_version(self) -> int:
+        """Version of the base that tokens are sampled under from now on."""
 
     @property
     def loading(self) -> str:
@@ -236,6 +241,15 @@ class Engine(Protocol):
     async def memory(self) -> MemoryUse:
         """What is held now, or was a moment ago; what the calls to this engine that have
         returned have changed is in it. Asks no worker: it may be called at any rate."""
+
+    def generate(self, order: GenerateOrder) -> Answer:
+        """Begin to complete a prompt; it is admitted when this returns, and the caller calls
+        ``Answer.end`` in the end.
+
+        Raises:
+            NotFoundError: The adapter cannot be requested.
+            PeerUnavailableError: ``REFUSING``: see ``refuse_requests``.
+        """
 
     def num_requests(self) -> int:
         """Requests that have begun and not ended."""

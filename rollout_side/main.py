@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_side.agent.agent import Agent
+from rollout_side.agent.generate_servicer import GenerateServicer
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import RolloutConfig
 from rollout_side.metrics import ReplicaMetrics
@@ -25,11 +26,11 @@ from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter
 from weft.telemetry.traces import open_tracer
 from weft.tracing import NO_TRACER, Tracer
+from weft.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
 
-_SERVICE = "weft.v1.ReplicaService"
 #: Health service name that says whether the replica serves all that the pool does.
 READY_SERVICE = "weft.ready"
 _STOP_SECONDS = 5.0
@@ -138,18 +139,25 @@ async def _serve_engine(
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
     agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
     metrics = ReplicaMetrics(agent, config)
-    servicer = Servicer(
-        _SERVICE,
-        ReplicaServicer(agent, metrics.switched, tracer),
-        add_ReplicaServiceServicer_to_server,
-    )
+    servicers = [
+        Servicer(
+            "weft.v1.ReplicaService",
+            ReplicaServicer(agent, metrics.switched, tracer),
+            add_ReplicaServiceServicer_to_server,
+        ),
+        Servicer(
+            "weft.v1.GenerateService",
+            GenerateServicer(agent),
+            add_GenerateServiceServicer_to_server,
+        ),
+    ]
     security = Security(
         credentials=Credentials.from_environment(),
         access=AccessFile(config.access) if config.access else None,
         insecure=config.insecure,
     )
     on_refused = refusal_counter(metrics.registry)
-    server = await make_server([servicer], security, on_refused=on_refused)
+    server = await make_server(servicers, security, on_refused=on_refused)
     await server.set_health(READY_SERVICE, serving=False)
     port = bind(server.server, config.agent.listen, security)
     ports = await Ports.open(config.telemetry, server, metrics.registry, security)

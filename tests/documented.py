@@ -12,6 +12,7 @@ from weft.contract.errors import WeftError
 from weft.rpc import inbound, reflection
 from weft.v1 import (
     admin_pb2,
+    generate_pb2,
     inspect_pb2,
     publish_pb2,
     registry_pb2,
@@ -19,7 +20,9 @@ from weft.v1 import (
     replica_pb2,
 )
 
-_FILES = (admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2)
+_FILES = (
+    admin_pb2, generate_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2,
+)  # fmt: skip
 _CODES = (
     "INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|FAILED_PRECONDITION|ABORTED|RESOURCE_EXHAUSTED|"
     "UNAVAILABLE|DEADLINE_EXCEEDED|DATA_LOSS|UNIMPLEMENTED|PERMISSION_DENIED|INTERNAL"

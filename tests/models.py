@@ -200,6 +200,7 @@ class Referee:
         prompt: Sequence[int],
         tokens: Sequence[int],
         adapter: Path | None = None,
+        temperature: float = 1.0,
     ) -> list[float]:
         """Log-probability of each of ``tokens`` after ``prompt`` and those before it."""
         key = (model, adapter)
@@ -209,7 +210,7 @@ class Referee:
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
             logits = self._models[key](input_ids=ids).logits[0].float()
-        log_probs = torch.log_softmax(logits, dim=-1)
+        log_probs = torch.log_softmax(logits / temperature, dim=-1)
         begin = len(prompt) - 1
         return [float(log_probs[begin + i, token]) for i, token in enumerate(tokens)]
 

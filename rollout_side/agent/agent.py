@@ -15,11 +15,13 @@ from rollout_side.agent.drain import Drain
 from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
 from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
+from rollout_side.agent.requested import resolve
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
 from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -85,6 +87,14 @@ class Agent:
             order.ticket.epoch,
         )
         await self.engine.send(order)
+
+    # -- requests for tokens ---------------------------------------------------
+
+    def requested(self, asked: str) -> PolicyVersion:
+        """The version that a request for ``asked`` is answered by; see ``resolve``."""
+        served = self.serving.vector.with_base(self.engine.base_version)
+        in_contact = not self._aliases_hidden
+        return resolve(asked, served, self.serving.newest, in_contact=in_contact)
 
     # -- staying in the pool -------------------------------------------------
 

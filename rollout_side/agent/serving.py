@@ -20,9 +20,12 @@ from weft.contract.errors import (
     NotReadyError,
     WeftError,
 )
+from weft.contract.lru import Lru
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 
 _log = logging.getLogger(__name__)
+#: Policies whose newest number is remembered once nothing of them is served.
+_MAX_POLICIES = 4_096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Serving:
         #: Of versions that are served or retained, as far as their orders have told.
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._engine = engine
+        self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
         self._turns = Turns()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
@@ -73,6 +77,10 @@ class Serving:
         if self.dirty_reason or not self._engine.loading:
             return self.dirty_reason
         return "a base is being loaded in place"
+
+    def newest(self, policy: str) -> int:
+        """The highest number of a policy that was served here; 0 if none was."""
+        return self._newest.get(policy) or 0
 
     @property
     def is_switching(self) -> bool:
@@ -256,6 +264,7 @@ class Serving:
                 transfer_id, version, config_json, content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
+        self._hear(version)
         self._note(version, facts)
         return times
 
@@ -269,9 +278,13 @@ class Serving:
         with self._failed.noting_failure(transfer_id):
             times = await load
         self.vector = self.vector.with_base(version.version)
+        self._hear(version)
         if transfer_id:  # else it is a copy that was known before
             self._note(version, facts)
         return times
+
+    def _hear(self, version: PolicyVersion) -> None:
+        self._newest.put(version.policy, max(version.version, self.newest(version.policy)))
 
     def _note(self, version: PolicyVersion, facts: VersionFacts | None) -> None:
         """Know what is served under a number, and no longer what is not held any more."""

@@ -15,7 +15,7 @@ from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.channel import open_aio_channel
-from weft.v1 import replica_pb2, replica_pb2_grpc, types_pb2
+from weft.v1 import generate_pb2_grpc, replica_pb2, replica_pb2_grpc, types_pb2
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8, 8))])
 BASE_1 = types_pb2.PolicyVersion(policy="base", version=1)
@@ -23,11 +23,13 @@ BASE_1 = types_pb2.PolicyVersion(policy="base", version=1)
 
 @dataclass
 class Served:
-    """A replica with an engine double, and a stub to it."""
+    """A replica with an engine double, and stubs to it."""
 
     agent: Agent
     engine: EngineDouble
     stub: Any
+    generate: Any = None
+    """The stub of its GenerateService."""
 
     def stage(self, version: str) -> str:
         parsed = PolicyVersion.parse(version)
@@ -57,6 +59,11 @@ async def serving(agent: Agent, engine: EngineDouble) -> AsyncIterator[Served]:
     """Serve the agent as long as the context lasts, without a coordinator."""
     server = await serve(agent)
     async with open_aio_channel(agent.address) as channel:
-        yield Served(agent, engine, replica_pb2_grpc.ReplicaServiceStub(channel))
+        yield Served(
+            agent,
+            engine,
+            replica_pb2_grpc.ReplicaServiceStub(channel),
+            generate_pb2_grpc.GenerateServiceStub(channel),
+        )
     engine.close()
     await server.stop(None)

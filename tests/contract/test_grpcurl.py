@@ -21,6 +21,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from tests.contract.conftest import Pool
+from tests.contract.served_replica import Served
 from tests.contract.test_access import TOKEN, Secured
 from weft.rpc import reflection
 from weft.rpc.channel import open_aio_channel
@@ -151,14 +152,14 @@ class Grpcurl:
         request, response = map(
             message_factory.GetMessageClass, (found.input_type, found.output_type)
         )
-        call = self._channel.unary_unary(
+        make = self._channel.unary_stream if found.server_streaming else self._channel.unary_unary
+        call = make(
             f"/{method}",
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
-        )
-        message = json_format.Parse(given, request(), descriptor_pool=pool)
-        answer = await call(message, metadata=self._headers)
-        return json_format.MessageToJson(answer, descriptor_pool=pool)
+        )(json_format.Parse(given, request(), descriptor_pool=pool), metadata=self._headers)
+        answers = [answer async for answer in call] if found.server_streaming else [await call]
+        return "\n".join(json_format.MessageToJson(a, descriptor_pool=pool) for a in answers)
 
 
 @pytest.fixture(params=["v1", "v1alpha"])
@@ -196,7 +197,7 @@ async def test_the_lines_of_the_manual(pool: Pool, tmp_path: Path, version: str)
     await pool.replica("replica-1")
     trainer = await pool.trainer()
     await trainer.push()
-    lines = [line for line in _lines() if " -plaintext " in line]
+    lines = [line for line in _lines() if " -plaintext " in line and ":50051" in line]
     shown = {
         re.sub(r" +#.*", "", line).rpartition("50051 ")[2]: await _paste(
             line, pool.target, tmp_path, version
@@ -217,6 +218,14 @@ async def test_the_lines_of_the_manual(pool: Pool, tmp_path: Path, version: str)
     if _is_described("weft/v1/publish.proto"):
         assert "Idempotent by (trainer_id, request_id)" in described
         assert "MANIFEST_UNKNOWN" in described
+
+
+async def test_the_line_that_asks_a_replica(served: Served, tmp_path: Path, version: str) -> None:
+    await served.commit("math@1")
+    (line,) = [line for line in _lines() if "GenerateService" in line]
+    shown = await _paste(line, served.agent.address, tmp_path, version)
+    assert '"adapter"' in shown
+    assert shown.count('"FINISH_REASON_LENGTH"') == 2
 
 
 @pytest.mark.parametrize("known_by", ["certificates", "tokens"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.generation import GenerateOrder
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
@@ -20,10 +21,17 @@ from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
 from rollout_side.version_facts import VersionFacts
+from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import not_compared
-from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
+from weft.contract.errors import (
+    LoadFailedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+    WeftError,
+)
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, Reference
@@ -90,6 +98,11 @@ class EngineDouble:
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
         self.running = 0
+        self.base_version = 0
+        self.answers: set[AnswerDouble] = set()
+        #: Cleared, no token is sampled.
+        self.stepping = asyncio.Event()
+        self.stepping.set()
         self.refuse_reason = ""
         self.dirty_reason = ""
         self.load: InPlaceLoad | None = None
@@ -101,7 +114,16 @@ class EngineDouble:
         return self.load.transfer_id if self.load else ""
 
     def num_requests(self) -> int:
-        return self.running
+        return self.running + len(self.answers)
+
+    def generate(self, order: GenerateOrder) -> AnswerDouble:
+        if self.refuse_reason:
+            raise PeerUnavailableError(self.refuse_reason, reason="REFUSING")
+        if order.adapter and self.store.adapter(order.adapter) is None:
+            raise NotFoundError(f"{order.adapter} is not here")
+        answer = AnswerDouble(self, order)
+        self.answers.add(answer)
+        return answer
 
     def refuse_requests(self, reason: str) -> None:
         self.refuse_reason = reason
@@ -132,6 +154,11 @@ class EngineDouble:
     async def apply_base(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
+        times = self._apply_base(transfer_id, content_digest)
+        self.base_version = version.version
+        return times
+
+    def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:
         if self.loading == transfer_id:
             return self._commit_in_place(content_digest)
         if self.store.is_served(transfer_id, content_digest):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +100,96 @@ class FakeEngine:
         return self.reset_works
 
 
+class GeneratingEngine(FakeEngine):
+    """Also answers requests, with the tokens that a test ``emits``: they wait in the queue of
+    outputs until the one task that takes them in, as vLLM's does.
+
+    Args:
+        names_weights: Whether outputs name the weights behind their tokens (0.32 and later).
+    """
+
+    def __init__(self, *, names_weights: bool = False) -> None:
+        super().__init__()
+        self.names_weights = names_weights
+        self.outputs_queue = asyncio.Queue[tuple[str, int, list[int], str]]()
+        self._collectors: dict[str, asyncio.Queue[Any]] = {}
+        self._states: dict[tuple[str, int], Any] = self.output_processor.request_states
+        self._handler = asyncio.ensure_future(self._take_outputs())
+        self.prompts: list[Any] = []
+        #: Raised by the next request.
+        self.refusal: Exception | None = None
+
+    def emit(self, request_id: str, tokens: list[int], finish: str = "", index: int = 0) -> None:
+        """Put tokens out."""
+        self.outputs_queue.put_nowait((request_id, index, tokens, finish))
+
+    async def _take_outputs(self) -> None:
+        while True:
+            output = await self.outputs_queue.get()
+            for _ in range(3):  # it is interrupted between two parts of an output
+                await asyncio.sleep(0)
+            self._take(*output)
+
+    def _take(self, request_id: str, index: int, tokens: list[int], finish: str) -> None:
+        state = self._states.get((request_id, index))
+        if state is None:
+            return
+        state.tokens += tokens
+        # What 0.26 hands over with an output that has no token.
+        logprobs = state.tokens[-len(tokens) :]
+        if finish:
+            del self._states[request_id, index]
+        completion = SimpleNamespace(
+            index=index,
+            token_ids=tokens,
+            logprobs=[{token: SimpleNamespace(logprob=-token / 100)} for token in logprobs],
+            finish_reason=finish or None,
+        )
+        if self.names_weights:
+            span = SimpleNamespace(version="base@7", start=0, end=len(state.tokens))
+            completion.weight_versions = [span] if finish else None
+        is_last = not any(of == request_id for of, _ in self._states)
+        output = SimpleNamespace(outputs=[completion], finished=is_last, prompt_token_ids=[1, 2])
+        self._collectors[request_id].put_nowait(output)
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.prompts.append(prompt)
+        if self.refusal is not None:
+            raise self.refusal
+        for i in range(params.num_samples):
+            state = SimpleNamespace(
+                external_req_id=request_id,
+                request_index=i,
+                tokens=[],
+                lora_name=lora_request and lora_request.lora_name,
+            )
+            state.detokenizer = SimpleNamespace(
+                num_output_tokens=lambda state=state: len(state.tokens)
+            )
+            if self.names_weights:
+                state.weight_version_starts = []
+            self._states[request_id, i] = state
+        self._collectors[request_id] = asyncio.Queue()
+        while True:
+            output = await self._collectors[request_id].get()
+            yield output
+            if output.finished:
+                return
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.calls.append(f"abort {' '.join(request_ids)}")
+        for request_id, index in list(self._states):
+            if request_id in request_ids:
+                self._take(request_id, index, [], "abort")
+
+    def close(self) -> None:
+        """End its task."""
+        self._handler.cancel()
+
+
 def make_replica(
     engine: FakeEngine,
     load_seconds: float = 5.0,
@@ -109,7 +199,11 @@ def make_replica(
     in_place: bool = False,
     holdings: HoldingsPage | None = None,
 ) -> VllmReplica:
-    serving = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
+    serving = SimpleNamespace(
+        lora_requests={},
+        is_base_model=lambda name: False,
+        base_model_paths=[SimpleNamespace(name="tiny")],
+    )
     parts: Any = EngineParts(
         engine=engine,
         holdings=holdings or HoldingsPage(),

@@ -23,6 +23,7 @@ import httpx
 
 from rollout_side.config import RolloutConfig, Staging
 from rollout_side.engine import SwitchTimes
+from tests.e2e.generations import Generations
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
 from weft.contract.names import PolicyVersion
@@ -108,7 +109,8 @@ class EngineProcess:
         self._pipe.close()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Begin ``await replica.<method>(...)``; dots reach into attributes."""
+        """Begin ``await replica.<method>(...)``; dots reach into attributes, and
+        ``generations`` is a ``Generations`` of the replica."""
         number, future = next(self._ids), Future[Any]()
         with self._lock:
             self._waiting[number] = future
@@ -261,6 +263,7 @@ async def _serve(pipe: Connection, argv: list[str], staging: Staging) -> None:
 
     threading.Thread(target=read, name="orders", daemon=True).start()
     tasks = set[asyncio.Task[None]]()
+    replica.generations = Generations(replica)  # type: ignore[attr-defined]
     while (order := await orders.get()) is not None:
         task = asyncio.create_task(_obey(pipe, replica, *order))
         tasks.add(task)

@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 
 from weft.rpc.channel import open_channel
+from weft.v1 import generate_pb2
 from weft.v1 import inspect_pb2 as pb
+from weft.v1.generate_pb2_grpc import GenerateServiceStub
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.demo.processes import Process
 
@@ -153,6 +155,25 @@ def ask(url: str, model: str) -> tuple[list[str], list[float], str]:
     answer = response.json()
     logprobs = answer["choices"][0]["logprobs"]
     return logprobs["tokens"], logprobs["token_logprobs"], answer["model"]
+
+
+def generate(address: str, policy: str) -> tuple[list[str], list[float], str]:
+    """What ``ask`` answers, from a replica's GenerateService."""
+    request = generate_pb2.GenerateRequest(
+        policy=policy,
+        token_ids=generate_pb2.TokenIds(ids=PROMPT),
+        sampling=generate_pb2.Sampling(temperature=0, max_tokens=12, ignore_eos=True),
+    )
+    tokens, logprobs = list[str](), list[float]()
+    with open_channel(address) as channel:
+        for response in GenerateServiceStub(channel).Generate(request, timeout=60):
+            (chunk,) = response.chunks
+            tokens += [f"token_id:{token}" for token in chunk.token_ids]
+            logprobs += chunk.logprobs
+    (span,) = chunk.base_spans
+    assert (span.start, span.end) == (0, 12)
+    named = chunk.adapter if chunk.HasField("adapter") else span
+    return tokens, logprobs, f"{chunk.adapter.policy or 'base'}@{named.version}"
 
 
 def wait_ready(target: str, replica_id: str, url: str = "") -> pb.Replica:

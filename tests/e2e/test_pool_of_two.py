@@ -23,6 +23,7 @@ from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
     ask,
+    generate,
     running_coordinator,
     serving_url,
     start_replica,
@@ -112,6 +113,11 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         assert answers["math@1"][:2] != answers["math@2"][:2]
         for model in models:
             assert ask(pool.urls[1], model) == answers[model]
+        for policy, model in (("math", "math"), ("math@1", "math@1"), ("base@1", MODEL_NAME)):
+            tokens, logprobs, version = generate(replica.address, policy)
+            assert tokens == answers[model][0]
+            assert logprobs == pytest.approx(answers[model][1], abs=1e-6)
+            assert version == ("base@1" if model == MODEL_NAME else answers[model][2])
         publisher.push_base(qwen2.base)
         for url in pool.urls:
             assert ask(url, MODEL_NAME) == started_with

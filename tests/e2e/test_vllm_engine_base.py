@@ -7,21 +7,26 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, Sampling
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import LORA_ARGS, Completion, EngineProcess
-from tests.e2e.logprobs import PROMPT, check
+from tests.e2e.generations import joined
+from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
 from weft.contract.errors import (
     InvalidManifestError,
+    InvalidRequestError,
     LoadFailedError,
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
+    VersionChangedError,
 )
 from weft.contract.names import PolicyVersion
 
@@ -80,6 +85,136 @@ def test_running_requests_go_on(served: Served, referee: Referee) -> None:
     check(referee, engine.complete("tiny", PROMPT), models.other)
     engine.push_base("base@4", models.base)
     check(referee, engine.complete("tiny", PROMPT), models.base)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_each_token_is_of_the_base_that_its_span_names(
+    served: Served, referee: Referee, temperature: float
+) -> None:
+    """On both sides of a switch, token by token, as transformers scores it."""
+    engine, models = served.engine, served.models
+    engine.push_adapter("span@1", models.adapters[0])
+    engine.push_base("base@20", models.base)
+    bases, num_samples = {20: models.base, 21: models.other}, 1 if temperature == 0.0 else 3
+    sampling = Sampling(
+        num_samples=num_samples, temperature=temperature, max_tokens=300, ignore_eos=True, seed=3
+    )
+    begun = []
+    for adapter in (None, PolicyVersion("span", 1)):
+        order = GenerateOrder(prompt=PROMPT, adapter=adapter, sampling=sampling)
+        begun.append((adapter, *engine.call("generations.begin", order)))
+    engine.push_base("base@21", models.other)
+    for adapter, number, first in begun:
+        chunks, error = engine.call("generations.read", number)
+        assert error is None
+        for sample in joined([*first, *chunks], num_samples):
+            assert sample.finish_reason is FinishReason.LENGTH
+            before, after = sample.base_spans
+            assert (before.version, before.start, after.version) == (20, 0, 21)
+            assert 0 < before.end == after.start < after.end == len(sample.tokens) == 300
+            for span in (before, after):
+                path = models.adapters[0] if adapter else None
+                want = referee.logprobs(
+                    bases[span.version], PROMPT, sample.tokens, path, temperature or 1.0
+                )
+                got = sample.logprobs[span.start : span.end]
+                errors = [abs(a - b) for a, b in zip(want[span.start : span.end], got, strict=True)]
+                assert max(errors) <= MAX_ERROR, (adapter, span, errors)
+    engine.push_base("base@22", models.base)
+
+
+def test_a_strict_answer_ends_at_the_switch(served: Served, referee: Referee) -> None:
+    engine, models = served.engine, served.models
+    engine.push_base("base@23", models.base)
+    sampling = Sampling(num_samples=2, max_tokens=400, ignore_eos=True)
+    order = GenerateOrder(prompt=PROMPT, adapter=None, sampling=sampling, strict=True)
+    number, first = engine.call("generations.begin", order)
+    engine.push_base("base@24", models.other)
+    chunks, error = engine.call("generations.read", number)
+    assert isinstance(error, VersionChangedError)
+    for sample in joined([*first, *chunks], 2):
+        assert sample.finish_reason is FinishReason.ABORT
+        assert list(sample.base_spans) == [BaseSpan(23, 0, len(sample.tokens))]
+        want = referee.logprobs(models.base, PROMPT, sample.tokens)
+        assert max(abs(a - b) for a, b in zip(want, sample.logprobs, strict=True)) <= MAX_ERROR
+    engine.push_base("base@25", models.base)
+
+
+def test_an_answer_that_is_ended_runs_no_further(served: Served) -> None:
+    engine = served.engine
+
+    def running() -> float:
+        text = engine.http.get("/metrics").text
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.partition("{")[0] in names
+        )
+
+    sampling = Sampling(num_samples=4, max_tokens=480, ignore_eos=True)
+    order = GenerateOrder(prompt=PROMPT, adapter=None, sampling=sampling)
+    number, _ = engine.call("generations.begin", order)
+    assert engine.call("num_requests") == 1
+    engine.call("generations.end", number)
+    assert engine.call("num_requests") == 0
+    assert not engine.call("engine.output_processor.has_unfinished_requests")
+    assert engine.complete("tiny", PROMPT, 2).tokens  # after which its gauges are of now
+    deadline = time.monotonic() + 5
+    while running():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    chunks, error = engine.call("generations.read", number)
+    assert error is None
+    assert all(len(sample.tokens) < 480 for sample in joined(chunks, 4))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"prompt": [1] * 600}, "512"),
+        ({"prompt": [10**6]}, "vocab"),
+        ({"sampling": Sampling(top_p=0.0)}, "top_p"),
+        ({"sampling": Sampling(temperature=0.0, num_samples=2)}, "greedy"),
+        ({"sampling": Sampling(min_tokens=9, max_tokens=3)}, "min_tokens"),
+    ],
+)
+def test_what_vllm_refuses_is_said_in_its_words(
+    engine_tp1: EngineProcess, more: dict[str, Any], says: str
+) -> None:
+    order = GenerateOrder(**{"prompt": PROMPT, "adapter": None, **more})
+    with pytest.raises(InvalidRequestError, match=says):
+        engine_tp1.call("generations.begin", order)
+    assert engine_tp1.call("num_requests") == 0
+
+
+def test_the_base_by_its_versions_over_http(served: Served, referee: Referee) -> None:
+    engine, models = served.engine, served.models
+    engine.push_base("base@26", models.base)
+    engine.push_adapter("named@1", models.adapters[0])
+
+    def ask(model: str) -> httpx.Response:
+        json = {"model": model, "prompt": PROMPT, "max_tokens": 4}
+        return engine.http.post("/v1/completions", json=json)
+
+    for model in ("base", "base@26"):
+        assert ask(model).headers["weft-base"] == "base@26"
+        assert "weft-adapter" not in ask(model).headers
+        check(referee, engine.complete(model, PROMPT), models.base)
+    for model in ("named", "named@1"):
+        headers = ask(model).headers
+        assert (headers["weft-base"], headers["weft-adapter"]) == ("base@26", "named@1")
+    chat = {"model": "named", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    assert engine.http.post("/v1/completions", json=chat).headers["weft-adapter"] == "named@1"
+    refused = ask("base@25")
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"].endswith("of base there are base@26")
+    assert "weft-base" not in refused.headers
+    engine.call("hide_aliases", True)
+    assert (ask("base").status_code, ask("base@26").status_code) == (404, 200)
+    assert ask("tiny").status_code == 200
+    engine.call("hide_aliases", False)
+    assert ask("base").status_code == 200
 
 
 def test_what_is_not_whole_or_not_staged_changes_nothing(served: Served, referee: Referee) -> None:

@@ -13,6 +13,7 @@ from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
 from weft.v1 import admin_pb2 as admin
+from weft.v1 import generate_pb2 as generate
 from weft.v1 import inspect_pb2 as inspect
 from weft.v1 import publish_pb2 as publish
 from weft.v1 import registry_pb2 as registry
@@ -171,6 +172,19 @@ def _send(world: World) -> list[Message]:
     )
 
 
+def _generate(world: World) -> list[Message]:
+    asked = world.chance.choice(["base", "base@0", "base@1", world.policy, "math@1", "tiny"])
+    how = generate.Sampling(
+        num_samples=2, temperature=0.5, top_p=0.9, top_k=4, seed=7, max_tokens=3, stop=["\n"],
+        stop_token_ids=[2],
+    )  # fmt: skip
+    prompt: dict[str, Any] = world.chance.choice(
+        [{"text": "7 + 8 ="}, {"token_ids": generate.TokenIds(ids=[1, 2, 3])}]
+    )
+    strict = world.chance.random() < 0.5
+    return [generate.GenerateRequest(policy=asked, strict=strict, sampling=how, **prompt)]
+
+
 _Maker = Callable[[World], list[Message]]
 _VERSION = types.PolicyVersion(policy="math", version=1)
 
@@ -232,6 +246,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "AdminService/Drain": _just(
         admin.DrainRequest(replica_id="stranger", timeout=_SOON, reason="why not")
     ),
+    "GenerateService/Generate": _generate,
     "ReplicaService/JoinGroup": _join,
     "ReplicaService/CommitTransfer": _commit,
     "ReplicaService/LoadTransfer": lambda world: _order(

@@ -29,6 +29,7 @@ from weft.rpc.channel import MAX_MESSAGE_BYTES
 from weft.rpc.status import DOMAIN, _error_info
 from weft.v1 import (
     admin_pb2,
+    generate_pb2,
     inspect_pb2,
     publish_pb2,
     registry_pb2,
@@ -37,7 +38,7 @@ from weft.v1 import (
 )
 
 _MODULES: Final = (
-    admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2,
+    admin_pb2, generate_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2,
 )  # fmt: skip
 METHODS: Final[list[Any]] = [
     method
@@ -45,6 +46,7 @@ METHODS: Final[list[Any]] = [
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
+_OF_THE_REPLICA: Final = frozenset({"ReplicaService", "GenerateService"})
 #: Longest wait for an answer: those that wait for something wait as long as they may.
 _WAIT_SECONDS: Final = 0.05
 _AT_ONCE: Final = 8
@@ -97,7 +99,7 @@ class Fuzzer:
             return  # its own side would not send it
         if self._chance.random() < 0.1:
             data = [Generator(self._chance, {}).spoil(part) for part in data] or [b"\xff"]
-        if method.containing_service.name != "ReplicaService":
+        if method.containing_service.name not in _OF_THE_REPLICA:
             await self._send(self._world.channel, method, data, messages)
             return
         async with self._order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ _INTS: Final = (
     0, 1, 2, 3, 7, 100, -1, -2, 2**16, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 10**7, 2**53 - 1,
     2**53, 2**62, 2**63 - 1, -(2**63), 2**64 - 1,
 )  # fmt: skip
+_FLOATS: Final = (0.0, 0.5, 1.0, 2.0, -1.0, 1e-300, 1e300, math.inf, -math.inf, math.nan)
 _TEXTS: Final = (
     "", "x", "base", "math", "math@1", "../up", "a" * 63, "a" * 64, "a" * 300, "a" * 5_000, "\0",
     "line\nline", "é" * 100, "\U0001f9f6", "%s%n", "9" * 5_000, "127.0.0.1:1", "127.0.0.1:99999",
@@ -99,6 +101,8 @@ class Generator:
             return self._chance.choice(_TEXTS)
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return self._chance.random() < 0.5
+        if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+            return self._chance.choice(_FLOATS)
         return self._chance.choice([value for value in _INTS if _fits(field, value)])
 
     def spoil(self, data: bytes) -> bytes:

@@ -117,6 +117,13 @@ class TransferAbortedError(StaleEpochError):
     default_reason = "TRANSFER_ABORTED"
 
 
+class VersionChangedError(WeftError):
+    """The base changed before the answer that insists on one had ended; ask again."""
+
+    status = "ABORTED"
+    default_reason = "VERSION_CHANGED"
+
+
 class CapacityError(WeftError):
     """A stated bound would be exceeded; free something or wait."""
 
@@ -213,6 +220,7 @@ REASONS: dict[str, type[WeftError]] = {
     "LEASE_FENCED": LeaseFencedError,
     "TRANSFER_ABORTED": TransferAbortedError,
     "REPLACED": TransferAbortedError,
+    "VERSION_CHANGED": VersionChangedError,
     "STAGING_FULL": CapacityError,
     "MANIFEST_TOO_LARGE": CapacityError,
     "STORE_FULL": CapacityError,
@@ -224,6 +232,8 @@ REASONS: dict[str, type[WeftError]] = {
     "RANK_GONE": PeerUnavailableError,
     "STALLED": StalledError,
     "COORDINATOR_AWAY": PeerUnavailableError,
+    "VERSION_AHEAD": PeerUnavailableError,
+    "REFUSING": PeerUnavailableError,
     "COORDINATOR_UNREACHABLE": PeerUnavailableError,
     "DEADLINE": TransferTimeoutError,
     "DIGEST_MISMATCH": DigestMismatchError,

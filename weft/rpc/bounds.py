@@ -40,6 +40,9 @@ MAX_TEXT_CHARS: Final = 2_000
 MAX_REASON_CHARS: Final = 500
 MAX_DIGEST_BYTES: Final = 64
 MAX_ENTRIES: Final = 65_536
+#: Tokens or characters of a prompt, and tokens of an answer; a message has room for no more.
+MAX_PROMPT: Final = 2**20
+MAX_SAMPLES: Final = 1_024
 #: Of the year 9999, since 1970.
 LAST_SECOND: Final = 253_402_300_799
 
@@ -240,6 +243,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Capabilities.tensor_parallel_size": _number(0, 65_536),
     "Drain.reason": _kept(MAX_TEXT_CHARS),
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
+    "GenerateRequest.text": _text(MAX_PROMPT, printable=False),
     "GroupPlan.rank": _number(0, MAX_GROUP_SIZE - 1),
     "GroupPlan.size": _number(2, MAX_GROUP_SIZE),
     "Hello.num_buckets_in_flight": _number(0, MAX_BUCKETS_IN_FLIGHT),
@@ -255,6 +259,8 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "ListVersionsRequest.page_token": _text(20, reason="INVALID_PAGE"),
     "Prepare.trace_context": _text(MAX_TRACEPARENT_CHARS),
     "RankFailed.reason": _ID,
+    "Sampling.num_samples": _number(0, MAX_SAMPLES),
+    "Sampling.stop": _text(1_024, printable=False),
     "SetRetentionRequest.num_versions": _anything,
     "StoreAdd.amount": _anything,
     "StoreAdd.key": _TEXT,
@@ -263,9 +269,15 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "StoreSet.values": _anything,
 }
 _MAX_ENTRIES: Final[Mapping[str, int]] = {
+    "Admission.prompt_token_ids": MAX_PROMPT,
     "Capabilities.backends": 16,
     "Capabilities.lora_modules": 4_096,
     "Capabilities.served_names": 4_096,
+    "SampleChunk.logprobs": MAX_PROMPT,
+    "SampleChunk.token_ids": MAX_PROMPT,
+    "Sampling.stop": 16,
+    "Sampling.stop_token_ids": 1_024,
+    "TokenIds.ids": MAX_PROMPT,
 }
 #: Whose decoder checks every entry as it comes, and what all of them add up to.
 _DECODED: Final = frozenset({"ManifestChunk", "ReferenceChunk"})

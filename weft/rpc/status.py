@@ -25,8 +25,9 @@ from weft.contract.errors import (
 
 #: ``ErrorInfo.domain`` of every failure that Weft reports.
 DOMAIN: Final = "weft"
-#: When a caller that met a bound should try again.
+#: When a caller that met a bound, or asked for what is not here now, should try again.
 RETRY_AFTER_SECONDS: Final = 1
+_RETRIED: Final = frozenset({"RESOURCE_EXHAUSTED", "UNAVAILABLE"})
 # Statuses travel as HTTP/2 trailers, of which 8 KiB are accepted in all, and the
 # message is in there twice.
 _MAX_MESSAGE_CHARS: Final = 1500
@@ -61,7 +62,7 @@ def status_from_error(error: WeftError) -> status_pb2.Status:
         metadata={key: _cut(value, _MAX_METADATA_CHARS) for key, value in entries},
     )
     status.details.add().Pack(info)
-    if isinstance(error, CapacityError):
+    if error.status in _RETRIED:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.seconds = RETRY_AFTER_SECONDS
         status.details.add().Pack(retry)

@@ -12,20 +12,28 @@ import contextlib
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from weft.contract.errors import UnsupportedError
+from rollout_side.generation import Sampling
+from weft.contract.errors import (
+    CapacityError,
+    InvalidRequestError,
+    PeerUnavailableError,
+    UnsupportedError,
+    WeftError,
+)
 
 #: First release that works, and first that has not been tried.
 OLDEST = (0, 26)
 TOO_NEW = (0, 33)
 SUPPORTED_RANGE = ">=0.26,<0.33"
 
+_POLL_SECONDS = 0.001
 # A parameter of one expert: "...experts.3.gate_proj.weight".
 _EXPERT = re.compile(r"(?:^|.*\.)(?P<group>[^.]+)\.\d+\.[^.]+$")
 
@@ -165,6 +173,87 @@ def loras_in_use(engine: Any) -> set[str]:
     """Names of the adapters that an unfinished request uses."""
     states = engine.output_processor.request_states.values()
     return {state.lora_name for state in states if state.lora_name is not None}
+
+
+def sampling_params(sampling: Sampling) -> Any:
+    """vLLM's own, for answers that come in pieces, each token with its log-probability.
+
+    Raises:
+        ValueError, or as ``typed_failures`` knows: They contradict each other.
+    """
+    module = importlib.import_module("vllm.sampling_params")
+    return module.SamplingParams(
+        n=sampling.num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        output_kind=module.RequestOutputKind.DELTA,
+    )
+
+
+@contextlib.contextmanager
+def typed_failures() -> Iterator[None]:
+    """What vLLM raises of a request, by its kind; anything else passes.
+
+    Raises:
+        InvalidRequestError: It refuses the request, in its own words.
+        CapacityError: ``TOO_MANY_CALLS``: it has as much to do as it was told to take.
+        PeerUnavailableError: Its engine has died.
+    """
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & {"ValueError", "VLLMClientError"}:  # the latter from 0.27 on
+            raise InvalidRequestError(str(error)) from error
+        if "GracefulHTTPError" in kinds:
+            raise CapacityError(str(error), reason="TOO_MANY_CALLS") from error
+        if "EngineDeadError" in kinds:
+            raise PeerUnavailableError(
+                "vLLM's engine has died; the replica's log says why", metadata={"member": "engine"}
+            ) from error
+        raise
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """Of the tokens of one output, the log-probability of each."""
+    # 0.26 hands over all of a sample's once more with the output that ends it without a token.
+    pairs = zip(completion.token_ids, completion.logprobs or (), strict=False)
+    return [float(logprobs[token].logprob) for token, logprobs in pairs]
+
+
+async def tokens_before(engine: Any) -> dict[tuple[str, int], int]:
+    """How many tokens each unfinished sample has, by its request and its index, at a pause;
+    nothing where outputs name the weights behind their tokens (0.32 and later).
+
+    Returns once what the engine had put out before the pause has been taken in: its answer
+    to the pause comes behind that, in the same queue.
+    """
+    states = engine.output_processor.request_states
+    if not states or hasattr(next(iter(states.values())), "weight_version_starts"):
+        return {}
+    queue = engine.engine_core.outputs_queue
+    while queue.qsize() or not queue._getters:  # until its one reader waits for more
+        await asyncio.sleep(_POLL_SECONDS)
+    for _ in range(3):  # who waits for one of these outputs has it then
+        await asyncio.sleep(0)
+    return {
+        (state.external_req_id, state.request_index): state.detokenizer.num_output_tokens()
+        for state in states.values()
+        if state.detokenizer is not None
+    }
 
 
 # -- the model, in a worker -------------------------------------------------------

@@ -7,7 +7,9 @@ version it stands for, so a response names the version that produced it.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from weft.contract.errors import (
     NotReadyError,
     UnsupportedError,
 )
-from weft.contract.names import PolicyVersion
+from weft.contract.names import BASE_POLICY, PolicyVersion
 
 #: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
 FIRST_LORA_ID = 2**20
@@ -40,13 +42,7 @@ class ServedAdapter:
     """``time.monotonic()`` when it was first seen unused after that."""
 
 
-def own_names(serving_models: Any) -> tuple[str, ...]:
-    """Names that vLLM's server has by its own arguments, sorted: of the base model, and of
-    adapters that it loaded from files.
-
-    Args:
-        serving_models: vLLM's ``OpenAIServingModels``.
-    """
+def _own_names(serving_models: Any) -> tuple[str, ...]:
     bases = {model.name for model in serving_models.base_model_paths}
     files = {
         name
@@ -69,6 +65,12 @@ class ServedModels:
         self._served: dict[PolicyVersion, ServedAdapter] = {}
         self._aliases: dict[str, PolicyVersion] = {}
         self._hidden = False
+        #: What ``base`` stands for, which is no adapter; see ``set_base``.
+        self.base = PolicyVersion(BASE_POLICY, 0)
+        #: Names that vLLM's server has by its own arguments, sorted: of the base model, and
+        #: of adapters that it loaded from files.
+        self.own_names = _own_names(serving_models)
+        self._name_base()
         serving_models.show_available_models = self._show_available_models
 
     @property
@@ -76,13 +78,42 @@ class ServedModels:
         """The base model's own name; the first of them."""
         return str(self._serving.base_model_paths[0].name)
 
+    def set_base(self, version: PolicyVersion) -> None:
+        """Let ``base``, and its exact version, name the base model beside its own names."""
+        self.base = version
+        self._name_base()
+
+    def _name_base(self) -> None:
+        paths = self._serving.base_model_paths
+        paths[:] = [path for path in paths if path.name in self.own_names]
+        for name in (BASE_POLICY, str(self.base))[self._hidden :]:
+            if name not in self.own_names:
+                path = copy.copy(paths[0])
+                path.name = name
+                if name == BASE_POLICY:  # as of an alias, its root is what it stands for
+                    path.model_path = str(self.base)
+                paths.append(path)
+
+    def replace_lookup(self, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Have vLLM look adapters up in another mapping of what is there."""
+        self._serving.lora_requests = make(self._serving.lora_requests)
+
+    def request_of(self, version: PolicyVersion) -> Any:
+        """vLLM's ``LoRARequest`` of a version.
+
+        Raises:
+            NotFoundError: It cannot be requested.
+        """
+        if not self._can_be_requested(version):
+            raise NotFoundError(f"{version} is not served here")
+        return self._served[version].request
+
     def explain_unknown(self, name: str) -> str:
         """What can be asked for in place of a name that vLLM does not know: the versions of
         its policy, if some can be requested; else empty."""
         policy = name.rpartition("@")[0] or name
-        numbers = sorted(
-            v.version for v in self._served if v.policy == policy and self._can_be_requested(v)
-        )
+        known = [self.base, *(v for v in self._served if self._can_be_requested(v))]
+        numbers = sorted(v.version for v in known if v.policy == policy)
         if not numbers:
             return ""
         newest = [f"{policy}@{number}" for number in numbers[-_MAX_LISTED:]]
@@ -174,8 +205,10 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def hide_aliases(self, hidden: bool) -> None:
-        """Refuse bare names, or serve them again; exact versions answer throughout."""
+        """Refuse bare names, or serve them again; exact versions answer throughout, and the
+        base model by its own names."""
         self._hidden = hidden
+        self._name_base()
         for policy, version in self._aliases.items():
             if hidden:
                 self._serving.lora_requests.pop(policy, None)

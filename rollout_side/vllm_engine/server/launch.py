@@ -15,9 +15,10 @@ from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
-from rollout_side.vllm_engine.http.served_models import ServedModels, own_names
+from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer, bind
 from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
+from rollout_side.vllm_engine.http.version_headers import name_versions
 from rollout_side.vllm_engine.server import model_reference, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
@@ -115,7 +116,7 @@ async def open_engine(
         app = await _build_app(parts, args, engine)
         models = ServedModels(app.state.openai_serving_models)
         explaining = explain_unknown_models(app, models.explain_unknown)
-        http = _http_server(app, explaining, args, sock, tracker)
+        http = _http_server(app, name_versions(explaining, models), args, sock, tracker)
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         started_with.read(model, revision, is_loaded=True)
@@ -167,7 +168,7 @@ async def open_engine(
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
                 loads_in_place=in_place,
-                served_names=own_names(app.state.openai_serving_models),
+                served_names=models.own_names,
             ),
             reference=described,
             model_name=models.base_name,

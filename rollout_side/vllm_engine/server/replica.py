@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine.compat import bridges
@@ -16,6 +17,7 @@ from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.server.answers import Answers
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
@@ -92,6 +94,7 @@ class VllmReplica(HeldVersions):
         self._started_with = parts.started_with
         self._gate = RequestGate(parts.engine, workers, parts.tracker)
         self._in_place = LoadsInPlace(workers, self._gate)
+        self._answers = Answers(parts.engine, parts.tracker, parts.models)
 
     # -- the process ----------------------------------------------------------
 
@@ -109,6 +112,11 @@ class VllmReplica(HeldVersions):
     def dirty_reason(self) -> str:
         """See ``Engine``."""
         return self._gate.dirty_reason
+
+    @property
+    def base_version(self) -> int:
+        """See ``Engine``."""
+        return self.models.base.version
 
     @property
     def loading(self) -> str:
@@ -320,6 +328,10 @@ class VllmReplica(HeldVersions):
             return True
         return str(version) in bridges.loras_in_use(self.engine)
 
+    def generate(self, order: GenerateOrder) -> Answer:
+        """See ``Engine``."""
+        return self._answers.begin(order)
+
     def num_requests(self) -> int:
         """See ``Engine``."""
         return self.tracker.num_running
@@ -342,3 +354,4 @@ class VllmReplica(HeldVersions):
                 "weights",
                 metadata={"dirty": "true"},
             )
+        await self._workers.bounded(self._answers.switch_base(version), "noting the switch")

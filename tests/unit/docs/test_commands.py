@@ -13,6 +13,7 @@ from tests.unit.docs.pages import ROOT, Page, page, pages
 from trainer_side import Publisher
 from weft.v1 import (
     admin_pb2,
+    generate_pb2,
     inspect_pb2,
     publish_pb2,
     registry_pb2,
@@ -194,7 +195,15 @@ def wrong_arguments(page: Page) -> list[str]:
 
 SERVICES = {
     service.name: set(service.methods_by_name)
-    for module in (admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2)
+    for module in (
+        admin_pb2,
+        generate_pb2,
+        inspect_pb2,
+        publish_pb2,
+        registry_pb2,
+        rendezvous_pb2,
+        replica_pb2,
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
 }
 

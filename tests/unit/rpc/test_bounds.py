@@ -15,6 +15,7 @@ from weft.rpc.bounds import check
 from weft.rpc.inbound import Refused, parser
 from weft.v1 import (
     admin_pb2,
+    generate_pb2,
     inspect_pb2,
     publish_pb2,
     registry_pb2,
@@ -23,7 +24,15 @@ from weft.v1 import (
     types_pb2,
 )
 
-MODULES = (admin_pb2, inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, replica_pb2)
+MODULES = (
+    admin_pb2,
+    generate_pb2,
+    inspect_pb2,
+    publish_pb2,
+    registry_pb2,
+    rendezvous_pb2,
+    replica_pb2,
+)
 
 
 def _register(**fields: object) -> Message:
@@ -66,6 +75,9 @@ def _register(**fields: object) -> Message:
         (admin_pb2.RetireRequest(version={"version": 2**63 - 1}), "version"),  # type: ignore[arg-type]
         (replica_pb2.JoinGroupRequest(group={"size": 16_385}), "size"),  # type: ignore[arg-type]
         (publish_pb2.DescribeTargetResponse(base_dtype_exceptions={"w": 99}), "value"),  # type: ignore[dict-item]
+        (generate_pb2.GenerateRequest(text="t" * (2**20 + 1)), "text"),
+        (generate_pb2.TokenIds(ids=[1] * (2**20 + 1)), "ids"),
+        (generate_pb2.Sampling(num_samples=1025), "num_samples"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_by_name(message: Message, field: str) -> None:
@@ -83,6 +95,7 @@ def test_what_is_out_of_bounds_is_refused_by_name(message: Message, field: str) 
         _register(capabilities=registry_pb2.Capabilities(staging_capacity_bytes=2**63 - 1)),
         rendezvous_pb2.StoreAdd(key="k", amount=-(2**63)),
         publish_pb2.BeginTransferResponse(nonce=2**64 - 1),
+        generate_pb2.TokenIds(ids=[1] * 2**20),
         publish_pb2.DescribeTargetResponse(base_dtype_exceptions={"w": types_pb2.DATA_TYPE_INT8}),
     ],
 )

@@ -39,7 +39,7 @@ class Role(enum.StrEnum):
     INSPECT = "inspect"
     """Reads; changes nothing."""
     GENERATE = "generate"
-    """Asks replicas for tokens: reads where requests may be sent."""
+    """Asks replicas for tokens, and reads where requests may be sent."""
     PUBLISH = "publish"
     """Pushes the policies that its identity names."""
     REPLICA = "replica"
@@ -54,7 +54,9 @@ _INSPECT = "weft.v1.InspectService"
 #: By role, the services, or single methods, that it may call.
 _ALLOWED: Final[dict[Role, frozenset[str]]] = {
     Role.INSPECT: frozenset({_INSPECT, "weft.v1.ReplicaService/GetStatus"}),
-    Role.GENERATE: frozenset({f"{_INSPECT}/WatchRoutes", f"{_INSPECT}/GetPool"}),
+    Role.GENERATE: frozenset(
+        {"weft.v1.GenerateService", f"{_INSPECT}/WatchRoutes", f"{_INSPECT}/GetPool"}
+    ),
     Role.PUBLISH: frozenset({"weft.v1.PublishService", "weft.v1.RendezvousService"}),
     Role.REPLICA: frozenset({"weft.v1.RegistryService", "weft.v1.RendezvousService"}),
     Role.COORDINATOR: frozenset({"weft.v1.ReplicaService"}),

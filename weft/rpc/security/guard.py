@@ -35,6 +35,7 @@ _UNAUDITED: Final = frozenset(
         "weft.v1.PublishService/AwaitTransfer",
         "weft.v1.RegistryService/Heartbeat",
         "weft.v1.AdminService/GetBase",
+        "weft.v1.GenerateService/Generate",
         "weft.v1.ReplicaService/GetStatus",
         "weft.v1.ReplicaService/DescribeVersion",
         "weft.v1.RendezvousService/CallStore",

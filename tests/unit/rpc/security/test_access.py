@@ -90,7 +90,11 @@ def test_policies_are_patterns_of_whole_names() -> None:
 #: By role, a method of each service that it may call; each may call no other of these.
 _MAY = {
     "inspect": {"InspectService/GetPool", "InspectService/WatchRoutes", "ReplicaService/GetStatus"},
-    "generate": {"InspectService/GetPool", "InspectService/WatchRoutes"},
+    "generate": {
+        "GenerateService/Generate",
+        "InspectService/GetPool",
+        "InspectService/WatchRoutes",
+    },
     "publish": {"PublishService/BeginTransfer", "RendezvousService/Attend"},
     "replica": {"RegistryService/Register", "RendezvousService/Attend"},
     "coordinator": {"ReplicaService/CommitTransfer", "ReplicaService/GetStatus"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels, own_names
+from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
 from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
 from weft.contract.names import PolicyVersion
 
@@ -76,12 +76,12 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
 def test_names_that_are_taken() -> None:
     serving = _Serving()
     serving.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
+    serving.lora_requests["math@1"] = _request(PolicyVersion("math", 1))
     models = ServedModels(serving)
     for name, text in (("tiny", "base model"), ("disk", "/adapters/disk")):
         with pytest.raises(InvalidNameError, match=text):
             models.check_new(PolicyVersion(name, 1))
-    serving.lora_requests["math@1"] = _request(PolicyVersion("math", 1))
-    assert own_names(serving) == ("disk", "tiny", "tiny-2")
+    assert models.own_names == ("disk", "tiny", "tiny-2")
     del serving.lora_requests["math@1"]
     version = PolicyVersion("math", 1)
     models.check_new(version)
@@ -119,3 +119,24 @@ def test_hidden_aliases_come_back_as_they_should_be_by_then() -> None:
     assert set(serving.lora_requests) == {"math@1", "math@2"}
     models.hide_aliases(False)
     assert serving.lora_requests["math"].lora_name == "math@2"
+
+
+def test_the_base_has_a_name_and_a_version_beside_its_own_names() -> None:
+    serving = _Serving()
+    models = ServedModels(serving)
+
+    def names() -> list[str]:
+        return [path.name for path in serving.base_model_paths]
+
+    assert names() == ["tiny", "tiny-2", "base", "base@0"]
+    models.set_base(PolicyVersion("base", 3))
+    assert names() == ["tiny", "tiny-2", "base", "base@3"]
+    assert serving.base_model_paths[2].model_path == "base@3"
+    assert models.explain_unknown("base@0").endswith("of base there are base@3")
+    models.hide_aliases(True)
+    assert names() == ["tiny", "tiny-2", "base@3"]
+    assert "out of contact" in models.explain_unknown("base")
+    models.set_base(PolicyVersion("base", 4))
+    models.hide_aliases(False)
+    assert names() == ["tiny", "tiny-2", "base", "base@4"]
+    assert models.base_name == "tiny"

@@ -1,0 +1,97 @@
+"""What an engine is asked to generate, and what it answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weft.contract.names import PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are sampled; see ``weft.v1.Sampling``."""
+
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    """None: as many as the model's context leaves."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOrder:
+    """One prompt, and by what it is completed."""
+
+    prompt: str | list[int]
+    """Text, or tokens."""
+    adapter: PolicyVersion | None
+    """None: the base model itself."""
+    sampling: Sampling = field(default_factory=Sampling)
+    strict: bool = False
+    """Whether the answer ends when the base changes before its last token."""
+
+
+class FinishReason(enum.Enum):
+    """Why a sample has ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class BaseSpan:
+    """Tokens ``[start, end)`` of a sample were sampled under one version of the base."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleChunk:
+    """Further tokens of one sample."""
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None = None
+    """Of the last chunk."""
+    base_spans: tuple[BaseSpan, ...] = ()
+    """Of the last chunk: of all the sample's tokens, without gaps."""
+
+
+class Answer(Protocol):
+    """An answer that an engine is making. It counts as a running request from the moment it
+    was made until ``end``."""
+
+    base: int
+    """Version of the base when it was asked for."""
+    prompt_token_ids: Sequence[int]
+    """What the prompt's text was made into, known with the first chunks; else empty."""
+
+    def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        """What has been sampled since the last time; to be iterated once. Ends when every
+        sample has had its last chunk.
+
+        Raises:
+            InvalidRequestError: The engine refuses it; nothing was sampled.
+            CapacityError: ``TOO_MANY_CALLS``: the engine's own bounds are met.
+            VersionChangedError: The base has changed, and it is strict. The tokens that came
+                are of the version before.
+            PeerUnavailableError: The engine has died.
+        """
+
+    def end(self) -> None:
+        """End it in the engine, wherever it is; idempotent."""

@@ -1,0 +1,190 @@
+"""Answers to GenerateService, as vLLM makes them: which versions are behind their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
+from weft.contract.errors import PeerUnavailableError, VersionChangedError
+from weft.contract.names import BASE_POLICY, PolicyVersion
+
+_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+class Answers:
+    """The answers that one engine is making; on its event loop.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        tracker: Refuses new requests, and counts those that run, as over HTTP.
+        models: What can be asked.
+    """
+
+    def __init__(self, engine: Any, tracker: RequestTracker, models: ServedModels) -> None:
+        self._engine, self._tracker, self._models = engine, tracker, models
+        self._numbers = itertools.count(1)
+        self._running: set[VllmAnswer] = set()
+        self._aborts: set[asyncio.Future[None]] = set()
+
+    def begin(self, order: GenerateOrder) -> VllmAnswer:
+        """See ``Engine.generate``.
+
+        Raises:
+            InvalidRequestError: vLLM refuses how it is to be sampled.
+        """
+        if self._tracker.refuse_reason:
+            raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
+        lora = self._models.request_of(order.adapter) if order.adapter else None
+        with bridges.typed_failures():
+            params = bridges.sampling_params(order.sampling)
+        request_id = f"weft-{next(self._numbers)}"
+        prompt = (
+            order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}
+        )
+        outputs = self._engine.generate(prompt, params, request_id, lora_request=lora)
+        ended = contextlib.ExitStack()
+        answer = VllmAnswer(request_id, order, self._models.base.version, outputs, ended)
+        ended.enter_context(self._tracker.running())
+        self._running.add(answer)
+        ended.callback(self._running.discard, answer)
+        ended.callback(self._abort, answer)
+        return answer
+
+    def _abort(self, answer: VllmAnswer) -> None:
+        if not answer.is_over:
+            abort = asyncio.ensure_future(self._engine.abort(answer.request_id))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborted)
+
+    def _aborted(self, abort: asyncio.Future[None]) -> None:
+        self._aborts.discard(abort)
+        if not abort.cancelled():
+            abort.exception()  # of an engine that has died, which ends the process elsewhere
+
+    async def switch_base(self, version: PolicyVersion) -> None:
+        """Note, while generation is paused, that tokens are of another base from now on, and
+        end the answers that insist on the one before."""
+        before = await bridges.tokens_before(self._engine)
+        is_other = version != self._models.base
+        self._models.set_base(version)
+        for answer in self._running:
+            answer.note_base(version.version, before)
+        strict = [answer.request_id for answer in self._running if answer.strict]
+        if strict and is_other:
+            # What they have sampled by now still comes, behind it that they were ended.
+            await self._engine.abort(strict)
+
+
+class VllmAnswer:
+    """See ``rollout_side.generation.Answer``.
+
+    Args:
+        outputs: vLLM's ``RequestOutput``s, each with what is new.
+        ended: Called back once when it ends.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        order: GenerateOrder,
+        base: int,
+        outputs: AsyncGenerator[Any, None],
+        ended: contextlib.ExitStack,
+    ) -> None:
+        self.request_id, self.base, self.strict = request_id, base, order.strict
+        self.prompt_token_ids: Sequence[int] = ()
+        #: Whether the engine has nothing more to do for it.
+        self.is_over = False
+        self._is_text = isinstance(order.prompt, str)
+        self._outputs, self._ended = outputs, ended
+        self._num_tokens = [0] * order.sampling.num_samples
+        #: By sample, where a version of the base began, as long as vLLM does not say so.
+        self._starts = [[(base, 0)] for _ in self._num_tokens]
+        self._has_begun = False
+        self._changed_to: int | None = None
+        self._is_void = self._was_aborted = False
+
+    def note_base(self, version: int, before: Mapping[tuple[str, int], int]) -> None:
+        """Take in that tokens are of another base from now on.
+
+        Args:
+            before: See ``bridges.tokens_before``.
+        """
+        for index, starts in enumerate(self._starts):
+            count = before.get((self.request_id, index))
+            if count is not None or not self._has_begun:  # else the sample has ended
+                starts.append((version, count or 0))
+        if self.strict and version != self.base and not self.is_over:
+            self._changed_to = version
+            # vLLM may not have it yet: then its tokens would be of the new base.
+            self._is_void = not self._has_begun
+
+    async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        """See ``Answer``."""
+        with bridges.typed_failures():
+            async for output in self._outputs:
+                if self._is_void:
+                    break
+                self._has_begun = True
+                if self._is_text:
+                    self.prompt_token_ids = output.prompt_token_ids
+                self.is_over = output.finished
+                yield [self._chunk(completion) for completion in output.outputs]
+            else:
+                self.is_over = True
+        if self._is_void:
+            yield [
+                SampleChunk(index=i, token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
+                for i in range(len(self._num_tokens))
+            ]
+        if self._is_void or (self._changed_to is not None and self._was_aborted):
+            raise VersionChangedError(
+                f"the base was {BASE_POLICY}@{self.base} and is {BASE_POLICY}@{self._changed_to} "
+                "by now, and the answer was to be of one version"
+            )
+
+    def _chunk(self, completion: Any) -> SampleChunk:
+        tokens = list(completion.token_ids)
+        index = completion.index
+        self._num_tokens[index] += len(tokens)
+        reason = None
+        if completion.finish_reason:
+            reason = _REASONS.get(completion.finish_reason, FinishReason.ABORT)
+            self._was_aborted |= reason is FinishReason.ABORT
+        return SampleChunk(
+            index=index,
+            token_ids=tokens,
+            logprobs=bridges.sampled_logprobs(completion),
+            finish_reason=reason,
+            base_spans=self._spans(completion) if reason else (),
+        )
+
+    def _spans(self, completion: Any) -> tuple[BaseSpan, ...]:
+        """Of a sample that has ended: as vLLM says, or as was noted at each switch."""
+        named = getattr(completion, "weight_versions", None)
+        if named is not None:
+            return tuple(
+                BaseSpan(PolicyVersion.parse(span.version).version, span.start, span.end)
+                for span in named
+                if span.end > span.start
+            )
+        starts = self._starts[completion.index]
+        ends = [start for _, start in starts[1:]] + [self._num_tokens[completion.index]]
+        spans: list[BaseSpan] = []
+        for (version, start), end in zip(starts, ends, strict=True):
+            if end > start:
+                if spans and spans[-1].version == version:
+                    start = spans.pop().start
+                spans.append(BaseSpan(version, start, end))
+        return tuple(spans)
+
+    def end(self) -> None:
+        """See ``Answer``."""
+        self._ended.close()

@@ -1,0 +1,80 @@
+"""Answers of the engine double: a token a step, by a rule that names the versions behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from weft.contract.errors import VersionChangedError
+
+if TYPE_CHECKING:
+    from tests.doubles.engine import EngineDouble
+
+#: Tokens of a sample where the request says nothing.
+MAX_TOKENS = 8
+
+
+def token(base: int, adapter: int, index: int, position: int) -> int:
+    """What the double "samples"."""
+    return ((base * 100 + adapter) * 100 + index) * 1000 + position
+
+
+class AnswerDouble:
+    """See ``rollout_side.generation.Answer``."""
+
+    def __init__(self, engine: EngineDouble, order: GenerateOrder) -> None:
+        self._engine, self._order = engine, order
+        self.base = engine.base_version
+        self.prompt_token_ids: Sequence[int] = ()
+        self.has_ended = False
+        #: Tokens that each of its samples has.
+        self.num_steps = 0
+
+    async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        order, how = self._order, self._order.sampling
+        if isinstance(order.prompt, str):
+            self.prompt_token_ids = [ord(letter) for letter in order.prompt]
+        adapter = order.adapter.version if order.adapter else 0
+        bases: list[int] = []
+        last = how.max_tokens or MAX_TOKENS
+        while self.num_steps < last:
+            await self._engine.stepping.wait()
+            await asyncio.sleep(0)
+            base, position = self._engine.base_version, self.num_steps
+            if order.strict and base != self.base:
+                yield self._last(bases, FinishReason.ABORT)
+                raise VersionChangedError(f"the base is base@{base} by now")
+            bases.append(base)
+            self.num_steps += 1
+            if self.num_steps < last:
+                yield [
+                    SampleChunk(
+                        index=i, token_ids=[token(base, adapter, i, position)], logprobs=[-0.5]
+                    )
+                    for i in range(how.num_samples)
+                ]
+        final = [token(bases[-1], adapter, i, last - 1) for i in range(how.num_samples)]
+        yield self._last(bases, FinishReason.LENGTH, final)
+
+    def _last(
+        self, bases: list[int], reason: FinishReason, tokens: Sequence[int] = ()
+    ) -> list[SampleChunk]:
+        firsts = [i for i, base in enumerate(bases) if i == 0 or base != bases[i - 1]]
+        ends = [*firsts[1:], len(bases)]
+        spans = tuple(BaseSpan(bases[i], i, end) for i, end in zip(firsts, ends, strict=False))
+        return [
+            SampleChunk(
+                index=i,
+                token_ids=tokens[i : i + 1],
+                logprobs=[-0.5] * len(tokens[i : i + 1]),
+                finish_reason=reason,
+                base_spans=spans,
+            )
+            for i in range(self._order.sampling.num_samples)
+        ]
+
+    def end(self) -> None:
+        self.has_ended = True
+        self._engine.answers.discard(self)

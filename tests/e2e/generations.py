@@ -1,0 +1,70 @@
+"""Answers of a ``VllmReplica`` to GenerateService's orders, in its process and from a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_side.generation import Answer, BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from weft.contract.errors import WeftError
+
+
+@dataclass
+class Generated:
+    """One sample, whole."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    base_spans: Sequence[BaseSpan] = ()
+
+
+class Generations:
+    """In the replica's process: begins answers, and reads or ends them when it is told."""
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+        self._answers: list[tuple[Answer, AsyncGenerator[Sequence[SampleChunk], None]]] = []
+
+    async def begin(self, order: GenerateOrder) -> tuple[int, Sequence[SampleChunk]]:
+        """Returns its number and its first chunks."""
+        answer = self._replica.generate(order)
+        self._answers.append((answer, answer.chunks()))
+        try:
+            return len(self._answers) - 1, await anext(self._answers[-1][1])
+        except BaseException:
+            answer.end()
+            raise
+
+    async def read(self, number: int) -> tuple[list[SampleChunk], WeftError | None]:
+        """The rest of one, and how it failed, if it did."""
+        answer, chunks = self._answers[number]
+        found: list[SampleChunk] = []
+        try:
+            async for several in chunks:
+                found += several
+        except WeftError as error:
+            return found, error
+        finally:
+            answer.end()
+        return found, None
+
+    async def end(self, number: int) -> None:
+        """End one."""
+        self._answers[number][0].end()
+        await asyncio.sleep(0)
+
+
+def joined(chunks: Sequence[SampleChunk], num_samples: int) -> list[Generated]:
+    """The samples of an answer."""
+    samples = [Generated() for _ in range(num_samples)]
+    for chunk in chunks:
+        sample = samples[chunk.index]
+        assert sample.finish_reason is None
+        sample.tokens += chunk.token_ids
+        sample.logprobs += chunk.logprobs
+        sample.finish_reason, sample.base_spans = chunk.finish_reason, chunk.base_spans
+    assert all(len(sample.tokens) == len(sample.logprobs) for sample in samples)
+    return samples
