@@ -68,6 +68,8 @@ async def test_the_whole_list_at_first_and_then_what_changes(pool: Pool) -> None
             "http://127.0.0.1:1",
             "tiny",
         )
+        listed = {r.replica_id: r.address for r in (await pool.seen()).replicas}
+        assert {r.replica_id: r.address for r in both.routes} == listed
         await _cordon(pool, "r0")
         await _until(call, known, "r1")
         await _cordon(pool, "r0", off=True)

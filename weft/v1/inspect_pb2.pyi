@@ -326,7 +326,7 @@ class Replica(_message.Message):
     state_reason: _builtins.str
     """Why it is not ready; empty when it is."""
     address: _builtins.str
-    """Where its ReplicaService answers."""
+    """Where its ReplicaService and its GenerateService answer."""
     http_url: _builtins.str
     """Its OpenAI-compatible server."""
     version_vector_index: _builtins.int
@@ -1290,6 +1290,7 @@ class Route(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     http_url: _builtins.str
@@ -1301,6 +1302,8 @@ class Route(_message.Message):
     version, replicas differ for a moment; a request for an exact version (`math@17`)
     goes to one that lists it.
     """
+    address: _builtins.str
+    """Where its GenerateService answers."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """Never set by WatchRoutes; there for readers that put in what
@@ -1315,10 +1318,11 @@ class Route(_message.Message):
         model_name: _builtins.str = ...,
         version_vector: _types_pb2.VersionVector | None = ...,
         version_vector_index: _builtins.int = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

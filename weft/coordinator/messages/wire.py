@@ -321,6 +321,7 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
         http_url=replica.http_url,
         model_name=replica.model_name,
         version_vector_index=vector_index,
+        address=replica.address,
     )
 
 

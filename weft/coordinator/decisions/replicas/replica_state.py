@@ -144,11 +144,11 @@ def is_listed(replica: Replica) -> bool:
     return seen(replica) is not None
 
 
-def seen(replica: Replica | None) -> tuple[str, str, VersionVector] | None:
+def seen(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
     """What a reader of the routes sees of a replica; None where it is not listed."""
     if replica is None or not replica.routed or not replica.http_url:
         return None
-    return replica.http_url, replica.model_name, replica.vector
+    return replica.http_url, replica.address, replica.model_name, replica.vector
 
 
 # -- who is brought weights --------------------------------------------------
