@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.machine import describe
 from trainer_side.pool.finite import check_finite
-from trainer_side.pool.sender import Packer, bucket_settings
+from trainer_side.pool.packer import Packer
+from trainer_side.pool.sender import bucket_settings
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.capabilities import GLOO, NCCL
 from weft.contract.manifest import Manifest, plan_buckets

@@ -28,7 +28,7 @@ from torch import nn
 from benchmarks.machine import describe
 from tests.trainers.kinds import wrap
 from trainer_side.params.params import WholeParams
-from trainer_side.pool.sender import Packer
+from trainer_side.pool.packer import Packer
 from trainer_side.ranks import SENDER, ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.lockstep import LedSource, follow

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 SENDER = 0
 #: What another rank may take beyond the push's deadline to say how it ended.
 GRACE_SECONDS = 10.0
+#: What ranks may tell each other as they agree.
+FLAGS = (1, 2)
 # What the end of the process waits for a link to be closed, at most.
 _END_SECONDS = 5.0
 _ERROR_BYTES = 8192
@@ -65,8 +67,15 @@ class Ranks(Protocol):
             PeerUnavailableError: ``RANK_GONE``: not every rank came.
         """
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
         """Continue only if every rank can.
+
+        Args:
+            error: Why this one cannot.
+            flags: Of ``FLAGS``, told to all.
+
+        Returns:
+            Those that any rank told.
 
         Raises:
             BaseException: Here, ``error`` itself; elsewhere that of the lowest rank that
@@ -127,10 +136,11 @@ class OneRank:
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
         """See ``Ranks.agree``."""
         if error is not None:
             raise error
+        return flags
 
     def share(self, produce: Callable[[], bytes]) -> bytes:
         """See ``Ranks.share``."""
@@ -182,7 +192,7 @@ class TorchRanks:
             raise self._gone(error) from error
         self.agree()
 
-    def agree(self, error: BaseException | None = None) -> None:
+    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
         """See ``Ranks.agree``; the first time it raises ends the push for all."""
         if self._over:
             if error is not None:
@@ -192,11 +202,14 @@ class TorchRanks:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         options.timeout = self._left()
         # The lowest rank wins: its number is the largest.
-        claim = torch.tensor([0 if error is None else self.size - self.rank])
-        self._wait(self._start(partial(self._linked.allreduce, [claim], options)))
-        if int(claim):
+        claim = 0 if error is None else self.size - self.rank
+        said = torch.tensor([claim, *(flags & flag for flag in FLAGS)])
+        self._wait(self._start(partial(self._linked.allreduce, [said], options)))
+        claim, *told = said.tolist()
+        if claim:
             self._over = True
-            self._raise_claimed(self.size - int(claim), error)
+            self._raise_claimed(self.size - claim, error)
+        return sum(told)
 
     def share(self, produce: Callable[[], bytes]) -> bytes:
         """See ``Ranks.share``."""

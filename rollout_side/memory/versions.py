@@ -17,6 +17,7 @@ from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.transport.group import Speak
+from weft.transport.runs import DigestedRun
 
 
 class Sendable(Protocol):
@@ -80,7 +81,10 @@ class StagedVersion:
     segment: Segment
     content_digest: bytes
     bucket_digests: tuple[int, ...] = ()
-    """Digests of its buckets, on the rank that received; empty where it was adopted."""
+    """Of the trailers that it came with, on the rank that received; empty where it was
+    adopted."""
+    runs: tuple[list[DigestedRun], ...] | None = None
+    """What each bucket carried, where the transfer carried runs."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
     """At most one, of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -103,8 +107,14 @@ class StagedVersion:
 
     def as_partial(self, trainer_id: str) -> PartialTransfer:
         """What a further side group finds that all was received of."""
-        digests = list(self.bucket_digests)
-        return PartialTransfer(self.transfer_id, trainer_id, self.manifest, self.segment, digests)
+        return PartialTransfer(
+            self.transfer_id,
+            trainer_id,
+            self.manifest,
+            self.segment,
+            list(self.bucket_digests),
+            None if self.runs is None else list(self.runs),
+        )
 
     def take_device_copy(self) -> torch.Tensor | None:
         """The copy on the device, which is then the caller's; None if there is none."""
@@ -160,7 +170,9 @@ class PartialTransfer:
     manifest: Manifest
     segment: Segment
     digests: list[int]
-    """Payload digests of the verified buckets."""
+    """Of the trailers of the verified buckets."""
+    runs: list[list[DigestedRun]] | None = None
+    """What each of them carried; None where they come as the manifest lays them out."""
     settled: bool = False
     """Whether no abandoned operation can write to the segment any more."""
 
@@ -175,6 +187,8 @@ class PartialTransfer:
         num_bytes = self.segment.num_bytes
         fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: len(self.digests)])
+        if self.runs is not None:
+            end = num_bytes  # they may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))
             fresh.data[part].copy_(self.segment.data[part])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -137,7 +138,7 @@ class CopiedBuckets:
         ]
         self._copy, self._nonce = copy, nonce
 
-    def make(self, index: int) -> int:
+    def make(self, index: int, speak: Callable[[], None] = lambda: None) -> int:
         """Copy a bucket, digest it anew and seal it."""
         size, buffer = self.manifest.buckets[index].payload_bytes, self._buffer(index)
         payload = self._copy.payload(index, buffer)
@@ -145,6 +146,10 @@ class CopiedBuckets:
         trailer = pack_trailer(digest, self._nonce, index, size)
         buffer[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
         return digest
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``: they are sent as they lie."""
+        return made
 
     def wire(self, index: int) -> torch.Tensor:
         """The wire bytes of a bucket that was made and is still held."""

@@ -24,6 +24,7 @@ from rollout_side.receive.transfer import IncomingTransfer, Prepared, ReceiveBuf
 from weft.contract.errors import (
     CapacityError,
     TransferAbortedError,
+    UnsupportedError,
     WeftError,
     error_from_reason,
 )
@@ -261,11 +262,14 @@ class GroupReceiver:
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):
+            if prepare.carries_runs:  # refused at begin
+                raise UnsupportedError("what is loaded in place comes in the manifest's order")
             transfer = self._load_in_place(
                 membership, prepare.transfer_id, version, manifest, deadline
             )
         else:
-            transfer = self._stage(prepare.transfer_id, version, manifest, allocating)
+            runs = prepare.carries_runs
+            transfer = self._stage(prepare.transfer_id, version, manifest, runs, allocating)
         return Prepared(
             transfer_id=prepare.transfer_id,
             version=version,
@@ -281,6 +285,7 @@ class GroupReceiver:
         transfer_id: str,
         version: PolicyVersion,
         manifest: Callable[[], Manifest],
+        carries_runs: bool,
         speak: Speak,
     ) -> IncomingTransfer:
         partial = self._store.take_partial(transfer_id, self._trainer_id, speak)
@@ -293,7 +298,9 @@ class GroupReceiver:
                 clone=is_replica_sender(self._trainer_id),
                 speak=speak,
             )
-            partial = PartialTransfer(transfer_id, self._trainer_id, layout, segment, [])
+            partial = PartialTransfer(
+                transfer_id, self._trainer_id, layout, segment, [], [] if carries_runs else None
+            )
         return StagingTransfer(self._store, version, partial)
 
     def _load_in_place(

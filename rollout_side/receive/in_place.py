@@ -111,7 +111,8 @@ class InPlaceBuffers:
     ) -> None:
         self._handoff, self._check = handoff, check
         self.ahead = ahead
-        self._buffers = make_buffers(handoff.manifest, self.ahead, device, more=num_more)
+        sizes = [bucket.wire_bytes for bucket in handoff.manifest.buckets]
+        self._buffers = make_buffers(sizes, self.ahead, device, more=num_more)
         # With so few there is nothing to wait for; nor where it has begun, in another group.
         self._is_due = len(self._buffers) <= self.ahead or bool(handoff.digests)
         self._was_due = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,9 @@ from rollout_side.memory.versions import (
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.contract.runs import bucket_sums, run_wire_sizes
 from weft.transport.digest import content_digest, verify_bucket
+from weft.transport.runs import DigestedRun, open_runs
 
 
 class StagingTransfer:
@@ -55,6 +58,9 @@ class StagingTransfer:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
         del partial.digests[first_bucket:]
+        if partial.runs is not None:
+            del partial.runs[first_bucket:]
+            return RunBuffers(partial, partial.runs, device, num_in_flight)
         if is_adapter(self._version) and device.type != "cpu" and not partial.digests:
             # What the engine's slot is filled from.
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
@@ -66,7 +72,11 @@ class StagingTransfer:
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
         partial = self._partial
-        digest = content_digest(partial.digests)
+        digests, runs = partial.digests, None
+        if partial.runs is not None:
+            runs = tuple(partial.runs)
+            digests = bucket_sums(partial.manifest, itertools.chain.from_iterable(runs))
+        digest = content_digest(digests)
         self._store.put_staged(
             StagedVersion(
                 partial.transfer_id,
@@ -75,6 +85,7 @@ class StagingTransfer:
                 partial.segment,
                 digest,
                 tuple(partial.digests),
+                runs,
                 self._device_copy,
             )
         )
@@ -122,7 +133,7 @@ class StagingBuffers:
         self._buffers: Sequence[torch.Tensor] = ()
         self.ahead = ahead
         if segment.data.device != device:
-            self._buffers = make_buffers(manifest, ahead, device)
+            self._buffers = make_buffers([b.wire_bytes for b in manifest.buckets], ahead, device)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: what was accepted is done with."""
@@ -145,6 +156,60 @@ class StagingBuffers:
         if self._buffers:
             self._data[place].copy_(wire)  # blocks till both are done
         self._digests.append(digest)
+
+    def is_load_due(self) -> bool:
+        """See ``ReceiveBuffers``: it is loaded once it is committed."""
+        return False
+
+
+class RunBuffers:
+    """``ReceiveBuffers`` of buckets that list what they carry: each arrives in a buffer, and
+    its runs are copied to their places in the segment.
+
+    On an accelerator everything runs on the calling thread's current stream.
+
+    Args:
+        partial: What was verified so far; grows.
+        runs: Its runs.
+        device: Where the side group receives.
+        ahead: Buckets whose receives may be posted before the first of them was accepted.
+    """
+
+    def __init__(
+        self,
+        partial: PartialTransfer,
+        runs: list[list[DigestedRun]],
+        device: torch.device,
+        ahead: int,
+    ) -> None:
+        self._partial, self._runs = partial, runs
+        self._starts = bucket_starts(partial.manifest)
+        self._sizes = run_wire_sizes(partial.manifest)
+        self._buffers = make_buffers(self._sizes, ahead, device)
+        self.ahead = ahead
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``ReceiveBuffers``: what was accepted is done with."""
+        return True
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
+        return self._buffers[index % len(self._buffers)][: self._sizes[index]]
+
+    def accept(self, index: int, nonce: int) -> None:
+        """See ``ReceiveBuffers``."""
+        partial, wire = self._partial, self.wire(index)
+        digest, runs = open_runs(wire, partial.manifest, index, nonce)
+        at = 0
+        for run, _ in runs:
+            first = self._starts[run.bucket] + run.offset_bytes
+            place = partial.segment.data[first : first + run.num_bytes]
+            place.copy_(wire[at : at + run.num_bytes])
+            at += run.num_bytes
+        if wire.is_cuda:  # the buffer may be written as soon as this returns
+            torch.cuda.current_stream(wire.device).synchronize()
+        partial.digests.append(digest)
+        self._runs.append(runs)
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""

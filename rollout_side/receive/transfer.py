@@ -8,7 +8,7 @@ loaded in place while it is received (``in_place``). The receiver treats them al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,18 +109,18 @@ class ReceiveBuffers(Protocol):
 
 
 def make_buffers(
-    manifest: Manifest, count: int, device: torch.device, *, more: int = 0
+    sizes: Sequence[int], count: int, device: torch.device, *, more: int = 0
 ) -> list[torch.Tensor]:
     """Buffers, each for any bucket; no more than there are buckets.
 
     Args:
+        sizes: Bytes on the wire of each bucket.
         more: As many further ones as there is memory for, at most.
 
     Raises:
         CapacityError: The accelerator has no room for ``count`` of them.
     """
-    need = max(bucket.wire_bytes for bucket in manifest.buckets)
-    count = min(count, len(manifest.buckets))
+    need, count = max(sizes), min(count, len(sizes))
     try:
         made = [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
     except torch.OutOfMemoryError as error:
@@ -130,6 +130,6 @@ def make_buffers(
             "smaller --gpu-memory-utilization"
         ) from error
     with contextlib.suppress(torch.OutOfMemoryError):
-        for _ in range(min(more, len(manifest.buckets) - count)):
+        for _ in range(min(more, len(sizes) - count)):
             made.append(torch.empty(need, dtype=torch.uint8, device=device))
     return made

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.pool.sender import Packer
+from trainer_side.pool.packer import Packer
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import CapacityError, InvalidNameError, WeftError
 from weft.contract.manifest import WSUM64, XXH3_64, Manifest, plan_buckets

@@ -23,10 +23,10 @@ from weft.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft.contract.manifest import plan_buckets
+from weft.contract.manifest import WSUM64, plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.codec import duration_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
 from weft_cli.status import render
@@ -52,6 +52,20 @@ async def test_describe_target(pool: Pool) -> None:
         "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
     }
     assert described.num_replicas == 1
+
+
+async def test_get_reference(pool: Pool) -> None:
+    trainer = FakeTrainer(pool.target)
+    pool.things.append(trainer)
+
+    async def read(fingerprint: str) -> list[types_pb2.ReferenceChunk]:
+        request = publish_pb2.GetReferenceRequest(fingerprint=fingerprint)
+        return [part.chunk async for part in trainer.stub.GetReference(request)]
+
+    await fails(read(REFERENCE.fingerprint), "FAILED_PRECONDITION", "MANIFEST_UNKNOWN")
+    await pool.replica()
+    assert reference_from_chunks(await read(REFERENCE.fingerprint)) == REFERENCE
+    await fails(read("another"), "FAILED_PRECONDITION", "MANIFEST_UNKNOWN")
 
 
 async def test_acquire_policy(pool: Pool) -> None:
@@ -213,6 +227,29 @@ async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) ->
     trainer = await pool.trainer(policy="base")
     error = await fails(trainer.begin(check_finite=True), "UNIMPLEMENTED", "UNSUPPORTED")
     assert error.metadata["replica"] == "r0"
+
+
+async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
+    replica = await pool.replica(loads_in_place=True)
+    trainer = await pool.trainer(policy="base")
+    refused = trainer.begin(carries_runs=True)
+    await fails(refused, "INVALID_ARGUMENT", "INVALID_MANIFEST")  # a digest that does not add up
+    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048, WSUM64)
+    await trainer.put_manifest()
+    error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
+    assert error.metadata["replica"] == replica.replica_id
+    other = await pool.trainer("t2", policy="math")
+    await fails(other.begin(carries_runs=True), "INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+async def test_a_replica_that_takes_no_runs_is_named(pool: Pool) -> None:
+    await pool.replica("old", takes_runs=False)
+    trainer = await pool.trainer(policy="base")
+    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048, WSUM64)
+    await trainer.put_manifest()
+    error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
+    assert error.metadata["replica"] == "old"
+    await trainer.begin()
 
 
 async def test_what_the_sender_found_is_the_outcome(pool: Pool) -> None:

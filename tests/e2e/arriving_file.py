@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer_side.pool.sender import Packer
+from trainer_side.pool.packer import Packer
 from weft.contract.errors import PeerUnavailableError
 from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion

@@ -145,7 +145,8 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 def _trainer(strike: Strike) -> None:
     from trainer_side.pool.client import PoolClient
-    from trainer_side.pool.sender import Packer, Sender
+    from trainer_side.pool.packer import Packer
+    from trainer_side.pool.sender import Sender
     from trainer_side.pushing import Pushing
     from weft.transport.member import Attendance
     from weft.transport.sender import SendingRank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -102,11 +102,11 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
 
     make = CopiedBuckets.make
 
-    def slow(self: CopiedBuckets, index: int) -> int:
+    def slow(self: CopiedBuckets, index: int, speak: Callable[[], None]) -> int:
         if index == 3 and not reached.is_set():
             reached.set()
             go_on.wait(10)
-        return make(self, index)
+        return make(self, index, speak)
 
     monkeypatch.setattr(CopiedBuckets, "make", slow)
     late = double()
@@ -131,12 +131,12 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
 
     make = CopiedBuckets.make
 
-    def slow(self: CopiedBuckets, index: int) -> int:
+    def slow(self: CopiedBuckets, index: int, speak: Callable[[], None]) -> int:
         if index == 3 and not reached.is_set():
             until(lambda: len(landed) == 3)
             reached.set()
             go_on.wait(10)
-        return make(self, index)
+        return make(self, index, speak)
 
     def count(self, index, nonce):  # type: ignore[no-untyped-def]
         land(self, index, nonce)

@@ -18,7 +18,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
-from trainer_side.pool import sender
+from trainer_side.pool import packer
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.reader import read_checkpoint
 from weft.contract.errors import BaseMismatchError, LeaseFencedError, PolicyOwnedError
@@ -59,7 +59,7 @@ def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch,
             posted.append(self.ahead)
 
     monkeypatch.setattr(staging, "StagingBuffers", Buffers)
-    for module in (sender, member):
+    for module in (packer, member):
         monkeypatch.setattr(module, "window", lambda device: number)
     with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:
         publisher.push_base(base := Model(seed=3))

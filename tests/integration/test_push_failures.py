@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainer_side.pool.client
-import trainer_side.pool.sender
+import trainer_side.pool.packer
 import weft.transport.member
 from tests.integration.models import Model, peft_of, same, until, weights
 from weft.contract.errors import DigestMismatchError, LoadFailedError, NotFiniteError
@@ -72,9 +72,9 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     pool, engines, publisher, monkeypatch
 ):
     publisher.push_base(Model(1))
-    pack = trainer_side.pool.sender.pack_trailer
+    pack = trainer_side.pool.packer.pack_trailer
     monkeypatch.setattr(
-        trainer_side.pool.sender, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
+        trainer_side.pool.packer, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
     )
     with pytest.raises(DigestMismatchError):
         publisher.push_base(Model(2))
@@ -127,17 +127,17 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
 
     model = Exploding()
     publisher.push_base(model)
-    read = trainer_side.pool.sender.Packer.pack
+    read = trainer_side.pool.packer.Packer.pack
 
     def explode(self, *_):
         raise RuntimeError("the disk burned")
 
-    trainer_side.pool.sender.Packer.pack = explode
+    trainer_side.pool.packer.Packer.pack = explode
     try:
         with pytest.raises(RuntimeError, match="the disk burned"):
             publisher.push_base(model)
     finally:
-        trainer_side.pool.sender.Packer.pack = read
+        trainer_side.pool.packer.Packer.pack = read
     assert str(publisher.push_base(model)) == "base@3"
 
 

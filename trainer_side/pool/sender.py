@@ -13,24 +13,22 @@ from typing import Any
 import grpc
 import torch
 
-from trainer_side.pool.finite import check_finite
+from trainer_side.pool.packer import Packer
+from trainer_side.pool.run_packer import RunPacker
+from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import GLOO, NCCL, BackendChoice
 from weft.contract.errors import NotReadyError, WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import (
-    ALIGN_BYTES,
     DEFAULT_BUCKET_BYTES,
     WSUM64,
     XXH3_64,
     Manifest,
-    align_up,
-    pack_trailer,
 )
 from weft.rpc.security.credentials import Credentials
 from weft.transport.backends import available_backends
-from weft.transport.digest import payload_digest
-from weft.transport.group import CPU, window
+from weft.transport.group import CPU
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -93,111 +91,6 @@ class BackendSelection:
         return torch.device("cuda", torch.cuda.current_device())
 
 
-class Packer:
-    """Two reused buffers (three on an accelerator), and the views into them for one layout.
-
-    Views are made once a layout: making them anew costs more than copying into
-    them for models of many small tensors.
-
-    Args:
-        manifest: The layout to pack.
-        buffers: Of an earlier packer; those that are large enough are used again.
-        device: Where buffers lie. On an accelerator all work is that of the calling
-            thread's current stream.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        buffers: list[torch.Tensor] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
-        self.manifest = manifest
-        self._device = device
-        need = max(bucket.wire_bytes for bucket in manifest.buckets)
-        num_buffers = min(window(device), len(manifest.buckets))
-        kept = [b for b in buffers or [] if b.numel() >= need][:num_buffers]
-        # zeros, not empty: touched memory is sent and filled more than twice as fast
-        fresh = range(num_buffers - len(kept))
-        kept += [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]
-        self.buffers = kept
-        self._firsts: list[int] = []
-        self._views: list[list[torch.Tensor]] = []
-        self._paddings: list[list[torch.Tensor]] = []
-        position = 0
-        for index, bucket in enumerate(manifest.buckets):
-            buffer = self._buffer(index)
-            self._firsts.append(position)
-            slots = manifest.tensors[position : position + bucket.num_tensors]
-            position += bucket.num_tensors
-            self._views.append(
-                [
-                    buffer[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
-                    .view(getattr(torch, slot.meta.dtype.torch_name))
-                    .view(slot.meta.shape)
-                    for slot in slots
-                ]
-            )
-            ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
-            self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
-
-    def pack(
-        self, index: int, source: Source, nonce: int, finite: bool = False
-    ) -> tuple[torch.Tensor, int]:
-        """Fill bucket ``index`` and seal it with its trailer.
-
-        Blocks for the copies and the digesting. The buffer is that of bucket
-        ``index - len(buffers)``, which must have been released.
-
-        Args:
-            index: Which bucket.
-            source: What fills it.
-            nonce: Of the transfer.
-            finite: Read it once more, and refuse NaN and infinities.
-
-        Returns:
-            The uint8 wire bytes (owned by the packer, valid until bucket
-            ``index + len(buffers)`` is packed) and the payload's digest.
-
-        Raises:
-            NotFiniteError: Names the tensor.
-            WeftError: The source's own.
-        """
-        bucket = self.manifest.buckets[index]
-        buffer = self._buffer(index)
-        first = self._firsts[index]
-        source.read(first, bucket.num_tensors, self._views[index])
-        payload = buffer[: bucket.payload_bytes]
-        # Padding is part of the digest: equal weights must digest equally.
-        if self._paddings[index]:
-            torch._foreach_zero_(self._paddings[index])
-        if finite:
-            check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
-        digest = payload_digest(payload, self.manifest.digest_algorithm)
-        trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
-        end = bucket.payload_bytes + len(trailer)
-        buffer[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-        return buffer[: bucket.wire_bytes], digest
-
-    def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was packed and is still held; no copy."""
-        return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
-
-    def moved(self, held: range) -> Packer:
-        """A packer with fresh buffers that hold the same buckets.
-
-        For a transfer that continues after its group was abandoned: the old buffers
-        may still be read by operations that nobody can stop.
-        """
-        packer = Packer(self.manifest, device=self._device)
-        for index in held:
-            packer.wire(index).copy_(self.wire(index))
-        return packer
-
-    def _buffer(self, index: int) -> torch.Tensor:
-        return self.buffers[index % len(self.buffers)]
-
-
 _log = logging.getLogger(__name__)
 
 _STAND_BY_SECONDS = 1.0
@@ -217,7 +110,7 @@ class _PackedBuckets:
         self.spoiled = False
         self._source, self._nonce, self._check_finite = source, nonce, check_finite
 
-    def make(self, index: int) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> int:
         """Read a bucket's tensors from the source, digest and seal it."""
         try:
             return self.packer.pack(index, self._source, self._nonce, self._check_finite)[1]
@@ -225,9 +118,52 @@ class _PackedBuckets:
             self.spoiled = True
             raise
 
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``: they are sent as they lie."""
+        return made
+
     def wire(self, index: int) -> torch.Tensor:
         """The wire bytes of a bucket that was made and is still held."""
         return self.packer.wire(index)
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; see ``Packer.moved``."""
+        self.packer = self.packer.moved(held)
+
+
+class _RunBuckets:
+    """Named tensors' buckets, packed as they come; see ``Buckets``."""
+
+    def __init__(self, packer: RunPacker, nonce: int, check_finite: bool) -> None:
+        self.packer = packer
+        self.manifest = packer.manifest
+        self.num_buffers = len(packer.buffers)
+        #: See ``_PackedBuckets``.
+        self.spoiled = False
+        self._nonce, self._check_finite = nonce, check_finite
+
+    def make(self, index: int, speak: Callable[[], None]) -> int:
+        """Read a bucket's tensors as they come, digest and seal it."""
+        try:
+            return self.packer.pack(index, self._nonce, speak, finite=self._check_finite)
+        except BaseException:
+            self.spoiled = True
+            raise
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``."""
+        return self.packer.digests()
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket that was made and is still held."""
+        return self.packer.wire(index)
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers."""
+        self.packer.move(held)
+
+
+_Packed = _PackedBuckets | _RunBuckets
 
 
 def _is_known_or_moved(outcome: grpc.Future[Any], rank: SendingRank) -> bool:
@@ -258,7 +194,8 @@ class Sender:
         self.device = device
         self._credentials = credentials
         self._packer: Packer | None = None
-        self._last: tuple[Sending, _PackedBuckets, FindGroup] | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._last: tuple[Sending, _Packed, FindGroup] | None = None
         self._rank = SendingRank(ticket, device, credentials)
 
     @property
@@ -273,7 +210,7 @@ class Sender:
 
     def send(
         self,
-        source: Source,
+        source: Source | RunSource,
         manifest: Manifest,
         *,
         transfer_id: str,
@@ -308,8 +245,15 @@ class Sender:
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        self._packer = self._packer_for(manifest)
-        buckets = _PackedBuckets(self._packer, source, nonce, check_finite)
+        buckets: _Packed
+        if isinstance(source, RunSource):
+            self._packer = None
+            run_packer = RunPacker(manifest, source, self._buffers, self.device)
+            buckets = _RunBuckets(run_packer, nonce, check_finite)
+        else:
+            packer = self._packer = self._packer_for(manifest)
+            buckets = _PackedBuckets(packer, source, nonce, check_finite)
+        self._buffers = buckets.packer.buffers
         sending = Sending(transfer_id, buckets, deadline, progress)
         self._last = sending, buckets, find_group
         return self._carry(sending, buckets, find_group)
@@ -335,7 +279,7 @@ class Sender:
                     _log.info("could not resume in another group: %s", error)
                     return
 
-    def _carry(self, sending: Sending, buckets: _PackedBuckets, find_group: FindGroup) -> bytes:
+    def _carry(self, sending: Sending, buckets: _Packed, find_group: FindGroup) -> bytes:
         """Send what is not verified yet, in as many groups as it takes."""
         while True:
             rank = self._rank
@@ -351,7 +295,7 @@ class Sender:
                 self._rejoin(rank, rank.successor, sending, buckets)
 
     def _rejoin(
-        self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: _PackedBuckets
+        self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: _Packed
     ) -> None:
         """Resume in the next group; with other buffers where these are not safe to use."""
         released = old.num_released(sending.transfer_id)
@@ -360,16 +304,17 @@ class Sender:
         self._rank = SendingRank(successor, self.device, self._credentials)
         if not are_safe:
             held = range(sending.num_released, len(sending.digests))
-            buckets.packer = self._packer = buckets.packer.moved(held)
+            buckets.move(held)
+            self._packer = buckets.packer if isinstance(buckets, _PackedBuckets) else None
+            self._buffers = buckets.packer.buffers
 
     def close(self) -> None:
         """Leave the group; blocks at most 10 s."""
         self._rank.leave()
-        self._packer = None
+        self._packer, self._buffers = None, []
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
         if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
-            buffers: list[torch.Tensor] = self._packer.buffers if self._packer else []
-            self._packer = Packer(manifest, buffers, self.device)
+            self._packer = Packer(manifest, self._buffers, self.device)
         return self._packer

@@ -48,6 +48,8 @@ class Capabilities:
     """Bound of the adapter store."""
     loads_in_place: bool = False
     """Whether bases that come over a side group are loaded as they arrive, not staged."""
+    takes_runs: bool = True
+    """Whether it takes buckets that list what they carry."""
     quantization: str = field(default="", compare=False)
     """How the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

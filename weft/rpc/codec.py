@@ -65,6 +65,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         quantization=value.quantization,
         logprobs_mode=value.logprobs_mode,
         logprobs_truncated=value.logprobs_truncated,
+        takes_runs=value.takes_runs,
     )
 
 
@@ -96,6 +97,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         quantization=message.quantization,
         logprobs_mode=message.logprobs_mode,
         logprobs_truncated=message.logprobs_truncated,
+        takes_runs=message.takes_runs,
     )
 
 

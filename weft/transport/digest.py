@@ -69,6 +69,18 @@ def content_digest(bucket_digests: list[int]) -> bytes:
     return xxhash.xxh3_64_digest(joined)
 
 
+def run_digest(content: torch.Tensor, first_byte: int) -> int:
+    """What some bytes of a bucket's payload add to its ``WSUM64`` digest, modulo 2^64.
+
+    Reads them twice; blocks until that is done.
+
+    Args:
+        content: uint8, 1-D, contiguous, a multiple of 8 bytes, on any device.
+        first_byte: Where in the payload they begin; a multiple of 8.
+    """
+    return _weighted_sum(content.view(torch.int64), first_byte // 8)
+
+
 def tensor_digest(content: torch.Tensor, *, first_byte: int = 0) -> int:
     """Digest of one tensor's bytes, wherever it lies: in a file, a bucket, a model.
 
@@ -84,7 +96,7 @@ def tensor_digest(content: torch.Tensor, *, first_byte: int = 0) -> int:
     first_row, rest = divmod(first_byte, 8 * _ROW_WORDS)
     assert not rest, f"a piece that begins at byte {first_byte}"
     whole = content.numel() // 8 * 8
-    total = _weighted_sum(content[:whole].view(torch.int64), first_row)
+    total = _weighted_sum(content[:whole].view(torch.int64), first_row * _ROW_WORDS)
     if whole < content.numel():
         last = torch.zeros(8, dtype=torch.uint8, device=content.device)
         last[: content.numel() - whole] = content[whole:]
@@ -96,7 +108,7 @@ def tensor_digest(content: torch.Tensor, *, first_byte: int = 0) -> int:
     return total & _MASK
 
 
-def _weighted_sum(words: torch.Tensor, first_row: int = 0) -> int:
+def _weighted_sum(words: torch.Tensor, first_word: int = 0) -> int:
     """Sum of ``words[i] * (row_weight[i // 4096] + column_weight[i % 4096])`` mod 2^64.
 
     As two plain sums over the rows and columns of a matrix, so that nothing of the
@@ -104,11 +116,17 @@ def _weighted_sum(words: torch.Tensor, first_row: int = 0) -> int:
 
     Args:
         words: int64, 1-D, contiguous.
-        first_row: Of the words' first row, where they are a piece of more.
+        first_word: Where they begin, where they are a piece of more.
     """
     columns = _column_weights(words.device)
-    num_rows, rest = divmod(words.numel(), _ROW_WORDS)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
+    first_row, column = divmod(first_word, _ROW_WORDS)
+    if column:  # the rest of a row that was begun before
+        head = words[: _ROW_WORDS - column]
+        row = _rows_from(words.device, first_row)[0]
+        total += (head * (columns[column : column + head.numel()] + row)).sum()
+        words, first_row = words[head.numel() :], first_row + 1
+    num_rows, rest = divmod(words.numel(), _ROW_WORDS)
     done = 0
     while done < num_rows:
         rows = _rows_from(words.device, first_row + done)

@@ -51,12 +51,19 @@ class Buckets(Protocol):
     def num_buffers(self) -> int:
         """How many buckets are held at once."""
 
-    def make(self, index: int) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> int:
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
 
+        Args:
+            speak: Called now and then by what may take long.
+
         Returns:
-            The payload's digest.
+            The digest in its trailer.
         """
+
+    def digests(self, made: list[int]) -> list[int]:
+        """Payload digests of the manifest's own buckets, once ``made`` are those of all
+        trailers."""
 
     def wire(self, index: int) -> torch.Tensor:
         """The uint8 wire bytes of a bucket that is held: a view, on the buffers' device."""
@@ -72,7 +79,7 @@ class Sending:
     """``time.monotonic()`` at which to give up."""
     progress: Progress | None = None
     digests: list[int] = field(default_factory=list)
-    """Payload digests of the buckets made so far, in order."""
+    """Of the trailers of the buckets made so far, in order."""
     num_released: int = 0
     """Buckets that every receiver has verified, in whatever group."""
 
@@ -156,7 +163,7 @@ class SendingRank:
         """
         self._follow(sending.transfer_id)
         self._send_buckets(sending)
-        digest = content_digest(sending.digests)
+        digest = content_digest(sending.buckets.digests(sending.digests))
         manifest = sending.buckets.manifest
         content = types_pb2.ContentDigest(
             algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
@@ -239,8 +246,9 @@ class SendingRank:
         self._await_released(sending, sending.num_buckets)
 
     def _make(self, sending: Sending) -> None:
-        self._say(pb.ACTIVITY_PACKING)
-        sending.digests.append(sending.buckets.make(len(sending.digests)))
+        speak = partial(self._say, pb.ACTIVITY_PACKING)
+        speak()
+        sending.digests.append(sending.buckets.make(len(sending.digests), speak))
 
     def _await_released(self, sending: Sending, num_wanted: int) -> None:
         direction = self._direction

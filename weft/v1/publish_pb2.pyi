@@ -194,6 +194,52 @@ class DescribeTargetResponse(_message.Message):
 Global___DescribeTargetResponse: _TypeAlias = DescribeTargetResponse  # noqa: Y015
 
 @_typing.final
+class GetReferenceRequest(_message.Message):
+    """Asks for the tensors of a base."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """DescribeTargetResponse.base_fingerprint."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReferenceRequest: _TypeAlias = GetReferenceRequest  # noqa: Y015
+
+@_typing.final
+class GetReferenceResponse(_message.Message):
+    """Part of a reference."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> _types_pb2.ReferenceChunk:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        chunk: _types_pb2.ReferenceChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReferenceResponse: _TypeAlias = GetReferenceResponse  # noqa: Y015
+
+@_typing.final
 class AcquirePolicyRequest(_message.Message):
     """Asks for a policy's lease."""
 
@@ -569,6 +615,7 @@ class BeginTransferRequest(_message.Message):
     CHECK_FINITE_FIELD_NUMBER: _builtins.int
     REFUSE_OTHER_BASE_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    CARRIES_RUNS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -596,6 +643,12 @@ class BeginTransferRequest(_message.Message):
     """
     protocol_revision: _builtins.int
     """Of the trainer's process: 1. See types.proto."""
+    carries_runs: _builtins.bool
+    """Whether the sender fills the layout's buckets in an order of its own, and each lists
+    what it carries; see Bucket. Of the base only. Refused with UNSUPPORTED where a
+    replica loads the base in place: it would have loaded some when it is found out that
+    others are missing; or where one cannot take such buckets.
+    """
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
         """Set for an adapter, absent for the base."""
@@ -624,10 +677,11 @@ class BeginTransferRequest(_message.Message):
         check_finite: _builtins.bool = ...,
         refuse_other_base: _builtins.bool = ...,
         protocol_revision: _builtins.int = ...,
+        carries_runs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "carries_runs", b"carries_runs", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

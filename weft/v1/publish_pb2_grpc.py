@@ -40,6 +40,11 @@ class PublishServiceStub(object):
                 request_serializer=weft_dot_v1_dot_publish__pb2.DescribeTargetRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_publish__pb2.DescribeTargetResponse.FromString,
                 _registered_method=True)
+        self.GetReference = channel.unary_stream(
+                '/weft.v1.PublishService/GetReference',
+                request_serializer=weft_dot_v1_dot_publish__pb2.GetReferenceRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_publish__pb2.GetReferenceResponse.FromString,
+                _registered_method=True)
         self.AcquirePolicy = channel.unary_unary(
                 '/weft.v1.PublishService/AcquirePolicy',
                 request_serializer=weft_dot_v1_dot_publish__pb2.AcquirePolicyRequest.SerializeToString,
@@ -86,6 +91,16 @@ class PublishServiceServicer(object):
         Waits for a first replica until the caller's deadline.
         Idempotent: reads only.
         Statuses: UNAVAILABLE/POOL_EMPTY (no replica registered in time).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReference(self, request, context):
+        """Every tensor of the base that the pool serves: what a push of it must hold.
+        Idempotent: reads only.
+        Statuses: FAILED_PRECONDITION/MANIFEST_UNKNOWN (no model of this fingerprint is
+        known, or none any more; describe the target again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +169,8 @@ class PublishServiceServicer(object):
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
-        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
+        UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
+        or carries_runs, and a replica cannot take them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +216,11 @@ def add_PublishServiceServicer_to_server(servicer, server):
                     servicer.DescribeTarget,
                     request_deserializer=weft_dot_v1_dot_publish__pb2.DescribeTargetRequest.FromString,
                     response_serializer=weft_dot_v1_dot_publish__pb2.DescribeTargetResponse.SerializeToString,
+            ),
+            'GetReference': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetReference,
+                    request_deserializer=weft_dot_v1_dot_publish__pb2.GetReferenceRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_publish__pb2.GetReferenceResponse.SerializeToString,
             ),
             'AcquirePolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquirePolicy,
@@ -265,6 +286,33 @@ class PublishService(object):
             '/weft.v1.PublishService/DescribeTarget',
             weft_dot_v1_dot_publish__pb2.DescribeTargetRequest.SerializeToString,
             weft_dot_v1_dot_publish__pb2.DescribeTargetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReference(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.PublishService/GetReference',
+            weft_dot_v1_dot_publish__pb2.GetReferenceRequest.SerializeToString,
+            weft_dot_v1_dot_publish__pb2.GetReferenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,12 @@ class PublishServiceStub:
     Idempotent: reads only.
     Statuses: UNAVAILABLE/POOL_EMPTY (no replica registered in time).
     """
+    GetReference: _grpc.UnaryStreamMultiCallable[_publish_pb2.GetReferenceRequest, _publish_pb2.GetReferenceResponse]
+    """Every tensor of the base that the pool serves: what a push of it must hold.
+    Idempotent: reads only.
+    Statuses: FAILED_PRECONDITION/MANIFEST_UNKNOWN (no model of this fingerprint is
+    known, or none any more; describe the target again).
+    """
     AcquirePolicy: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AcquirePolicyRequest, _publish_pb2.AcquirePolicyResponse]
     """Takes the lease of a policy, or answers the caller's own lease again.
     Idempotent for one trainer_id and session_id.
@@ -86,7 +92,8 @@ class PublishServiceStub:
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
-    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
+    UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
+    or carries_runs, and a replica cannot take them).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and every replica that took part has
@@ -124,6 +131,12 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Waits for a first replica until the caller's deadline.
     Idempotent: reads only.
     Statuses: UNAVAILABLE/POOL_EMPTY (no replica registered in time).
+    """
+    GetReference: _aio.UnaryStreamMultiCallable[_publish_pb2.GetReferenceRequest, _publish_pb2.GetReferenceResponse]  # type: ignore[assignment]
+    """Every tensor of the base that the pool serves: what a push of it must hold.
+    Idempotent: reads only.
+    Statuses: FAILED_PRECONDITION/MANIFEST_UNKNOWN (no model of this fingerprint is
+    known, or none any more; describe the target again).
     """
     AcquirePolicy: _aio.UnaryUnaryMultiCallable[_publish_pb2.AcquirePolicyRequest, _publish_pb2.AcquirePolicyResponse]  # type: ignore[assignment]
     """Takes the lease of a policy, or answers the caller's own lease again.
@@ -172,7 +185,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
-    UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
+    UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
+    or carries_runs, and a replica cannot take them).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and every replica that took part has
@@ -213,6 +227,18 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         Waits for a first replica until the caller's deadline.
         Idempotent: reads only.
         Statuses: UNAVAILABLE/POOL_EMPTY (no replica registered in time).
+        """
+
+    @_abc_1.abstractmethod
+    def GetReference(
+        self,
+        request: _publish_pb2.GetReferenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_publish_pb2.GetReferenceResponse], _abc.AsyncIterator[_publish_pb2.GetReferenceResponse]]:
+        """Every tensor of the base that the pool serves: what a push of it must hold.
+        Idempotent: reads only.
+        Statuses: FAILED_PRECONDITION/MANIFEST_UNKNOWN (no model of this fingerprint is
+        known, or none any more; describe the target again).
         """
 
     @_abc_1.abstractmethod
@@ -291,7 +317,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
-        UNIMPLEMENTED/UNSUPPORTED (check_finite, and a replica loads in place).
+        UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
+        or carries_runs, and a replica cannot take them).
         """
 
     @_abc_1.abstractmethod

@@ -764,6 +764,7 @@ class Prepare(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     NUM_BUCKETS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
+    CARRIES_RUNS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
     layout_digest: _builtins.bytes
@@ -780,6 +781,8 @@ class Prepare(_message.Message):
     """The transfer's span, as a W3C traceparent of at most 128 characters, for who traces;
     empty where the coordinator does not. One that is malformed is ignored.
     """
+    carries_runs: _builtins.bool
+    """As BeginTransferRequest.carries_runs said."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -799,10 +802,11 @@ class Prepare(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         num_buckets_in_flight: _builtins.int = ...,
         trace_context: _builtins.str = ...,
+        carries_runs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries_runs", b"carries_runs", "kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -229,6 +229,16 @@ class Bucket(_message.Message):
     uint64: digest of the payload (zeros included), transfer nonce, bucket index,
     payload_bytes; then 224 bytes that mean nothing and that nobody reads, so that all is
     a multiple of 256.
+
+    Where a transfer carries runs (BeginTransferRequest.carries_runs), what the payloads
+    hold is the sender's choice: bytes of the layout's payloads, each once, in any order.
+    The trailer is followed by a uint64, the number of the bucket's runs, and three for each,
+    in the order of the payload: the bucket of the layout, the first byte in its payload, and
+    how many, multiples of 256. The digest in the trailer is xxh3_64 with seed 0 of that list
+    and of the digests of the runs, 8 bytes, little-endian each; that of a run is
+    its part of the WSUM64 digest of the layout's bucket. The rest means nothing: a
+    bucket is, up to a multiple of 256, as long as payload and trailer and a list of k + 2
+    runs, where k is the number of the layout's smallest tensors that fit in the payload.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

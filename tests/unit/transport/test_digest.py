@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.transport.wsum64 import MASK, ROW, by_definition
 from weft.contract.errors import UnsupportedError
 from weft.contract.manifest import WSUM64, XXH3_64
-from weft.transport.digest import payload_digest
+from weft.transport.digest import payload_digest, run_digest
 
 
 def digest(words: torch.Tensor) -> int:
@@ -55,3 +55,13 @@ def test_what_cannot_be_computed_is_refused() -> None:
         payload_digest(torch.empty(256, dtype=torch.uint8, device="meta"), XXH3_64)
     with pytest.raises(UnsupportedError, match="algorithm 9"):
         payload_digest(torch.zeros(256, dtype=torch.uint8), 9)
+
+
+@given(st.lists(st.integers(0, 2 * ROW), min_size=1, max_size=5), st.integers(0, 2 * ROW))
+def test_the_digests_of_runs_add_up_wherever_it_is_cut(counts: list[int], before: int) -> None:
+    words = random_words(before + sum(counts))
+    at, total = before, run_digest(words[:before].view(torch.uint8), 0)
+    for count in counts:
+        total += run_digest(words[at : at + count].view(torch.uint8), 8 * at)
+        at += count
+    assert total & MASK == digest(words)

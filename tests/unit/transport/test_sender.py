@@ -69,10 +69,14 @@ class Buckets:
         self.made: list[int] = []
         self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
-    def make(self, index: int) -> int:
+    def make(self, index: int, speak: Any) -> int:
+        speak()
         self.made.append(index)
         self.wire(index)[0] = index
         return index + 10
+
+    def digests(self, made: list[int]) -> list[int]:
+        return made
 
     def wire(self, index: int) -> torch.Tensor:
         return self.buffers[index % 2]

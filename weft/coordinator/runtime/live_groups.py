@@ -229,6 +229,7 @@ class LiveGroups:
             timeout=duration_to_proto(time_left),
             num_buckets_in_flight=live.num_in_flight,
             trace_context=self._trace_context(transfer.transfer_id),
+            carries_runs=transfer.purpose.carries_runs,
         )
         self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
 from weft.contract.names import check_name
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
@@ -34,7 +34,7 @@ from weft.coordinator.runtime.traces import TransferTraces
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.bounds import check_revision
 from weft.rpc.codec import dtype_to_proto, duration_from_proto
-from weft.rpc.manifest_codec import ManifestDecoder
+from weft.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
 from weft.tracing import parent_in
 from weft.v1 import publish_pb2, publish_pb2_grpc
 
@@ -98,6 +98,19 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             num_replicas=len(eligible_targets(state)),
             backends=shared_backends(eligible_targets(state) or replicas),
         )
+
+    async def GetReference(
+        self, request: publish_pb2.GetReferenceRequest, context: Context
+    ) -> AsyncIterator[publish_pb2.GetReferenceResponse]:
+        """Source: protos/weft/v1/publish.proto."""
+        reference = self._references.get(request.fingerprint)
+        if reference is None:
+            raise NotReadyError(
+                f"no model of the fingerprint {request.fingerprint[:12]!r} is known here",
+                reason="MANIFEST_UNKNOWN",
+            )
+        for chunk in reference_to_chunks(reference):
+            yield publish_pb2.GetReferenceResponse(chunk=chunk)
 
     async def AcquirePolicy(
         self, request: publish_pb2.AcquirePolicyRequest, context: Context
@@ -192,6 +205,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 recorded=self._recorded(request.policy, request.request_id),
                 check_finite=request.check_finite,
                 refuse_other_base=request.refuse_other_base,
+                carries_runs=request.carries_runs,
             ),
             until=answer_by,
         )

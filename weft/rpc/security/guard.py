@@ -31,6 +31,7 @@ STREAM_LOOK_SECONDS: Final = 5.0
 _UNAUDITED: Final = frozenset(
     {
         "weft.v1.PublishService/DescribeTarget",
+        "weft.v1.PublishService/GetReference",
         "weft.v1.PublishService/RenewLease",
         "weft.v1.PublishService/AwaitTransfer",
         "weft.v1.RegistryService/Heartbeat",

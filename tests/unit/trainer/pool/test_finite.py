@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.pool.sender import Packer
+from trainer_side.pool.packer import Packer
 from trainer_side.pushing import checks_finite
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft.contract.errors import NotFiniteError

@@ -10,7 +10,7 @@ from torch import nn
 from tests import models
 from trainer_side.params.choose import open_model
 from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
-from trainer_side.pool.sender import Packer
+from trainer_side.pool.packer import Packer
 from trainer_side.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir

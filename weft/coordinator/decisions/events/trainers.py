@@ -81,6 +81,7 @@ class BeginTransfer:
     """What the catalog knows of this trainer's request id."""
     check_finite: bool = False
     refuse_other_base: bool = False
+    carries_runs: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.frozen import replace
+from weft.contract.runs import check_carries_runs
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer
@@ -75,6 +76,8 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
         raise InvalidAdapterError(f"a push of the adapter {policy.name!r} needs an adapter spec")
     if policy.kind is PolicyKind.BASE and event.adapter is not None:
         raise InvalidAdapterError("a push of the base has no adapter spec")
+    if event.carries_runs and event.adapter is not None:
+        raise InvalidRequestError("carries_runs is of pushes of the base; this is an adapter")
     if event.adapter is not None:
         parse_config(event.adapter.config_json)
     preflight.check_names(state, policy.name)
@@ -84,6 +87,8 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
             "call PutManifest first",
             reason="MANIFEST_UNKNOWN",
         )
+    if event.carries_runs and event.layout.manifest is not None:
+        check_carries_runs(event.layout.manifest)
     under_way = sum(
         t.policy == policy.name and t.purpose.fencing_token is not None
         for t in state.transfers.values()
@@ -109,6 +114,7 @@ def _new_transfer(
             require_all=event.min_replicas == 0,
             check_finite=event.check_finite,
             refuse_other_base=event.refuse_other_base,
+            carries_runs=event.carries_runs,
             wanted_group_id=event.group_id,
             answer_by=min(event.deadline, event.answer_by),
         ),

@@ -75,6 +75,7 @@ class Push(Purpose):
     """Whether an adapter is refused over another base than it was trained on."""
     check_finite: bool
     """Whether the sender gives up at the first bucket that holds NaN or infinity."""
+    carries_runs: bool = field()
     wanted_group_id: str
     """The group of the trainer's former push, which may still be there."""
     answer_by: float
@@ -123,7 +124,13 @@ class Push(Purpose):
         free = [r for r in turns.free(replicas) if r.replica_id not in left_out]
         if len(free) < self.min_replicas:
             return _FOR_JOINING
-        preflight.check_room(change.state, transfer, free, check_finite=self.check_finite)
+        preflight.check_room(
+            change.state,
+            transfer,
+            free,
+            check_finite=self.check_finite,
+            carries_runs=self.carries_runs,
+        )
         if mismatch := self._other_base(change.state, transfer):
             raise mismatch.error()
         if not fits:

@@ -182,6 +182,8 @@ class Purpose(ABC):
     """The token of the lease that it was begun under."""
     served_over: int | None = None
     """The version of the base that an adapter was committed over."""
+    carries_runs: bool = False
+    """Whether its buckets list what they carry."""
 
     brings_version: ClassVar[bool] = False
     """Whether its version is a new one, which nobody had before."""

@@ -110,18 +110,25 @@ def check_names(state: PoolState, policy: str) -> None:
 
 
 def check_room(
-    state: PoolState, transfer: Transfer, replicas: Iterable[Replica], *, check_finite: bool
+    state: PoolState,
+    transfer: Transfer,
+    replicas: Iterable[Replica],
+    *,
+    check_finite: bool,
+    carries_runs: bool,
 ) -> None:
     """Refuse what a replica has no room, no backend or another base for; cheap.
 
     Args:
         check_finite: Whether the sender gives up at the first value that is not finite.
+        carries_runs: Whether it fills the buckets in an order of its own.
 
     Raises:
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
-        UnsupportedError: What is sent is to be checked, and is loaded before it can be.
+        UnsupportedError: What is sent is to be checked, and is loaded before it can be; or
+            it comes in an order that a replica does not take.
     """
     spec = transfer.adapter
     if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
@@ -153,7 +160,15 @@ def check_room(
         if replica.loads_in_place(transfer.kind):
             if check_finite:
                 raise _checked_too_late(replica)
+            if carries_runs:
+                raise _in_no_order(replica)
             continue
+        if carries_runs and not capabilities.takes_runs:
+            raise UnsupportedError(
+                f"replica {replica.replica_id!r} is too old for tensors that come in an order of "
+                "their own: update it, or push with metadata=",
+                metadata={"replica": replica.replica_id},
+            )
         if transfer.kind is PolicyKind.BASE:
             room = capabilities.staging_capacity_bytes - replica.pinned_bytes
             what = "staging"
@@ -194,6 +209,16 @@ def _checked_too_late(replica: Replica) -> UnsupportedError:
         f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
         "NaN in a later bucket would leave it with mixed weights; check the model before the push "
         "and push without check_finite, or start the replicas with --staging device or host",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _in_no_order(replica: Replica) -> UnsupportedError:
+    return UnsupportedError(
+        f"replica {replica.replica_id!r} loads a base in place as it arrives, so that a tensor "
+        "that turns out to be missing would leave it with mixed weights: say beforehand what "
+        "comes, and in which order (metadata=), or start the replicas with --staging device or "
+        "host",
         metadata={"replica": replica.replica_id},
     )
 

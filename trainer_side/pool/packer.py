@@ -1,0 +1,122 @@
+"""Packs a source's tensors into reused buffers, as their layout has them."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer_side.pool.finite import check_finite
+from trainer_side.sources.source import Source
+from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
+from weft.transport.digest import payload_digest
+from weft.transport.group import CPU, window
+
+
+class Packer:
+    """Two reused buffers (three on an accelerator), and the views into them for one layout.
+
+    Views are made once a layout: making them anew costs more than copying into
+    them for models of many small tensors.
+
+    Args:
+        manifest: The layout to pack.
+        buffers: Of an earlier packer; those that are large enough are used again.
+        device: Where buffers lie. On an accelerator all work is that of the calling
+            thread's current stream.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffers: list[torch.Tensor] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.manifest = manifest
+        self._device = device
+        sizes = tuple(bucket.wire_bytes for bucket in manifest.buckets)
+        self.buffers = made_buffers(sizes, buffers or [], device)
+        self._firsts: list[int] = []
+        self._views: list[list[torch.Tensor]] = []
+        self._paddings: list[list[torch.Tensor]] = []
+        position = 0
+        for index, bucket in enumerate(manifest.buckets):
+            buffer = self._buffer(index)
+            self._firsts.append(position)
+            slots = manifest.tensors[position : position + bucket.num_tensors]
+            position += bucket.num_tensors
+            self._views.append(
+                [
+                    buffer[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
+                    .view(getattr(torch, slot.meta.dtype.torch_name))
+                    .view(slot.meta.shape)
+                    for slot in slots
+                ]
+            )
+            ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
+            self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
+
+    def pack(
+        self, index: int, source: Source, nonce: int, finite: bool = False
+    ) -> tuple[torch.Tensor, int]:
+        """Fill bucket ``index`` and seal it with its trailer.
+
+        Blocks for the copies and the digesting. The buffer is that of bucket
+        ``index - len(buffers)``, which must have been released.
+
+        Args:
+            index: Which bucket.
+            source: What fills it.
+            nonce: Of the transfer.
+            finite: Read it once more, and refuse NaN and infinities.
+
+        Returns:
+            The uint8 wire bytes (owned by the packer, valid until bucket
+            ``index + len(buffers)`` is packed) and the payload's digest.
+
+        Raises:
+            NotFiniteError: Names the tensor.
+            WeftError: The source's own.
+        """
+        bucket = self.manifest.buckets[index]
+        buffer = self._buffer(index)
+        first = self._firsts[index]
+        source.read(first, bucket.num_tensors, self._views[index])
+        payload = buffer[: bucket.payload_bytes]
+        # Padding is part of the digest: equal weights must digest equally.
+        if self._paddings[index]:
+            torch._foreach_zero_(self._paddings[index])
+        if finite:
+            check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
+        digest = payload_digest(payload, self.manifest.digest_algorithm)
+        trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
+        end = bucket.payload_bytes + len(trailer)
+        buffer[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        return buffer[: bucket.wire_bytes], digest
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket that was packed and is still held; no copy."""
+        return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
+
+    def moved(self, held: range) -> Packer:
+        """A packer with fresh buffers that hold the same buckets.
+
+        For a transfer that continues after its group was abandoned: the old buffers
+        may still be read by operations that nobody can stop.
+        """
+        packer = Packer(self.manifest, device=self._device)
+        for index in held:
+            packer.wire(index).copy_(self.wire(index))
+        return packer
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        return self.buffers[index % len(self.buffers)]
+
+
+def made_buffers(
+    sizes: tuple[int, ...], kept: list[torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """As many buffers as are in flight, each for any bucket; of those kept what will do."""
+    need, count = max(sizes), min(window(device), len(sizes))
+    buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
+    # zeros, not empty: touched memory is sent and filled more than twice as fast
+    fresh = range(count - len(buffers))
+    return buffers + [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]

@@ -1,0 +1,80 @@
+"""Packs tensors in the order that they come in: each bucket lists the runs that it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from trainer_side.pool.finite import check_finite
+from trainer_side.pool.packer import made_buffers
+from trainer_side.sources.named_source import Piece, RunSource
+from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.runs import bucket_sums, joined, run_wire_sizes
+from weft.contract.tensors import TensorMeta
+from weft.transport.group import CPU
+from weft.transport.runs import DigestedRun, seal_runs
+
+
+class RunPacker:
+    """Reused buffers for the buckets of one push; as ``Packer``, of a source in any order.
+
+    Args:
+        manifest: The layout that the source's tensors belong in.
+        source: What fills it, from its beginning.
+        buffers: Of an earlier packer; those that are large enough are used again.
+        device: Where buffers lie. On an accelerator all work is that of the calling
+            thread's current stream.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        source: RunSource,
+        buffers: list[torch.Tensor] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.manifest = manifest
+        self._source, self._device = source, device
+        self._sizes = run_wire_sizes(manifest)
+        self._runs: list[DigestedRun] = []
+        self.buffers = made_buffers(self._sizes, buffers or [], device)
+        source.begin(manifest)
+
+    def pack(
+        self, index: int, nonce: int, speak: Callable[[], None], *, finite: bool = False
+    ) -> int:
+        """Fill a bucket with what comes next and seal it; as ``Packer.pack``.
+
+        Returns:
+            The digest in its trailer.
+        """
+        size = self.manifest.buckets[index].payload_bytes
+        payload = self.wire(index)[:size]
+        pieces = self._source.fill(payload, speak)
+        if finite:
+            check_finite(payload, [_as_slot(piece) for piece in pieces])
+        runs = joined((piece.run, piece.digest) for piece in pieces)
+        self._runs += runs
+        return seal_runs(self.wire(index), size, nonce, index, runs)
+
+    def digests(self) -> list[int]:
+        """Payload digests of the layout's own buckets, once all are packed."""
+        return bucket_sums(self.manifest, self._runs)
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket whose turn has come, or that is still held; no copy."""
+        return self.buffers[index % len(self.buffers)][: self._sizes[index]]
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; see ``Packer.moved``."""
+        old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device)
+        for index in held:
+            self.wire(index).copy_(old[index % len(old)][: self._sizes[index]])
+
+
+def _as_slot(piece: Piece) -> TensorSlot:
+    """A piece as a tensor of its bucket, for those that look into it."""
+    meta = piece.slot.meta
+    count = piece.num_bytes // meta.dtype.itemsize_bytes
+    return TensorSlot(TensorMeta(meta.name, meta.dtype, (count,)), 0, piece.at)

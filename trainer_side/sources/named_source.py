@@ -1,0 +1,266 @@
+"""What ``push_base(named_tensors=)`` sends, as sources: in the order that tensors come in, or
+in the one that was said beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer_side.sources.named_tensors import (
+    Metadata,
+    NamedSteps,
+    TiedDuplicates,
+    check_tensor,
+    padded,
+    torch_dtype,
+)
+from trainer_side.sources.origin import BaseOf
+from trainer_side.sources.source import CastRule, make_metas
+from weft.contract.errors import InvalidManifestError
+from weft.contract.manifest import Manifest, TensorSlot, align_up
+from weft.contract.runs import Run
+from weft.contract.tensors import Reference, TensorMeta, check_base
+from weft.transport.digest import run_digest
+
+#: What ``last_report.source`` says.
+DESCRIPTION = "named tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or a part of it, that lies in a bucket's payload."""
+
+    slot: TensorSlot
+    first_byte: int
+    """Of the tensor."""
+    num_bytes: int
+    """Without padding."""
+    at: int
+    """Where in the payload."""
+    digest: int
+    """At its place in the layout, padding included."""
+
+    @property
+    def run(self) -> Run:
+        """Where it belongs in the layout."""
+        first = self.slot.offset_bytes + self.first_byte
+        return Run(self.slot.bucket, first, align_up(self.num_bytes))
+
+
+class RunSource:
+    """Named tensors in whatever order they come; each is read off before the next is asked
+    for.
+
+    Args:
+        steps: The sender's way through them.
+        reference: What they must be.
+        cast: Whether floats are cast to the dtypes of the reference.
+    """
+
+    description = DESCRIPTION
+
+    def __init__(self, steps: NamedSteps, reference: Reference, cast: bool) -> None:
+        self._steps, self._reference, self._cast = steps, reference, cast
+        self.metas = reference.tensors
+        self._slots: Mapping[str, TensorSlot] = {}
+        self._seen: set[str] = set()
+        self._tied = TiedDuplicates({})
+        self._open: tuple[TensorSlot, torch.Tensor] | None = None
+        self._done_bytes = 0
+
+    def begin(self, manifest: Manifest) -> None:
+        """Begin, for a layout that was planned of ``metas``; once."""
+        self._slots = {slot.meta.name: slot for slot in manifest.tensors}
+        self._tied = TiedDuplicates(
+            {name: (slot.meta, slot.offset_bytes) for name, slot in self._slots.items()}
+        )
+
+    def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> list[Piece]:
+        """Fill a bucket's payload with what comes next, cast; collective.
+
+        The payload that the last byte lies in also ends the iteration: nothing may follow.
+
+        Args:
+            payload: uint8, a multiple of 256 bytes, on any device; overwritten. Those of all
+                buckets together are as long as the layout's.
+            speak: Called after each tensor.
+
+        Raises:
+            InvalidManifestError: A tensor is missing, came twice, or is not the reference's.
+            BaseException: What ended the iteration, or another rank.
+        """
+        pieces: list[Piece] = []
+        at = 0
+        while at < payload.numel():
+            if self._open is None:
+                self._open = self._next()
+                if self._open is None:
+                    raise self._missing()
+                self._done_bytes = 0
+                speak()
+            slot, tensor = self._open
+            piece = self._copy(slot, tensor, payload, at)
+            pieces.append(piece)
+            at += piece.run.num_bytes
+            self._done_bytes += piece.num_bytes
+            if self._done_bytes == slot.meta.num_bytes:
+                self._open = None
+        if self._open is None and len(self._seen) == len(self._slots):
+            assert self._next() is None  # else it would have been refused
+            self._tied.finish()
+        return pieces
+
+    def _copy(
+        self, slot: TensorSlot, tensor: torch.Tensor, payload: torch.Tensor, at: int
+    ) -> Piece:
+        """As much of a tensor as there is room for."""
+        first, size = self._done_bytes, slot.meta.num_bytes
+        num_bytes = min(size - first, payload.numel() - at)
+        item = slot.meta.dtype.itemsize_bytes
+        part = tensor[first // item : (first + num_bytes) // item]
+        end = at + align_up(num_bytes)
+        payload[at : at + num_bytes].view(torch_dtype(slot.meta.dtype)).copy_(part)
+        payload[at + num_bytes : end].zero_()  # padding is part of the digest
+        digest = run_digest(payload[at:end], slot.offset_bytes + first)
+        self._tied.sent(slot.meta.name, digest)
+        return Piece(slot, first, num_bytes, at, digest)
+
+    def _next(self) -> tuple[TensorSlot, torch.Tensor] | None:
+        """The next tensor that is the reference's; None after the last."""
+        while (pair := self._steps.advance()) is not None:
+            name, tensor = pair
+            slot = self._slots.get(name)
+            if slot is None:
+                self._tied.drop(name, tensor)
+                continue
+            if name in self._seen:
+                raise InvalidManifestError(f"{name!r} came twice")
+            self._seen.add(name)
+            check_tensor(name, tensor, slot.meta, cast=self._cast)
+            return slot, tensor.reshape(-1)
+        return None
+
+    def _missing(self) -> InvalidManifestError:
+        missing = [meta.name for meta in self.metas if meta.name not in self._seen]
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        return InvalidManifestError(
+            f"{missing[0]!r} is missing{more}: named_tensors ended after "
+            f"{self._steps.num_tensors} tensors, and the served model expects it",
+            metadata={"num_problems": str(len(missing)), "first": missing[0]},
+        )
+
+
+class OrderedSource:
+    """Named tensors whose names, shapes, dtypes and order were said beforehand: a ``Source``.
+
+    Args:
+        steps: The sender's way through them.
+        metadata: What was said.
+        reference: What they must be.
+        cast: Whether floats are cast to the dtypes of the reference.
+
+    Raises:
+        InvalidManifestError: What was said is not exactly the reference's tensors, tied
+            duplicates aside. Nothing was asked for.
+    """
+
+    description = DESCRIPTION
+    is_collective = False
+
+    def __init__(
+        self, steps: NamedSteps, metadata: Metadata, reference: Reference, cast: bool
+    ) -> None:
+        self._steps, self._cast = steps, cast
+        pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
+        known, by_shape = reference.by_name, TiedDuplicates(_from_zero(reference.tensors))
+        metas: list[TensorMeta] = []
+        tied_to: set[str] = set()
+        for name, said in pairs:
+            want = known.get(name)
+            candidates = by_shape.candidates(tuple(said.shape)) if want is None else []
+            tied_to.update(candidates)
+            if want is not None:
+                check_tensor(name, said, want, cast=cast)
+                metas.append(want)
+            elif not candidates:
+                metas += make_metas([(name, said)], CastRule(enabled=False))  # refused below
+        check_base(metas, reference)
+        self.metas = tuple(metas)
+        self._order = [name for name, _ in pairs]
+        self._tied_to = tied_to
+        self._tied = TiedDuplicates(_from_zero([m for m in metas if m.name in tied_to]))
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        """See ``Source.read``; collective, though the other ranks follow tensor by tensor."""
+        assert views is not None
+        for meta, view in zip(self.metas[first : first + count], views, strict=True):
+            tensor = self._next(meta.name)
+            assert tensor is not None
+            check_tensor(meta.name, tensor, meta, cast=self._cast)
+            view.copy_(tensor)
+            if meta.name in self._tied_to:
+                content = view.reshape(-1).view(torch.uint8)
+                self._tied.sent(meta.name, run_digest(padded(content), 0))
+        if first + count == len(self.metas):
+            self._next(None)
+            self._tied.finish()
+
+    def _next(self, wanted: str | None) -> torch.Tensor | None:
+        """The tensor of a name, duplicates before it dropped; None where all must have come,
+        and have."""
+        while (pair := self._steps.advance()) is not None:
+            name, tensor = pair
+            index = self._steps.num_tensors - 1
+            said = self._order[index] if index < len(self._order) else "no more"
+            if name != said:
+                raise InvalidManifestError(
+                    f"{name!r} came where metadata says {said!r}: metadata must list what "
+                    "named_tensors gives, in its order"
+                )
+            if name == wanted:
+                return tensor
+            self._tied.drop(name, tensor)
+        if wanted is not None or self._steps.num_tensors < len(self._order):
+            raise InvalidManifestError(
+                f"{self._order[self._steps.num_tensors]!r} is missing: named_tensors ended after "
+                f"{self._steps.num_tensors} tensors of {len(self._order)}"
+            )
+        return None
+
+
+def _from_zero(metas: Sequence[TensorMeta]) -> dict[str, tuple[TensorMeta, int]]:
+    return {meta.name: (meta, 0) for meta in metas}
+
+
+@dataclass(frozen=True)
+class NamedBase:
+    """Every weight of the base, as named tensors: a ``Content``, but for its source, which a
+    reference is needed for, at the sender alone.
+
+    Args:
+        steps: This rank's way through them.
+        cast: Whether floats are cast.
+        metadata: What was said of them beforehand.
+    """
+
+    steps: NamedSteps
+    cast: bool
+    metadata: Metadata | None
+    remarks: tuple[str, ...] = ()
+
+    def over(self, reference: Reference) -> RunSource | OrderedSource:
+        """The sender's source for a pool of this reference.
+
+        Raises:
+            InvalidManifestError: What was said of them is not the reference's.
+        """
+        if self.metadata is None:
+            return RunSource(self.steps, reference, self.cast)
+        return OrderedSource(self.steps, self.metadata, reference, self.cast)
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: no module of this process."""
+        return BaseOf()
