@@ -54,7 +54,8 @@ class Rows:
 
 
 @contextmanager
-def _coordinator(work: Path, name: str) -> Iterator[str]:
+def coordinator(work: Path, name: str) -> Iterator[str]:
+    """A coordinator process; its HOST:PORT."""
     args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
             str(work / f"{name}.db"), "--log-level", "warning")  # fmt: skip
     process = Process(name, args, work, {})
@@ -66,9 +67,8 @@ def _coordinator(work: Path, name: str) -> Iterator[str]:
 
 
 @contextmanager
-def _doubles(
-    work: Path, target: str, count: int, num_tensors: int, elements: int
-) -> Iterator[None]:
+def doubles(work: Path, target: str, count: int, num_tensors: int, elements: int) -> Iterator[None]:
+    """Processes of engine doubles, for a base of so many tensors of as many elements."""
     with ExitStack() as stack:
         for i in range(count):
             args = ("-m", "tests.doubles.replica_process", target, f"replica-{i}",
@@ -79,7 +79,7 @@ def _doubles(
         yield
 
 
-def _model(num_tensors: int, elements: int) -> nn.Module:
+def model_of(num_tensors: int, elements: int) -> nn.Module:
     """Parameters that the double's base has the names and shapes of."""
     model = nn.Module()
     layers = nn.ModuleList(nn.Module() for _ in range(-(-num_tensors // 8)))
@@ -99,8 +99,8 @@ def control_plane(work: Path, rows: Rows) -> None:
     medians: dict[int, float] = {}
     for count in _REPLICAS:
         with (
-            _coordinator(work, f"control-{count}") as target,
-            _doubles(work, target, count, 1, 16),
+            coordinator(work, f"control-{count}") as target,
+            doubles(work, target, count, 1, 16),
             Publisher(target, trainer_id="bench", progress=None) as publisher,
         ):
             adapter = tiny_adapter(work)
@@ -138,11 +138,11 @@ def tiny_adapter(work: Path) -> Path:
 def staging(work: Path, rows: Rows) -> None:
     """Staging of 512 MiB against bare gloo, in turn; and the trainer's extra memory."""
     num_tensors = _STAGING_BYTES // (4 * _TENSOR_ELEMENTS)
-    model = _model(num_tensors, _TENSOR_ELEMENTS)
+    model = model_of(num_tensors, _TENSOR_ELEMENTS)
     bare = BareGloo(_STAGING_BYTES, DEFAULT_BUCKET_BYTES)
     with (
-        _coordinator(work, "staging") as target,
-        _doubles(work, target, 1, num_tensors, _TENSOR_ELEMENTS),
+        coordinator(work, "staging") as target,
+        doubles(work, target, 1, num_tensors, _TENSOR_ELEMENTS),
         Publisher(target, trainer_id="bench", progress=None) as publisher,
     ):
         publisher.push_adapter(tiny_adapter(work), "tiny")  # forms the group, starts threads
@@ -189,7 +189,7 @@ def adapter(work: Path, rows: Rows) -> None:
                             "gate_proj", "up_proj", "down_proj"],
         ),
     )  # fmt: skip
-    with _coordinator(work, "adapter") as target:
+    with coordinator(work, "adapter") as target:
         args = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
                 "--replica-id", "replica-0", "--log-level", "warning", "--", str(path),
                 "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
@@ -240,7 +240,7 @@ def _peak_bytes() -> int:
 
 def idle(work: Path, rows: Rows) -> None:
     """A replica that nobody asks anything, beside plain vLLM."""
-    with _coordinator(work, "idle") as target:
+    with coordinator(work, "idle") as target:
         for num_ranks in (1, 2):
             shares = compare(work, target, num_ranks)
             plain, replica = shares.plain * 100, shares.replica * 100

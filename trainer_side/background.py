@@ -19,6 +19,7 @@ from trainer_side.push_request import PushRequest, check_choice, check_open
 from trainer_side.pushing import Pushing
 from trainer_side.ranks import Ranks
 from trainer_side.sources.content import Content
+from trainer_side.sources.named_source import NamedBase
 from weft import tracing
 from weft.contract.errors import TransferTimeoutError, WeftError
 from weft.contract.names import PolicyVersion
@@ -178,7 +179,9 @@ class Background:
         """Copy the weights, or keep what prevented it for the push: the other ranks made
         their copies, and must learn of it in step."""
         try:
-            kept = waiting.request.content().kept(self._memory.lend(waiting.number))
+            content = waiting.request.content()
+            assert not isinstance(content, NamedBase)  # nothing to copy before it is sent
+            kept = content.kept(self._memory.lend(waiting.number))
         except BaseException as error:
             self._fill(waiting, partial(_fail, error))
             if not isinstance(error, Exception):

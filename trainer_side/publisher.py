@@ -25,6 +25,7 @@ from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
 from trainer_side.sources.content import Model
+from trainer_side.sources.named_tensors import Metadata, NamedTensors
 from weft.contract.capabilities import BackendChoice
 from weft.contract.names import PolicyVersion, check_name
 from weft.contract.push_defaults import (
@@ -84,24 +85,21 @@ class Publisher:
         on_publish_again: Called with a policy's name when no replica holds the
             version that the pool should serve any more (all were restarted, say), and
             this publisher owns the policy: once each time that is asked, at the sender,
-            on a thread of its own, one call after the other. It may push if the trainer
-            has one rank; until it returns ``close`` waits some seconds, and the end of the
-            process as long as that takes; an exception is logged. The weights must not
-            change meanwhile: a trainer that cannot promise that, or has several ranks, looks
-            at ``wanted`` in its loop instead.
+            on a thread of its own, one call after the other. It may push if the trainer has
+            one rank; until it returns ``close`` waits some seconds, the end of the process as
+            long as it takes; an exception is logged. The weights must not change meanwhile: who
+            cannot promise that, or has several ranks, looks at ``wanted`` in its loop instead.
         check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
             bucket as it is packed. None does so for adapters that are packed on an
             accelerator, where it costs next to nothing, and for nothing else.
         on_base_change: What becomes of an adapter that would be served over another base than
             it was trained on; see ``push_adapter``. It never hinders a push of the base.
         tls: Whose certificates to trust, and which to show; by default what the environment
-            names (``WEFT_TLS_CA``, ``WEFT_TLS_CERT``, ``WEFT_TLS_KEY``), or no TLS. Files are
-            read again as they change.
+            names (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
         token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
-        takeover: Take the leases of this trainer's policies from another living process of
-            the same ``trainer_id``, whose pushes then fail with ``LEASE_FENCED``, once for
-            each policy. Otherwise the first push fails with ``POLICY_OWNED`` as soon as that
-            process is seen to live.
+        takeover: Take the policies' leases from another living process of this ``trainer_id``,
+            once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
+            fails with ``POLICY_OWNED`` as soon as that process is seen to live.
 
     Raises:
         InvalidRequestError: An argument that cannot be right; nothing was tried.
@@ -227,8 +225,10 @@ class Publisher:
 
     def push_base(
         self,
-        model: Model,
+        model: Model | None = None,
         *,
+        named_tensors: NamedTensors | None = None,
+        metadata: Metadata | None = None,
         cast: bool = True,
         check_finite: bool | None = None,
         require: Require | None = None,
@@ -239,6 +239,11 @@ class Publisher:
         Args:
             model: A torch or transformers model, wrapped or not, read in place, or a
                 directory (or file) of safetensors in checkpoint names.
+            named_tensors: Instead, an iterator of every weight as (checkpoint name, full
+                tensor), or a function that makes one: in any order, each copied before the
+                next is asked for. Of every rank, in step, or of rank 0 alone.
+            metadata: Names in the order of ``named_tensors``, each with something that has its
+                shape and dtype; needed where a replica loads a base in place.
             cast, check_finite, require, timeout_seconds: As for ``push_adapter``.
 
         Returns:
@@ -248,7 +253,7 @@ class Publisher:
             InvalidManifestError: Not exactly the served model's tensors.
             WeftError: As for ``push_adapter``.
         """
-        request = self._settings.base(model, cast)
+        request = self._settings.model_or_named(model, named_tensors, metadata, cast)
         request = request.with_options(check_finite, require, timeout_seconds)
         return self._push(request)
 

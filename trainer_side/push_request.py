@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.params.choose import Kind
-from trainer_side.ranks import Ranks
+from trainer_side.ranks import SENDER, Ranks
 from trainer_side.sources.content import Content, Model, adapter_content, base_content
+from trainer_side.sources.named_source import NamedBase
+from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, check_adapter_name
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require
@@ -42,7 +44,7 @@ class PushRequest:
     """One push; the same on every rank."""
 
     policy: str
-    content: Callable[[], Content]
+    content: Callable[[], Content | NamedBase]
     """Looks at the model; its failure is that of the push."""
     check_finite: bool | None
     """Whether NaN and infinities end the push; None leaves it to ``checks_finite``."""
@@ -112,6 +114,32 @@ class PushSettings:
             base,
         )
 
+    def model_or_named(
+        self,
+        model: Model | None,
+        given: NamedTensors | None,
+        metadata: Metadata | None,
+        cast: bool,
+    ) -> PushRequest:
+        """The request to push a base, of a model or of named tensors; see
+        ``Publisher.push_base``."""
+        if model is not None:
+            if given is not None or metadata is not None:
+                raise InvalidRequestError("push_base takes a model or named_tensors=, not both")
+            return self.base(model, cast)
+        ranks = self.ranks
+        if given is not None:
+            check_named(given)
+        elif ranks.size == 1:
+            raise _nothing_given()
+
+        def content() -> NamedBase:
+            if given is None and ranks.rank == SENDER:
+                raise _nothing_given()
+            return NamedBase(NamedSteps(given, ranks), cast, metadata)
+
+        return self._request(BASE_POLICY, content)
+
     def base(self, model: Model, cast: bool, merged: str | None = None) -> PushRequest:
         """The request to push a base, with the adapter ``merged`` in it if one is named; see
         ``Publisher.push_base``."""
@@ -124,7 +152,10 @@ class PushSettings:
         )
 
     def _request(
-        self, policy: str, content: Callable[[], Content], base: BaseOptions | None = None
+        self,
+        policy: str,
+        content: Callable[[], Content | NamedBase],
+        base: BaseOptions | None = None,
     ) -> PushRequest:
         return PushRequest(
             policy=policy,
@@ -134,6 +165,12 @@ class PushSettings:
             timeout_seconds=self.timeout_seconds,
             base=base or BaseOptions(),
         )
+
+
+def _nothing_given() -> InvalidRequestError:
+    return InvalidRequestError(
+        "push_base: give a model, a directory, or named_tensors= (of several ranks, to the first)"
+    )
 
 
 _LONGEST_SECONDS = 7 * 86_400.0

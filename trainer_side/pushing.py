@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.sender import BucketSettings, bucket_settings
@@ -16,6 +16,7 @@ from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
 from trainer_side.sources.lockstep import LedSource, follow
+from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.source import Source
 from weft import tracing
@@ -27,7 +28,7 @@ from weft.contract.errors import (
     TransferAbortedError,
 )
 from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest, plan_buckets
+from weft.contract.manifest import WSUM64, Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
 from weft.rpc.codec import version_from_proto
@@ -137,20 +138,23 @@ class Pushing:
             ranks.share(lambda: self._client.describe(deadline).SerializeToString())
         )
         with self._traced("weft.push.plan"):
-            with agreeing(ranks):
-                what = request.content()
-                source, adapter = what.source(target)
-                manifest = self._manifest(target.backends[0], source.metas)
-            self._check_same(manifest)
+            what, source, adapter, manifest = self._plan(request, target, deadline)
+        description = source.description if source else DESCRIPTION
         span.set(
             kind="base" if adapter is None else "adapter",
-            bytes=manifest.total_bytes,
+            bytes=manifest.total_bytes if manifest else 0,
             backend=target.backends[0],
         )
         finite = checks_finite(request.check_finite, adapter, target.backends[0])
-        shared = ranks.share(
-            lambda: self._begin(request, what, manifest, adapter, target, finite, deadline)
-        )
+        carries_runs = isinstance(source, RunSource)
+
+        def begin() -> bytes:
+            assert manifest is not None
+            return self._begin(
+                request, what, manifest, adapter, target, finite, carries_runs, deadline
+            )
+
+        shared = ranks.share(begin)
         origin, answer = Origin.decode(shared)
         begun = pb.BeginTransferResponse.FromString(answer)
         version = version_from_proto(begun.version)
@@ -158,12 +162,12 @@ class Pushing:
         _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
             version,
-            source.description,
-            manifest.total_bytes,
+            description,
+            manifest.total_bytes if manifest else 0,
             ", ".join(begun.replica_ids),
             begun.group.epoch,
         )
-        transfer = self._carry_out(begun, source, manifest, finite, deadline)
+        transfer = self._carry_out(begun, what, source, manifest, finite, deadline)
         about_base: tuple[str, ...] = ()
         if adapter is None:
             self._origins.pushed(what.base, version.version)
@@ -174,14 +178,14 @@ class Pushing:
         self._warn(version, remarks, about_base)
         report = PushReport(
             version=version,
-            total_bytes=manifest.total_bytes,
+            total_bytes=manifest.total_bytes if manifest else transfer.total_bytes,
             num_replicas=len(transfer.serving_replica_ids),
             seconds=time.monotonic() - began,
             forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
             staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
             committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
             pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
-            source=source.description,
+            source=description,
             remarks=remarks,
         )
         _log.info(
@@ -211,11 +215,12 @@ class Pushing:
     def _begin(
         self,
         request: PushRequest,
-        what: Content,
+        what: Content | NamedBase,
         manifest: Manifest,
         adapter: Adapter | None,
         target: pb.DescribeTargetResponse,
         finite: bool,
+        carries_runs: bool,
         deadline: float,
     ) -> bytes:
         origin = Origin(None)
@@ -240,23 +245,45 @@ class Pushing:
             check_finite=finite,
             trained_on=origin.version,
             refuse_other_base=adapter is not None and request.base.on_change == "refuse",
+            carries_runs=carries_runs,
         )
         return origin.encode(begun.SerializeToString())
 
-    def _manifest(self, backend: str, metas: tuple[TensorMeta, ...]) -> Manifest:
-        """The manifest of these tensors, which is kept: the next push has the same."""
-        settings = bucket_settings(backend, self._bucket_bytes)
+    def _plan(
+        self, request: PushRequest, target: pb.DescribeTargetResponse, deadline: float
+    ) -> tuple[Content | NamedBase, Source | RunSource | None, Adapter | None, Manifest | None]:
+        """What is pushed, and how it is laid out: named tensors at the sender alone."""
+        ranks = self._ranks
+        source: Source | RunSource | None = None
+        adapter: Adapter | None = None
+        with agreeing(ranks):
+            what = request.content()
+            if not isinstance(what, NamedBase):
+                source, adapter = what.source(target)
+            elif ranks.rank == SENDER:
+                source = what.over(self._client.reference(target, deadline))
+            manifest = self._manifest(target.backends[0], source) if source else None
+        is_named = isinstance(what, NamedBase)
+        self._check_same(b"" if is_named or manifest is None else manifest.layout_digest)
+        return what, source, adapter, manifest
+
+    def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
+        """The manifest of a source's tensors, which is kept: the next push has the same."""
+        settings, metas = bucket_settings(backend, self._bucket_bytes), source.metas
+        if isinstance(source, RunSource):
+            settings = replace(settings, digest_algorithm=WSUM64)
         manifest = self._manifests.get((settings, metas))
         if manifest is None:
             manifest = plan_buckets(metas, settings.bucket_bytes, settings.digest_algorithm)
             self._manifests.put((settings, metas), manifest)
         return manifest
 
-    def _check_same(self, manifest: Manifest) -> None:
-        """The ranks of a trainer must have the same model in mind."""
-        theirs = self._ranks.share(lambda: manifest.layout_digest)
+    def _check_same(self, mine: bytes) -> None:
+        """The ranks of a trainer must have the same layout in mind, by its digest; empty for
+        named tensors, which rank 0 alone lays out."""
+        theirs = self._ranks.share(lambda: mine)
         with agreeing(self._ranks):
-            if theirs != manifest.layout_digest:
+            if theirs != mine:
                 raise InvalidManifestError(
                     f"rank {self._ranks.rank} of this trainer would push other names or shapes "
                     "than its rank 0: every rank must push the same model"
@@ -265,22 +292,32 @@ class Pushing:
     def _carry_out(
         self,
         begun: pb.BeginTransferResponse,
-        source: Source,
-        manifest: Manifest,
+        what: Content | NamedBase,
+        source: Source | RunSource | None,
+        manifest: Manifest | None,
         finite: bool,
         deadline: float,
     ) -> pb.Transfer:
         """Send at the sender, help elsewhere; the outcome everywhere."""
         ranks = self._ranks
-        led = LedSource(source, ranks) if source.is_collective else source
         ended: list[pb.Transfer] = []
 
         def send() -> bytes:
+            assert source is not None
+            assert manifest is not None
+            led: Source | RunSource = source
+            if not isinstance(source, RunSource) and source.is_collective:
+                led = LedSource(source, ranks)
             ended.append(self._client.carry_out(begun, led, manifest, finite, deadline))
             return ended[0].SerializeToString()
 
-        if ranks.rank != SENDER and source.is_collective and begun.HasField("group"):
-            follow(source, ranks, manifest)
+        if ranks.rank != SENDER and begun.HasField("group"):
+            if isinstance(what, NamedBase):
+                what.steps.follow()
+            elif source is not None and manifest is not None:
+                assert not isinstance(source, RunSource)
+                if source.is_collective:
+                    follow(source, ranks, manifest)
         try:
             return pb.Transfer.FromString(ranks.share(send))
         except PeerUnavailableError as error:

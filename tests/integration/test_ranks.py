@@ -102,7 +102,7 @@ def test_training_goes_on_while_its_weights_are_pushed(kind, engine, trainer, tm
     trainer.do("train", steps=1)
     trainer.do("save", path=str(tmp_path / "whole.pt"))
     answers = trainer.do("push_beside", what="base", steps=3)
-    assert len({answer["version"] for answer in answers}) == 1
+    assert len({answer.get("version") for answer in answers}) == 1, answers
     assert same(engine.base, torch.load(tmp_path / "whole.pt"))
     trainer.do("save", path=str(tmp_path / "later.pt"))
     assert not same(engine.base, torch.load(tmp_path / "later.pt"))
@@ -250,3 +250,78 @@ def test_a_rank_that_dies_is_told_of_to_the_others(tmp_path):
             trainer.processes.pop()
             (answer,) = trainer.do("push", what="base", timeout=3.0)
             assert (answer["type"], answer["error"]) == ("PeerUnavailableError", "RANK_GONE")
+
+
+# -- named tensors: a gather inside the iterator, which all ranks must be in, or none --------
+
+ALL = {"stop": [-1, -1], "fail": [-1, -1], "give": [1, 1]}
+
+
+def test_named_tensors_that_gather_are_pushed_in_step(engine, trainer, tmp_path):
+    trainer.do("make", kind="fsdp2")
+    for seed in (1, 2):
+        trainer.do("train", steps=1)
+        answers = trainer.do("push_named", seed=seed, **ALL)
+        assert len({answer.get("version") for answer in answers}) == 1, answers
+        assert {answer["source"] for answer in answers} == {"named tensors"}
+        trainer.do("save", path=str(tmp_path / "whole.pt"))
+        assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+
+
+def test_rank_0_alone_may_give_named_tensors(engine, trainer, tmp_path):
+    trainer.do("make", kind="ddp")
+    trainer.do("train", steps=1)
+    answers = trainer.do("push_named", seed=1, **ALL | {"give": [1, 0]})
+    assert [answer["gathered"] > 0 for answer in answers] == [True, False]
+    assert len({answer.get("version") for answer in answers}) == 1, answers
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt")
+    assert same(engine.base, whole)
+    found = trainer.do("push_named", seed=1, **ALL | {"give": [0, 1]})
+    assert {answer["error"] for answer in found} == {"INVALID_REQUEST"}, found
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"stop": [5, -1]}, "named_tensors ended on one rank of this trainer and not on another"),
+        ({"stop": [-1, 5]}, "named_tensors ended on one rank of this trainer and not on another"),
+        ({"stop": [5, 5]}, "is missing"),
+        ({"fail": [-1, 5]}, "out of memory"),
+        ({"fail": [5, -1]}, "out of memory"),
+    ],
+    ids=["rank 0 ends", "rank 1 ends", "both end", "rank 1 fails", "rank 0 fails"],
+)
+def test_ranks_stop_at_the_same_tensor(how, message, engine, trainer):
+    """A rank that does not go on is not waited for in a gather: DDP's tensors lie whole."""
+    trainer.do("make", kind="ddp")
+    before = trainer.push("base")
+    answers = trainer.do("push_named", seed=1, timeout=20.0, **ALL | how)
+    assert all(message in answer["message"] for answer in answers), answers
+    assert all(answer["ended"] - answer["began"] < 10 for answer in answers)
+    assert max(answer["gathered"] for answer in answers) <= 6
+    assert trainer.push("base") > before  # and the next push is none the worse
+
+
+def test_a_push_that_fails_leaves_nobody_in_a_gather(tmp_path):
+    """The only replica goes away in the middle; the gathers are FSDP2's own."""
+    with running_pool(tmp_path / "weft.db") as pool:
+        pool.add_replica("replica-0", EngineDouble(weights(Model(9)), staging_capacity_bytes=10))
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            answers = trainer.do("push_named", seed=1, **ALL)
+            assert {answer["error"] for answer in answers} == {"STAGING_FULL"}
+            assert [answer["gathered"] for answer in answers] == [0, 0]
+            pool.remove_replica("replica-0")
+            pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push_named", seed=1, timeout=20.0, **ALL)
+            until(lambda: (tmp_path / "held").exists())
+            pool.remove_replica("replica-0")
+            (tmp_path / "held").unlink()
+            answers = [process.answer(30) for process in trainer.processes]
+            assert len(errors(answers)) == 1, answers
+            assert answers[0]["error"], answers
+            assert len({answer["gathered"] for answer in answers}) == 1, answers
+            pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+            trainer.do("push_named", seed=2, **ALL)

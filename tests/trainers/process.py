@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -126,20 +128,25 @@ class Rank:
         """The sender waits before it packs ``bucket`` while the file "held" exists."""
         if dist.get_rank() != 0:
             return
-        from trainer_side.pool.sender import Packer
+        from trainer_side.pool.packer import Packer
+        from trainer_side.pool.run_packer import RunPacker
 
-        held, original = Path(sys.argv[3]).with_name("held"), Packer.pack
+        held = Path(sys.argv[3]).with_name("held")
+        originals = [(kind, kind.pack) for kind in (Packer, RunPacker)]
 
-        def pack(packer: Packer, index: int, *rest: Any) -> Any:
-            if index == bucket:
-                Packer.pack = original  # type: ignore[method-assign]
+        def pack(packer: Any, at: int, *rest: Any, **more: Any) -> Any:
+            if at == bucket:
+                for kind, original in originals:
+                    kind.pack = original  # type: ignore[assignment, method-assign]
                 held.touch()
                 while held.exists():
                     time.sleep(0.01)
                 time.sleep(0.5)  # until it is told that the replica left
-            return original(packer, index, *rest)
+            original = next(original for kind, original in originals if type(packer) is kind)
+            return original(packer, at, *rest, **more)
 
-        Packer.pack = pack  # type: ignore[method-assign]
+        for kind, _ in originals:
+            kind.pack = pack  # type: ignore[assignment, method-assign]
 
     def forward(self) -> None:
         """Without gradients."""
@@ -160,7 +167,9 @@ class Rank:
         if dist.get_rank() == 0:
             torch.save(whole, path)
 
-    def push(self, what: str, timeout: float = 60.0, **arguments: Any) -> dict[str, Any]:
+    def push(
+        self, what: str, timeout: float = 60.0, model: bool = True, **arguments: Any
+    ) -> dict[str, Any]:
         """``push_<what>`` of the publisher; how it ended."""
         assert self._trainer is not None
         if self._publisher is None:
@@ -170,15 +179,47 @@ class Rank:
         began = time.time()
         method = getattr(self._publisher, f"push_{what}")
         try:
-            version = method(self._trainer.model, timeout_seconds=timeout, **arguments)
+            given = (self._trainer.model,) if model else ()
+            version = method(*given, timeout_seconds=timeout, **arguments)
             assert self._publisher.last_report is not None
             source = self._publisher.last_report.source
             outcome: dict[str, Any] = {"version": version.version, "source": source}
+        except RuntimeError as error:
+            outcome = {"error": "", "type": type(error).__name__, "message": str(error)}
         except WeftError as error:
             outcome = {
                 "error": error.reason, "type": type(error).__name__, "message": error.message
             }  # fmt: skip
         return {**outcome, "began": began, "ended": time.time()}
+
+    def push_named(
+        self, seed: int, stop: list[int], fail: list[int], give: list[int], timeout: float = 60.0
+    ) -> dict[str, Any]:
+        """``push_base`` of what ``full_tensor`` gathers, in the order of a seed.
+
+        Args:
+            stop: After how many tensors each rank's iterator ends; -1 for none.
+            fail: After how many it raises.
+            give: Whether each rank gives one at all.
+        """
+        assert self._trainer is not None
+        rank, gathered = dist.get_rank(), 0
+        module: Any = self._trainer.model
+        pairs = list(getattr(module, "module", module).named_parameters())
+        random.Random(seed).shuffle(pairs)
+
+        def gather() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal gathered
+            for index, (name, param) in enumerate(pairs):
+                if index == stop[rank]:
+                    return
+                if index == fail[rank]:
+                    raise RuntimeError("out of memory")
+                yield name, param.full_tensor() if hasattr(param, "full_tensor") else param
+                gathered += 1
+
+        named = {"named_tensors": gather} if give[rank] else {}
+        return {**self.push("base", timeout, model=False, **named), "gathered": gathered}
 
     def push_beside(self, what: str, steps: int, **arguments: Any) -> dict[str, Any]:
         """Push asynchronously and train on meanwhile."""

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from trainer_side.pool.leases import Leases
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import BackendSelection, Sender
 from trainer_side.sources.adapter_source import Adapter
+from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft import tracing
 from weft.contract.errors import (
@@ -32,10 +34,11 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import BASE_POLICY
+from weft.contract.tensors import Reference
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.transport.sender import Progress
@@ -86,8 +89,7 @@ class PoolClient:
         self._target = coordinator
         self._data_host = data_host
         self._host = ""
-        self._selection = selection
-        self._reporter = reporter
+        self._selection, self._reporter = selection, reporter
         self._channel = open_channel(coordinator, credentials)
         self._stub = PublishServiceStub(self._channel)
         self._contact = Contact(
@@ -96,6 +98,7 @@ class PoolClient:
         self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
         self._put: set[bytes] = set()
+        self._reference: tuple[object, Reference] | None = None
         #: What the push under way was begun with.
         self._request: pb.BeginTransferRequest | None = None
 
@@ -119,6 +122,19 @@ class PoolClient:
             )
         target.backends[:] = [self._selection.backend(target.backends)]
         return target
+
+    def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
+        """Every tensor of the base that the pool serves; asked for once. A coordinator that is
+        too old to say is an UnsupportedError."""
+        served = target.base_fingerprint, target.base_dtype, dict(target.base_dtype_exceptions)
+        if self._reference is None or self._reference[0] != served:
+            request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
+            read = partial(self._stub.GetReference, request)
+            found = self._call(
+                lambda left: reference_from_chunks(p.chunk for p in read(timeout=left)), deadline
+            )
+            self._reference = served, found
+        return self._reference[1]
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -145,6 +161,7 @@ class PoolClient:
         check_finite: bool,
         trained_on: int | None,
         refuse_other_base: bool,
+        carries_runs: bool,
     ) -> pb.BeginTransferResponse:
         """Begin, after acquiring the lease and making the manifest known as needed.
 
@@ -153,11 +170,9 @@ class PoolClient:
             adapter: None for the base.
             backend: What will carry it.
             deadline: ``time.monotonic()`` of the push.
-            min_replicas: 0 is all in contact.
-            check_finite: Whether what is packed is looked at.
             trained_on: Version of the base that the adapter was trained on; None where
                 nobody knows.
-            refuse_other_base: Have it refused over any other.
+            others: See ``BeginTransferRequest``.
         """
         kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
         spec = None
@@ -177,6 +192,7 @@ class PoolClient:
             backend=backend,
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
+            carries_runs=carries_runs,
             protocol_revision=PROTOCOL_REVISION,
         )
         self._request = request
@@ -236,7 +252,7 @@ class PoolClient:
     def carry_out(
         self,
         begun: pb.BeginTransferResponse,
-        source: Source,
+        source: Source | RunSource,
         manifest: Manifest,
         check_finite: bool,
         deadline: float,
@@ -266,7 +282,7 @@ class PoolClient:
         self,
         sender: Sender,
         begun: pb.BeginTransferResponse,
-        source: Source,
+        source: Source | RunSource,
         manifest: Manifest,
         check_finite: bool,
         deadline: float,

@@ -75,7 +75,7 @@ _MODEL = torch.nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("push", "match"),
     [
-        (lambda p: p.push_base(None), "push_base takes a torch module or a directory, not None"),
+        (lambda p: p.push_base(None), "push_base: give a model, a directory, or named_tensors="),
         (lambda p: p.push_base(_MODEL.state_dict()), "not a state_dict"),
         (lambda p: p.push_base_async(OrderedDict()), "not a state_dict"),
         (lambda p: p.push_adapter(3, "math"), "push_adapter takes .*, not int"),

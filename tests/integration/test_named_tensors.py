@@ -1,0 +1,383 @@
+"""``push_base(named_tensors=)`` over a real coordinator, real gRPC and gloo; doubles of engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
+from tests.integration.models import Model, same, until, weights
+from trainer_side import Publisher
+from weft.contract.errors import (
+    InvalidManifestError,
+    InvalidRequestError,
+    NotFiniteError,
+    PeerUnavailableError,
+    UnsupportedError,
+    WeftError,
+)
+from weft.rpc.channel import open_channel
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+# The embedding of the double's model is larger: it is cut between several buckets.
+BUCKET_BYTES = 2048
+Pairs = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture
+def publisher(pool: Pool) -> Iterator[Publisher]:
+    with Publisher(
+        pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=BUCKET_BYTES
+    ) as running:
+        yield running
+
+
+def pairs_of(seed: int, shuffled_by: int | None = None) -> Pairs:
+    pairs = list(weights(Model(seed)).items())
+    if shuffled_by is not None:
+        random.Random(shuffled_by).shuffle(pairs)
+    return pairs
+
+
+def served(engines: list[EngineDouble], seed: int) -> bool:
+    return all(same(engine.base, weights(Model(seed))) for engine in engines)
+
+
+def content_digest(pool: Pool, version: int) -> str:
+    with open_channel(pool.target) as channel:
+        listed = InspectServiceStub(channel).ListVersions(pb.ListVersionsRequest(policy="base"))
+    return next(v for v in listed.versions if v.version.version == version).content_digest_hex
+
+
+def test_tensors_may_come_in_any_order(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    for number, order in enumerate((None, 1, 2, 3), 1):
+        version = publisher.push_base(named_tensors=iter(pairs_of(number, order)))
+        assert str(version) == f"base@{number}"
+        assert served(engines, number)
+    assert publisher.last_report is not None
+    assert publisher.last_report.source == "named tensors"
+    assert publisher.last_report.num_replicas == 2
+
+
+def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    for order in (None, 7):
+        publisher.push_base(named_tensors=pairs_of(1, order))
+    first, second = content_digest(pool, 1), content_digest(pool, 2)
+    assert first == second != ""
+    publisher.push_base(named_tensors=pairs_of(2, 7))
+    assert content_digest(pool, 3) != first
+
+
+def test_a_replica_that_comes_later_clones_what_came_in_no_order(
+    pool: Pool, publisher: Publisher
+) -> None:
+    first = EngineDouble(weights(Model()), retain_base=1)
+    pool.add_replica("replica-0", first)
+    publisher.push_base(named_tensors=pairs_of(1, 5))
+    late = EngineDouble(weights(Model()), retain_base=1)
+    pool.add_replica("replica-1", late)
+    until(lambda: same(late.base, weights(Model(1))))
+    publisher.push_base(Model(2))  # the same group carries either kind
+    publisher.push_base(named_tensors=pairs_of(3, 6))
+    assert served([first, late], 3)
+
+
+def reusing_one_buffer(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a framework that gathers into the same memory each time."""
+    tensors = weights(Model(seed))
+    buffer = torch.empty(max(t.numel() for t in tensors.values()))
+    for name, tensor in tensors.items():
+        view = buffer[: tensor.numel()].view(tensor.shape)
+        view.copy_(tensor)
+        yield name, view
+        buffer.fill_(float("nan"))  # whoever looks again sees it
+
+
+@pytest.mark.parametrize("metadata", [False, True])
+def test_each_tensor_is_copied_before_the_next_is_asked_for(
+    engines: list[EngineDouble], publisher: Publisher, metadata: bool
+) -> None:
+    publisher.push_base(
+        named_tensors=reusing_one_buffer(4), metadata=weights(Model(4)) if metadata else None
+    )
+    assert served(engines, 4)
+
+
+def test_a_function_that_makes_an_iterator_is_called_once_a_push(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    made: list[int] = []
+
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        made.append(1)
+        return reusing_one_buffer(5)
+
+    publisher.push_base(named_tensors=make)
+    publisher.push_base(named_tensors=make)
+    assert len(made) == 2
+    assert served(engines, 5)
+
+
+def test_a_state_dict_views_and_other_dtypes_are_taken(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    given = {name: tensor.double() for name, tensor in weights(Model(6)).items()}
+    name = "layers.0.q_proj.weight"
+    given[name] = given[name].t().contiguous().t()  # of other strides
+    publisher.push_base(named_tensors=given)
+    assert served(engines, 6)
+
+
+def without(pairs: Pairs, index: int) -> Pairs:
+    return pairs[:index] + pairs[index + 1 :]
+
+
+def changed(pairs: Pairs, index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
+    return [(n, change(t) if i == index else t) for i, (n, t) in enumerate(pairs)]
+
+
+def extra(pairs: Pairs) -> Pairs:
+    return [*pairs, ("another.weight", torch.ones(3))]
+
+
+WRONG: dict[str, tuple[Callable[[Pairs], Pairs], str]] = {
+    "missing": (lambda p: without(p, 3), "'layers.0.v_proj.weight' is missing: named_tensors"),
+    "nothing": (lambda p: [], r"'embed.weight' is missing \(and 12 more\)"),
+    "extra": (extra, "'another.weight' is not a tensor of the served model"),
+    "extra at first": (lambda p: extra(p)[::-1], "'another.weight' is not a tensor"),
+    "repeated": (lambda p: [*p, p[4]], "'layers.0.v_proj.bias' came twice"),
+    "repeated at once": (lambda p: [p[0], *p], "'embed.weight' came twice"),
+    "of another shape": (
+        lambda p: changed(p, 0, lambda t: t.t()),
+        r"'embed.weight' has shape \(32,50\), the served model has \(50,32\)",
+    ),
+    "of another dtype": (
+        lambda p: changed(p, 2, lambda t: t.long()),
+        "'layers.0.q_proj.bias' is int64, the served model takes float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_not_the_served_models_fails_and_nothing_changes(
+    engines: list[EngineDouble], publisher: Publisher, wrong: str
+) -> None:
+    spoil, message = WRONG[wrong]
+    with pytest.raises(InvalidManifestError, match=message):
+        publisher.push_base(named_tensors=iter(spoil(pairs_of(1))))
+    assert served(engines, 0)
+    assert all(engine.store.usage().staging_bytes == 0 for engine in engines)
+    publisher.push_base(named_tensors=pairs_of(2, 1))  # the next is none the worse
+    assert served(engines, 2)
+
+
+@pytest.mark.parametrize("wrong", sorted({*WRONG} - {"extra at first"}))
+def test_metadata_is_refused_before_a_tensor_is_asked_for(
+    engines: list[EngineDouble], publisher: Publisher, wrong: str
+) -> None:
+    def never() -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("asked for a tensor")
+
+    with pytest.raises(WeftError) as caught:
+        publisher.push_base(named_tensors=never, metadata=WRONG[wrong][0](pairs_of(1)))
+    assert caught.value.reason == "INVALID_MANIFEST"
+    assert served(engines, 0)
+
+
+@pytest.mark.parametrize("wrong", sorted({*WRONG} - {"nothing"}))
+def test_what_is_not_as_metadata_said_fails(
+    engines: list[EngineDouble], publisher: Publisher, wrong: str
+) -> None:
+    with pytest.raises(InvalidManifestError):
+        publisher.push_base(
+            named_tensors=iter(WRONG[wrong][0](pairs_of(1))), metadata=weights(Model())
+        )
+    assert served(engines, 0)
+    publisher.push_base(named_tensors=iter(pairs_of(2)), metadata=weights(Model()))
+    assert served(engines, 2)
+
+
+def test_a_dtype_is_not_cast_unless_it_may_be(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    half = changed(pairs_of(1), 1, lambda t: t.bfloat16())
+    with pytest.raises(InvalidManifestError, match=r"is bfloat16, .* takes float32: push with"):
+        publisher.push_base(named_tensors=half, cast=False)
+    publisher.push_base(named_tensors=half)
+    assert torch.equal(engines[0].base[half[1][0]], half[1][1].float())
+
+
+@pytest.mark.parametrize("place", ["first", "last", "behind it"])
+@pytest.mark.parametrize("metadata", [False, True])
+def test_a_tied_duplicate_is_dropped_if_it_is_equal(
+    engines: list[EngineDouble], publisher: Publisher, place: str, metadata: bool
+) -> None:
+    pairs = pairs_of(1)
+    at = {"first": 0, "last": len(pairs), "behind it": 1}[place]
+    tied = [*pairs[:at], ("lm_head.weight", pairs[0][1].clone()), *pairs[at:]]
+    said = tied if metadata else None
+    publisher.push_base(named_tensors=iter(tied), metadata=said)
+    assert served(engines, 1)
+    off = tied[at][1].clone()
+    off[49, 31] += 0.001
+    unequal = [*pairs[:at], ("lm_head.weight", off), *pairs[at:]]
+    with pytest.raises(InvalidManifestError, match=r"nor equal to 'embed\.weight'"):
+        publisher.push_base(named_tensors=iter(unequal), metadata=said)
+    assert served(engines, 1)
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_what_the_iterator_raises_is_raised_and_nothing_changes(
+    engines: list[EngineDouble], publisher: Publisher, after: int
+) -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from pairs_of(1)[:after]
+        raise Boom("the gather failed")
+
+    with pytest.raises(Boom, match="the gather failed"):
+        publisher.push_base(named_tensors=failing())
+    assert served(engines, 0)
+    publisher.push_base(named_tensors=pairs_of(2))
+    assert served(engines, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Model(), "named_tensors=Model: give an iterator"),
+        ("weights", "named_tensors=str: give an iterator"),
+        (7, "named_tensors=int: give an iterator"),
+        (lambda: 7, "named_tensors=int: give an iterator"),
+        ([1], "gave int: it must give pairs"),
+        ([("embed.weight", 3)], "a pair of str and int"),
+        ([("embed.weight", torch.ones(50, 32, device="meta"))], "is not here whole"),
+    ],
+)
+def test_what_is_no_iterator_of_named_tensors_is_refused(
+    engines: list[EngineDouble], publisher: Publisher, given: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        publisher.push_base(named_tensors=given)
+    assert served(engines, 0)
+
+
+def test_a_model_and_named_tensors_are_one_too_many(publisher: Publisher) -> None:
+    with pytest.raises(InvalidRequestError, match="not both"):
+        publisher.push_base(Model(), named_tensors=[])
+    with pytest.raises(InvalidRequestError, match="give a model, a directory, or named_tensors="):
+        publisher.push_base()
+
+
+def test_refusals_of_the_pool_come_before_a_tensor_is_asked_for(
+    pool: Pool, publisher: Publisher
+) -> None:
+    def never() -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("asked for a tensor")
+
+    pool.add_replica("small", EngineDouble(weights(Model()), staging_capacity_bytes=100))
+    with pytest.raises(WeftError) as caught:
+        publisher.push_base(named_tensors=never)
+    assert caught.value.reason == "STAGING_FULL"
+
+
+def test_what_is_not_finite_ends_it_by_name(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[40, 3] = float("inf")
+        return tensor
+
+    with pytest.raises(NotFiniteError, match=r"'embed\.weight' holds"):
+        publisher.push_base(named_tensors=changed(pairs_of(1), 0, spoil)[::-1], check_finite=True)
+    assert served(engines, 0)
+
+
+def test_a_replica_that_loads_in_place_must_know_the_order(
+    pool: Pool, publisher: Publisher
+) -> None:
+    """What turned out to be missing would leave it with mixed weights."""
+    staged = EngineDouble(weights(Model()))
+    in_place = EngineDouble(weights(Model()), in_place=True)
+    pool.add_replica("replica-0", staged)
+    pool.add_replica("replica-1", in_place)
+    with pytest.raises(UnsupportedError, match=r"'replica-1' loads .* \(metadata=\)"):
+        publisher.push_base(named_tensors=pairs_of(1))
+    order = pairs_of(1, 3)
+    meta = [(name, tensor.to("meta")) for name, tensor in order]
+    publisher.push_base(named_tensors=iter(order), metadata=meta)
+    assert served([staged, in_place], 1)
+
+
+def test_replicas_that_are_too_old_are_named(pool: Pool, publisher: Publisher) -> None:
+    pool.add_replica("old", EngineDouble(weights(Model()), takes_runs=False))
+    with pytest.raises(UnsupportedError, match="'old' is too old"):
+        publisher.push_base(named_tensors=pairs_of(1))
+    publisher.push_base(named_tensors=pairs_of(1), metadata=pairs_of(1))
+
+
+def test_survivors_get_the_rest_though_it_cannot_be_read_again(
+    pool: Pool, engines: list[EngineDouble]
+) -> None:
+    """A replica is lost in the middle: what was sent and not verified is still held."""
+    lost: list[int] = []
+
+    def losing() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(pairs_of(3, 2)):
+            if index == 8:
+                lost.append(index)
+                pool.remove_replica("replica-1")
+            yield pair
+
+    with Publisher(
+        pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=BUCKET_BYTES,
+        require=1,
+    ) as publisher:  # fmt: skip
+        publisher.push_base(named_tensors=losing())
+        assert lost == [8]
+        assert publisher.last_report is not None
+        assert publisher.last_report.num_replicas == 1
+    assert same(engines[0].base, weights(Model(3)))
+    assert served(engines[1:], 0)
+
+
+def test_without_a_survivor_the_push_fails_by_name(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    def losing() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(pairs_of(3)):
+            if index == 8:
+                pool.remove_replica("replica-1")
+            yield pair
+
+    with pytest.raises(PeerUnavailableError, match="replica-1"):
+        publisher.push_base(named_tensors=losing())
+    assert served(engines, 0)
+
+
+def test_other_names_altogether_are_not_taken_for_tied(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    asked: list[str] = []
+
+    def prefixed() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(1000):
+            asked.append(f"module.{index}")
+            yield asked[-1], torch.zeros(32, 32)
+
+    with pytest.raises(InvalidManifestError, match=r"'module\.16' is not a tensor"):
+        publisher.push_base(named_tensors=prefixed)
+    assert len(asked) == 17
