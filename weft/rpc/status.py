@@ -6,6 +6,7 @@ A failure travels as a status with one ``google.rpc.ErrorInfo`` (domain
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from typing import Final
@@ -77,10 +78,17 @@ def _cut(text: str, limit: int) -> str:
 async def abort_with_error(
     context: grpc.aio.ServicerContext[object, object], error: WeftError
 ) -> None:
-    """End a call with ``error``; never returns (``context.abort`` raises)."""
+    """End a call with ``error``; never returns (``context.abort`` raises).
+
+    Raises:
+        CancelledError: The caller has gone meanwhile.
+    """
     status = rpc_status.to_status(status_from_error(error))
     trailers = (*status.trailing_metadata, _NO_BLIND_RETRY)
-    await context.abort(status.code, status.details, trailers)
+    try:
+        await context.abort(status.code, status.details, trailers)
+    except grpc.aio.InternalError as gone:  # gRPC's core takes no status for a call that is over
+        raise asyncio.CancelledError from gone
 
 
 def error_from_rpc(error: grpc.RpcError) -> WeftError:

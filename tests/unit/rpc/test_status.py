@@ -1,13 +1,15 @@
-"""What a failed call is told as, where no Weft server has answered."""
+"""What a failed call is told as, where no Weft server has answered or nobody hears it."""
 
 from __future__ import annotations
+
+import asyncio
 
 import grpc
 import pytest
 
-from weft.contract.errors import PeerUnavailableError
+from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.rpc.channel import open_channel
-from weft.rpc.status import error_from_rpc
+from weft.rpc.status import abort_with_error, error_from_rpc
 from weft.v1 import inspect_pb2, inspect_pb2_grpc
 
 
@@ -22,3 +24,14 @@ def test_a_refused_connection_is_named_without_grpcs_layers() -> None:
     assert isinstance(error, PeerUnavailableError)
     assert error.reason == "COORDINATOR_AWAY"
     assert error.message == "no answer: 127.0.0.1:1: Connection refused"
+
+
+async def test_a_call_that_is_over_is_cancelled_not_a_failure_of_the_server() -> None:
+    """gRPC's core takes no status for it, and gRPC logs what a method raises then."""
+
+    class Over:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("Internal error from Core")
+
+    with pytest.raises(asyncio.CancelledError):
+        await abort_with_error(Over(), WeftError("x"))  # type: ignore[arg-type]
