@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.rpc.channel import open_channel
+from weft.transport.member import Attendance
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
@@ -381,3 +383,29 @@ def test_other_names_altogether_are_not_taken_for_tied(
     with pytest.raises(InvalidManifestError, match=r"'module\.16' is not a tensor"):
         publisher.push_base(named_tensors=prefixed)
     assert len(asked) == 17
+
+
+def test_a_push_that_fails_at_once_does_not_keep_the_next_one_waiting(
+    engines: list[EngineDouble], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group may not have formed yet, and its stream not have said a word."""
+
+    def silent(self: Attendance) -> Iterator[object]:
+        while self._queue.get() is not None:
+            pass
+        yield from ()
+
+    real = Attendance._requests
+    by_rank: dict[bool, Any] = {True: silent, False: real}
+    monkeypatch.setattr(
+        Attendance,
+        "_requests",
+        lambda self: by_rank[self._queue.queue[0].hello.rank == 0](self),
+    )
+    with pytest.raises(InvalidManifestError, match=r"'another\.weight'"):
+        publisher.push_base(named_tensors=extra(pairs_of(1))[::-1])
+    monkeypatch.setattr(Attendance, "_requests", real)
+    began = time.monotonic()
+    publisher.push_base(named_tensors=pairs_of(2))
+    assert time.monotonic() - began < 8
+    assert served(engines, 2)

@@ -21,8 +21,8 @@ from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft import tracing
 from weft.contract.errors import (
+    InvalidRequestError,
     LeaseFencedError,
-    NotFiniteError,
     NotReadyError,
     PeerUnavailableError,
     StaleEpochError,
@@ -370,9 +370,9 @@ class PoolClient:
             fencing_token=self._leases.held_token(begun.version.policy),
             message=f"the trainer gave up: {error!r}"[:500],
         )
-        if not isinstance(error, WeftError) or isinstance(
-            error, TransferTimeoutError | NotFiniteError
-        ):
+        # Of what this trainer found, rank 0's stream may not have got to tell.
+        is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
+        if is_own or not isinstance(error, WeftError) or type(error) is WeftError:
             try:
                 self._stub.AbortTransfer(request, timeout=2.0)
             except grpc.RpcError as rpc_error:
