@@ -3,9 +3,12 @@ or waits for long speaks in between (see ``member.Progress``)."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
@@ -156,6 +159,7 @@ class SideGroup:
         self._backend: Backend | None = open_backend(
             backend, store, rank, size, host=host, device=device
         )
+        _PARKED.opened(self._backend)
 
     def broadcast(
         self,
@@ -272,28 +276,40 @@ class SideGroup:
 
 
 class _Parked:
-    """Groups whose operations may still touch memory, held until they end."""
+    """Groups whose operations may still touch memory, held until they end; and what becomes of
+    groups when the process ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: list[tuple[object, list[Operation]]] = []
+        self._held: dict[Operation, object] = {}
+        self._open: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+    def opened(self, backend: Backend) -> None:
+        """There is one more, until nobody refers to it."""
+        with self._lock:
+            self._open.add(backend)
 
     def park(self, backend: object, operations: list[Operation]) -> None:
         with self._lock:
-            self._held = [
-                (held, left)
-                for held, ops in self._held
-                if (left := [op for op in ops if not op.done])
-            ]
-            if pending := [op for op in operations if not op.done]:
-                self._held.append((backend, pending))
+            held = {**self._held, **dict.fromkeys(operations, backend)}
+            self._held = {op: of for op, of in held.items() if not op.done}
 
     def count(self) -> int:
         with self._lock:
-            return len(self._held)
+            return len({id(backend) for backend in self._held.values()})
+
+    def abandon(self) -> None:
+        """Never destroy what is held, nor what is open: the process ends. The destructors of
+        the former would wait for the operations, as long as a push may take; those of the
+        latter close connections, and an operation that ends by that while the interpreter is
+        torn down ends the process with SIGABRT (its future tells Python code)."""
+        with self._lock:
+            left = (dict(self._held), list(self._open))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
 
 
 _PARKED = _Parked()
+atexit.register(_PARKED.abandon)
 
 
 def num_parked_groups() -> int:

@@ -1,0 +1,60 @@
+"""A process that ends with side groups that are open, or were given up: it ends at once, and well.
+
+In a process of its own, because it is the process's end that is looked at.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_BEGIN = """
+import threading, time
+import torch
+import torch.distributed as dist
+from weft.contract.errors import TransferAbortedError
+from weft.transport.group import SideGroup, num_parked_groups
+
+store = dist.HashStore()
+
+def bucket():
+    return torch.zeros(64, dtype=torch.uint8)
+
+def give_up(group):
+    group.abort(TransferAbortedError("given up"))
+    group.close()
+    assert num_parked_groups() == 1
+"""
+#: Its peer never comes: gloo waits for it in the store, for minutes.
+_FORMING = """
+group = SideGroup(store, 0, 2, host="127.0.0.1")
+threading.Thread(target=lambda: group.broadcast(bucket(), 60.0), daemon=True).start()
+time.sleep(0.5)
+give_up(group)
+"""
+#: Its peer sends nothing more, and closes its connections as the process ends.
+_RECEIVING = """
+ranks = {}
+
+def join(rank):
+    ranks[rank] = SideGroup(store, rank, 2, host="127.0.0.1")
+    ranks[rank].broadcast(bucket(), 60.0).wait(time.monotonic() + 60)
+
+threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+operation = ranks[1].broadcast(bucket(), 60.0)
+give_up(ranks[1])
+"""
+
+
+@pytest.mark.parametrize("script", [_FORMING, _RECEIVING], ids=["forming", "receiving"])
+def test_a_group_that_was_given_up_holds_no_process_back(script: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _BEGIN + script], timeout=30, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
