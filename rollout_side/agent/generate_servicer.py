@@ -63,8 +63,10 @@ class GenerateServicer(GenerateServiceServicer):
 
 
 def _prompt(request: pb.GenerateRequest) -> str | list[int]:
-    """Raises:
-    InvalidRequestError: It is empty.
+    """What is to be completed, as it was given.
+
+    Raises:
+        InvalidRequestError: It is empty.
     """
     prompt = request.text or list(request.token_ids.ids)
     if not prompt:

@@ -159,7 +159,8 @@ class SideGroup:
         self._backend: Backend | None = open_backend(
             backend, store, rank, size, host=host, device=device
         )
-        _PARKED.opened(self._backend)
+        if backend == GLOO:  # NCCL has threads that must not outlive the driver
+            _PARKED.opened(self._backend)
 
     def broadcast(
         self,
