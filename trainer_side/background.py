@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from trainer_side.arguments import check_choice, check_open
 from trainer_side.params.snapshot import HostMemory
-from trainer_side.push_request import PushRequest, check_choice, check_open
+from trainer_side.push_request import PushRequest
 from trainer_side.pushing import Pushing
 from trainer_side.ranks import Ranks
 from trainer_side.sources.content import Content

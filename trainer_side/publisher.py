@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from trainer_side import push_request as checks
+from trainer_side import arguments as checks
 from trainer_side.background import Background, WhenBusy
 from trainer_side.params.choose import Kind
 from trainer_side.pool.client import PoolClient

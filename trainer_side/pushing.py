@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.sender import BucketSettings, bucket_settings
-from trainer_side.push_request import PushRequest, check_replicas
+from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
