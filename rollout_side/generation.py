@@ -8,25 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.contract.names import PolicyVersion
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are sampled; see ``weft.v1.Sampling``."""
-
-    num_samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    """None: as many as the model's context leaves."""
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+from weft.contract.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +22,8 @@ class GenerateOrder:
     sampling: Sampling = field(default_factory=Sampling)
     strict: bool = False
     """Whether the answer ends when the base changes before its last token."""
+    chunk_tokens: int = 0
+    """Tokens of a chunk, at least, but of a sample's first and last; 0: as they come."""
 
 
 class FinishReason(enum.Enum):

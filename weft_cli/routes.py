@@ -11,12 +11,12 @@ from rich.table import Table
 
 from weft.contract.errors import PeerUnavailableError
 from weft.rpc.channel import open_channel
+from weft.rpc.route_list import RouteList
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.output import print_json
 from weft_cli.status import vector_text
-from weft_cli.whole import RouteList
 
 #: For one list; a coordinator that was just restarted takes its time.
 _LIST_SECONDS = 60.0

@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.generation import FinishReason, GenerateOrder, SampleChunk, Sampling
+from rollout_side.generation import FinishReason, GenerateOrder, SampleChunk
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.sampling import Sampling
 from weft.rpc.codec import version_to_proto
 from weft.rpc.inbound import on_call_end
 from weft.v1 import generate_pb2 as pb
@@ -42,17 +43,20 @@ class GenerateServicer(GenerateServiceServicer):
                 adapter=adapter,
                 sampling=_sampling(request.sampling),
                 strict=request.strict,
+                chunk_tokens=request.chunk_tokens,
             )
         )
         on_call_end(context, answer.end)
         try:
             admission: pb.Admission | None = None
+            capabilities = self._agent.engine.capabilities
             async for chunks in answer.chunks():
                 if admission is None:
                     admission = pb.Admission(
                         adapter=version_to_proto(adapter) if adapter else None,
                         base_version=answer.base,
-                        logprobs_mode=self._agent.engine.capabilities.logprobs_mode,
+                        logprobs_mode=capabilities.logprobs_mode,
+                        logprobs_truncated=capabilities.logprobs_truncated,
                         prompt_token_ids=answer.prompt_token_ids,
                     )
                     yield _response(chunks, adapter, admission)

@@ -61,6 +61,15 @@ async def test_each_sample_says_what_made_it(served: Served) -> None:
     assert served.engine.num_requests() == 0
 
 
+async def test_tokens_come_in_chunks_of_the_length_that_is_asked(served: Served) -> None:
+    request = _request("base", max_tokens=12)
+    request.chunk_tokens = 5
+    responses = [response async for response in served.generate.Generate(request)]
+    lengths = [len(chunk.token_ids) for response in responses for chunk in response.chunks]
+    assert lengths == [1, 5, 5, 1]
+    assert _tokens(responses) == [token(0, 0, 0, at) for at in range(12)]
+
+
 async def test_text_is_told_as_tokens(served: Served) -> None:
     request = pb.GenerateRequest(policy="base", text="ab", sampling=pb.Sampling(max_tokens=2))
     responses = [response async for response in served.generate.Generate(request)]

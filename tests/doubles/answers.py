@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from weft.contract.errors import VersionChangedError
@@ -36,42 +36,38 @@ class AnswerDouble:
         order, how = self._order, self._order.sampling
         if isinstance(order.prompt, str):
             self.prompt_token_ids = [ord(letter) for letter in order.prompt]
-        adapter = order.adapter.version if order.adapter else 0
         bases: list[int] = []
+        held: list[tuple[int, int]] = []  # (base, position) of tokens that were not sent yet
         last = how.max_tokens or MAX_TOKENS
         while self.num_steps < last:
             await self._engine.stepping.wait()
             await asyncio.sleep(0)
             base, position = self._engine.base_version, self.num_steps
             if order.strict and base != self.base:
-                yield self._last(bases, FinishReason.ABORT)
+                yield self._last(bases, FinishReason.ABORT, held)
                 raise VersionChangedError(f"the base is base@{base} by now")
             bases.append(base)
+            held.append((base, position))
             self.num_steps += 1
-            if self.num_steps < last:
-                yield [
-                    SampleChunk(
-                        index=i, token_ids=[token(base, adapter, i, position)], logprobs=[-0.5]
-                    )
-                    for i in range(how.num_samples)
-                ]
-        final = [token(bases[-1], adapter, i, last - 1) for i in range(how.num_samples)]
-        yield self._last(bases, FinishReason.LENGTH, final)
+            is_due = position == 0 or len(held) >= order.chunk_tokens
+            if self.num_steps < last and is_due:
+                yield [self._chunk(i, held) for i in range(how.num_samples)]
+                held.clear()
+        yield self._last(bases, FinishReason.LENGTH, held)
+
+    def _chunk(self, index: int, held: list[tuple[int, int]], **ends: Any) -> SampleChunk:
+        adapter = self._order.adapter.version if self._order.adapter else 0
+        tokens = [token(base, adapter, index, position) for base, position in held]
+        return SampleChunk(index=index, token_ids=tokens, logprobs=[-0.5] * len(held), **ends)
 
     def _last(
-        self, bases: list[int], reason: FinishReason, tokens: Sequence[int] = ()
+        self, bases: list[int], reason: FinishReason, held: list[tuple[int, int]]
     ) -> list[SampleChunk]:
         firsts = [i for i, base in enumerate(bases) if i == 0 or base != bases[i - 1]]
         ends = [*firsts[1:], len(bases)]
         spans = tuple(BaseSpan(bases[i], i, end) for i, end in zip(firsts, ends, strict=False))
         return [
-            SampleChunk(
-                index=i,
-                token_ids=tokens[i : i + 1],
-                logprobs=[-0.5] * len(tokens[i : i + 1]),
-                finish_reason=reason,
-                base_spans=spans,
-            )
+            self._chunk(i, held, finish_reason=reason, base_spans=spans)
             for i in range(self._order.sampling.num_samples)
         ]
 

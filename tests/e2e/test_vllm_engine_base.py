@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollout_side.engine import SwitchTimes
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, Sampling
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import LORA_ARGS, Completion, EngineProcess
 from tests.e2e.generations import joined
@@ -29,6 +29,7 @@ from weft.contract.errors import (
     VersionChangedError,
 )
 from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
 
 _LONG = [3 + (7 * i) % 250 for i in range(300)]
 _ASKED = [("tiny", PROMPT), ("tiny", _LONG), ("kept@1", PROMPT), ("kept@2", _LONG)]
@@ -100,13 +101,16 @@ def test_each_token_is_of_the_base_that_its_span_names(
         num_samples=num_samples, temperature=temperature, max_tokens=300, ignore_eos=True, seed=3
     )
     begun = []
-    for adapter in (None, PolicyVersion("span", 1)):
-        order = GenerateOrder(prompt=PROMPT, adapter=adapter, sampling=sampling)
+    for adapter, chunk_tokens in ((None, 0), (PolicyVersion("span", 1), 64)):
+        order = GenerateOrder(
+            prompt=PROMPT, adapter=adapter, sampling=sampling, chunk_tokens=chunk_tokens
+        )
         begun.append((adapter, *engine.call("generations.begin", order)))
     engine.push_base("base@21", models.other)
     for adapter, number, first in begun:
         chunks, error = engine.call("generations.read", number)
         assert error is None
+        assert len(chunks) > 100 if adapter is None else len(chunks) <= num_samples * (1 + 300 / 64)
         for sample in joined([*first, *chunks], num_samples):
             assert sample.finish_reason is FinishReason.LENGTH
             before, after = sample.base_spans

@@ -182,7 +182,11 @@ def _generate(world: World) -> list[Message]:
         [{"text": "7 + 8 ="}, {"token_ids": generate.TokenIds(ids=[1, 2, 3])}]
     )
     strict = world.chance.random() < 0.5
-    return [generate.GenerateRequest(policy=asked, strict=strict, sampling=how, **prompt)]
+    return [
+        generate.GenerateRequest(
+            policy=asked, strict=strict, sampling=how, chunk_tokens=2, **prompt
+        )
+    ]
 
 
 _Maker = Callable[[World], list[Message]]

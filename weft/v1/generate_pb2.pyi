@@ -59,6 +59,7 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """`math`: the version that the name stands for now; `math@17`: that one; `base`, `base@3`:
     the base model itself, without an adapter. `base@3` must be served at admission.
@@ -69,6 +70,11 @@ class GenerateRequest(_message.Message):
     """
     text: _builtins.str
     """Made into tokens by the model's own tokenizer, its special tokens added."""
+    chunk_tokens: _builtins.int
+    """Tokens of a chunk, at least; a sample's first and last chunks may be shorter. 0: each token
+    as it comes. Who only wants whole samples spares both ends work with a large number.
+    vLLM 0.26 sends each token as it comes.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """As the model takes them."""
@@ -85,10 +91,11 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         text: _builtins.str = ...,
         sampling: Global___Sampling | None = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "prompt", b"prompt", "sampling", b"sampling", "strict", b"strict", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "policy", b"policy", "prompt", b"prompt", "sampling", b"sampling", "strict", b"strict", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -247,10 +254,13 @@ class Admission(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_TRUNCATED_FIELD_NUMBER: _builtins.int
     base_version: _builtins.int
     """Version of the base."""
     logprobs_mode: _builtins.str
     """What the log-probabilities are; see Capabilities.logprobs_mode."""
+    logprobs_truncated: _builtins.bool
+    """See Capabilities.logprobs_truncated."""
     @_builtins.property
     def adapter(self) -> _types_pb2.PolicyVersion:
         """The exact version that answers; unset where it is the base model itself."""
@@ -266,10 +276,11 @@ class Admission(_message.Message):
         base_version: _builtins.int = ...,
         logprobs_mode: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs_truncated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_version", b"base_version", "logprobs_mode", b"logprobs_mode", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "base_version", b"base_version", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

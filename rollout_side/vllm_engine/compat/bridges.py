@@ -19,7 +19,6 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from rollout_side.generation import Sampling
 from weft.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -27,6 +26,7 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
+from weft.contract.sampling import Sampling
 
 #: First release that works, and first that has not been tried.
 OLDEST = (0, 26)
@@ -175,14 +175,17 @@ def loras_in_use(engine: Any) -> set[str]:
     return {state.lora_name for state in states if state.lora_name is not None}
 
 
-def sampling_params(sampling: Sampling) -> Any:
+def sampling_params(sampling: Sampling, chunk_tokens: int = 0) -> Any:
     """vLLM's own, for answers that come in pieces, each token with its log-probability.
+
+    Args:
+        chunk_tokens: Of a piece, at least; taken from vLLM 0.27 on.
 
     Raises:
         ValueError, or as ``typed_failures`` knows: They contradict each other.
     """
     module = importlib.import_module("vllm.sampling_params")
-    return module.SamplingParams(
+    params = module.SamplingParams(
         n=sampling.num_samples,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -199,6 +202,9 @@ def sampling_params(sampling: Sampling) -> Any:
         detokenize=bool(sampling.stop),
         output_kind=module.RequestOutputKind.DELTA,
     )
+    if chunk_tokens and hasattr(params, "stream_interval"):
+        params.stream_interval = chunk_tokens
+    return params
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Answers:
             raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
         lora = self._models.request_of(order.adapter) if order.adapter else None
         with bridges.typed_failures():
-            params = bridges.sampling_params(order.sampling)
+            params = bridges.sampling_params(order.sampling, order.chunk_tokens)
         request_id = f"weft-{next(self._numbers)}"
         prompt = (
             order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}

@@ -16,7 +16,6 @@ from rollout_side.generation import (
     FinishReason,
     GenerateOrder,
     SampleChunk,
-    Sampling,
 )
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
@@ -30,6 +29,7 @@ from weft.contract.errors import (
     VersionChangedError,
 )
 from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
 
 MATH_1 = PolicyVersion("math", 1)
 _ID = "weft-1"
