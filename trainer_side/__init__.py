@@ -1,11 +1,25 @@
-"""For trainers: push versioned weights to a pool of rollout replicas.
+"""For trainers: push versioned weights to a pool of rollout replicas, and have it generate.
 
 Needs torch, grpcio and protobuf; never vLLM.
 """
 
 from trainer_side.publisher import Publisher
 from trainer_side.pushing import PushReport
+from trainer_side.rollouts.client import RolloutClient
+from trainer_side.rollouts.sample import Sample, SampleGroup
+from trainer_side.rollouts.stream import RolloutStream
 from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
 from weft.rpc.security.credentials import Tls
 
-__all__ = ["PolicyVersion", "Publisher", "PushReport", "Tls"]
+__all__ = [
+    "PolicyVersion",
+    "Publisher",
+    "PushReport",
+    "RolloutClient",
+    "RolloutStream",
+    "Sample",
+    "SampleGroup",
+    "Sampling",
+    "Tls",
+]

@@ -15,10 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.collector import Collector, Seen
 from tests.e2e.conftest import TinyModels
+from tests.e2e.logprobs import MAX_ERROR, PROMPT
 from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
@@ -30,7 +32,8 @@ from tests.e2e.replicas import (
     wait_ready,
 )
 from tests.integration.models import until
-from trainer_side import Publisher
+from tests.models import Referee
+from trainer_side import Publisher, RolloutClient, Sampling
 from weft_cli.demo.processes import Process
 from weft_cli.orders.replicas import drain
 from weft_cli.orders.versions import roll_back
@@ -178,6 +181,81 @@ def test_a_push_is_one_trace_from_the_coordinator_to_vllms_workers(
         assert spans["replica-0"].parent_id == transfer.span_id
         assert spans["replica-0"].trace_id == transfer.trace_id
     assert spans["replica-0"].attributes["weft.load_seconds"] > 0
+
+
+def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
+    pool: PoolOfTwo, qwen2: TinyModels, referee: Referee
+) -> None:
+    """Full and adapter, while both change; every token against transformers."""
+    pool.grow(2)
+    how = Sampling(num_samples=2, max_tokens=120, temperature=0.7, ignore_eos=True)
+    with (
+        Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
+        RolloutClient(pool.target, timeout_seconds=_SECONDS) as rollouts,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        bases = {publisher.push_base(qwen2.base).version: qwen2.base}
+        adapters = {publisher.push_adapter(qwen2.adapters[0], "roll").version: qwen2.adapters[0]}
+        asked = [
+            threads.submit(rollouts.generate, [PROMPT] * 4, policy=policy, sampling=how)
+            for policy in ("base", "roll")
+        ]
+        bases[publisher.push_base(qwen2.other).version] = qwen2.other
+        adapters[publisher.push_adapter(qwen2.adapters[1], "roll").version] = qwen2.adapters[1]
+        groups = [group for each in asked for group in each.result(_SECONDS)]
+        groups += rollouts.generate(
+            [PROMPT], policy="roll", min_version=max(adapters), sampling=how
+        )
+    assert {name for group in groups for name in group.replica_ids} == {"replica-0", "replica-1"}
+    assert len(groups) == 9
+    for sample in (sample for group in groups for sample in group.samples):
+        adapter = adapters[sample.adapter.version] if sample.adapter else None
+        for version in set(sample.base_versions.tolist()):
+            of_it = sample.base_versions == version
+            want = torch.tensor(
+                referee.logprobs(
+                    bases[version], PROMPT, sample.token_ids.tolist(), adapter, how.temperature
+                )
+            )
+            assert (want - sample.logprobs)[of_it].abs().max() <= MAX_ERROR
+    (newest,) = groups[-1:]
+    assert all(s.adapter and s.adapter.version == max(adapters) for s in newest.samples)
+
+
+def test_a_replica_that_is_killed_loses_no_sample(
+    pool: PoolOfTwo, qwen2: TinyModels, referee: Referee
+) -> None:
+    pool.grow(3)
+    wait_ready(pool.target, "replica-2")
+    how = Sampling(num_samples=2, max_tokens=_NUM_TOKENS, temperature=0, ignore_eos=True)
+    with (
+        Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
+        RolloutClient(pool.target, timeout_seconds=_SECONDS) as rollouts,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        publisher.push_base(qwen2.base)
+        version = publisher.push_adapter(qwen2.adapters[0], "kept")
+        asked = threads.submit(rollouts.generate, [PROMPT] * 24, policy="kept", sampling=how)
+        until(lambda: _num_running(pool.urls[2]) > 0)
+        pool.processes.pop().kill()
+        pool.urls.pop()
+        groups = asked.result(_SECONDS)
+    assert len(groups) == 24
+    for group in groups:
+        assert set(group.replica_ids) <= {"replica-0", "replica-1"}
+        for sample in group.samples:
+            assert sample.adapter == version
+            assert len(sample.token_ids) == _NUM_TOKENS
+    sample = groups[0].samples[0]
+    want = referee.logprobs(qwen2.base, PROMPT, sample.token_ids.tolist(), qwen2.adapters[0])
+    assert (torch.tensor(want) - sample.logprobs).abs().max() <= MAX_ERROR
+
+
+def _num_running(url: str) -> float:
+    """Requests that a replica's engine works on."""
+    text = httpx.get(f"{url}/metrics", timeout=_SECONDS).text
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return float(line.rpartition(" ")[2])
 
 
 def _stream(url: str, started: Any) -> tuple[int, str]:

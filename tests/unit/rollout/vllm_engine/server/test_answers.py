@@ -37,7 +37,7 @@ _ID = "weft-1"
 
 @pytest_asyncio.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GeneratingEngine]:
-    monkeypatch.setattr(bridges, "sampling_params", lambda sampling: sampling)
+    monkeypatch.setattr(bridges, "sampling_params", lambda sampling, chunk_tokens: sampling)
     made = GeneratingEngine()
     yield made
     made.close()

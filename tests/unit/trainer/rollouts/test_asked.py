@@ -1,0 +1,164 @@
+"""What is asked, refused before anything is sent where it cannot be right; what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_side.rollouts.asked import (
+    Ask,
+    Wanted,
+    check_sampling,
+    checked_prompts,
+    wanted_of,
+)
+from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.sample import Draft
+from weft.contract.errors import (
+    CapacityError,
+    InvalidNameError,
+    InvalidRequestError,
+    NotFoundError,
+    PeerUnavailableError,
+    VersionChangedError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
+from weft.v1 import generate_pb2 as pb
+from weft.v1 import types_pb2
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (("math", None, None), Wanted("math")),
+        (("math@3", None, None), Wanted("math", exact=3)),
+        (("math", PolicyVersion("math", 3), None), Wanted("math", exact=3)),
+        (("base", 0, None), Wanted("base", exact=0)),
+        (("math", None, 2), Wanted("math", at_least=2)),
+    ],
+)
+def test_versions_are_given_in_several_ways(given: tuple[Any, Any, Any], wanted: Wanted) -> None:
+    assert wanted_of(*given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (("math@3", 3, None), "names a version, and so does exact="),
+        (("math", 3, 3), "not both"),
+        (("math", PolicyVersion("poet", 3), None), "poet@3 is no version of math"),
+        (("math", True, None), "exact=True"),
+        (("math", None, -1), "min_version=-1"),
+        (("math", "3", None), "exact='3'"),
+    ],
+)
+def test_contradictions_are_refused(given: tuple[Any, Any, Any], what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=what):
+        wanted_of(*given)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "math@", "math@x", "@3", 7])
+def test_names_that_nothing_has_are_refused(name: Any) -> None:
+    with pytest.raises(InvalidNameError):
+        wanted_of(name, None, None)
+
+
+def test_prompts_are_taken_as_they_come() -> None:
+    given = ["ab", [1, 2], (3,), torch.tensor([4, 5]), [torch.tensor(6)]]
+    assert checked_prompts(given) == ["ab", [1, 2], [3], [4, 5], [6]]
+    assert checked_prompts(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert checked_prompts([]) == []
+
+
+@pytest.mark.parametrize("given", ["ab", [1, 2], [[]], [""], [[-1]], [[2**32]], [[1.5]], [None]])
+def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        checked_prompts(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        Sampling(num_samples=0),
+        Sampling(max_tokens=0),
+        Sampling(temperature="hot"),  # type: ignore[arg-type]
+        Sampling(stop=(1,)),  # type: ignore[arg-type]
+        Sampling(seed=2**70),
+    ],
+)
+def test_sampling_of_another_kind_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        check_sampling(given)
+
+
+def test_a_request_says_it_all() -> None:
+    how = Sampling(
+        num_samples=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
+        seed=7, max_tokens=5, min_tokens=2, stop=("x",), stop_token_ids=(2,), ignore_eos=True,
+    )  # fmt: skip
+    ask = Ask(
+        prompt=[1, 2], wanted=Wanted("math", exact=3), sampling=how, strict=True, timeout_seconds=1
+    )
+    request = ask.request(ask.wanted, 2, 9)
+    assert (request.policy, request.strict, list(request.token_ids.ids)) == ("math@3", True, [1, 2])
+    told = request.sampling
+    assert (told.num_samples, told.seed, told.max_tokens, told.min_tokens) == (2, 9, 5, 2)
+    assert (told.temperature, told.top_p, told.top_k, told.min_p) == (0.5, 0.9, 3, 0.1)
+    assert (told.repetition_penalty, told.stop, told.stop_token_ids) == (1.1, ["x"], [2])
+    assert told.ignore_eos
+    assert ask.cost_tokens == 2 + 4 * 5
+
+
+def test_a_sample_knows_the_versions_of_its_tokens() -> None:
+    draft = Draft()
+    draft.add(pb.SampleChunk(token_ids=[5, 6], logprobs=[-1, -2]))
+    assert not draft.is_whole
+    draft.add(
+        pb.SampleChunk(
+            token_ids=[7],
+            logprobs=[-3],
+            finish_reason=pb.FINISH_REASON_STOP,
+            base_spans=[pb.BaseSpan(version=3, end=2), pb.BaseSpan(version=4, start=2, end=3)],
+        )
+    )
+    assert draft.is_whole
+    sample = draft.sample()
+    assert (sample.token_ids.tolist(), sample.logprobs.tolist()) == ([5, 6, 7], [-1, -2, -3])
+    assert sample.versions.tolist() == sample.base_versions.tolist() == [3, 3, 4]
+    assert sample.finish_reason == "stop"
+    assert draft.last is not None
+    draft.last.adapter.CopyFrom(types_pb2.PolicyVersion(policy="math", version=9))
+    assert draft.sample().versions.tolist() == [9, 9, 9]
+    assert draft.sample().base_versions.tolist() == [3, 3, 4]
+
+
+def test_one_that_was_ended_from_elsewhere_is_not_whole() -> None:
+    draft = Draft()
+    draft.add(pb.SampleChunk(finish_reason=pb.FINISH_REASON_ABORT))
+    assert not draft.is_whole
+
+
+@pytest.mark.parametrize(
+    ("error", "has_begun", "was_failing", "what"),
+    [
+        (InvalidRequestError("x"), False, False, Next.END),
+        (VersionChangedError("x"), True, False, Next.END),
+        (NotFoundError("x"), False, False, Next.ASK_OTHERS),
+        (PeerUnavailableError("x", reason="VERSION_AHEAD"), False, False, Next.WAIT),
+        (PeerUnavailableError("x", reason="REFUSING"), False, False, Next.LEAVE),
+        (CapacityError("x", reason="TOO_MANY_CALLS"), False, False, Next.LEAVE),
+        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, True, Next.LEAVE),
+        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, False, Next.RESTART),
+        (PeerUnavailableError("x"), True, True, Next.RESTART),
+        (WeftError("x"), False, False, Next.RESTART),
+    ],
+)
+def test_a_failure_decides_what_is_next(
+    error: WeftError, has_begun: bool, was_failing: bool, what: Next
+) -> None:
+    assert after(error, has_begun=has_begun, was_failing=was_failing) is what

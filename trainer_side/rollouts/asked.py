@@ -1,0 +1,181 @@
+"""What is asked of the pool for one prompt, checked before anything is sent."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from weft.contract.errors import InvalidRequestError
+from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft.contract.sampling import Sampling
+from weft.v1 import generate_pb2 as pb
+
+#: Text, which the model's own tokenizer makes into tokens, or token ids.
+Prompt = str | Sequence[int]
+Number = int | PolicyVersion
+OnError = Literal["raise", "keep"]
+
+#: Tokens that a sample is taken to have where the request does not bound it.
+_USUAL_TOKENS = 1024
+#: Samples are wanted whole; pieces only tell that the replica goes on.
+_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which versions of a policy may answer."""
+
+    policy: str
+    exact: int | None = None
+    at_least: int | None = None
+
+    def __str__(self) -> str:
+        if self.exact is not None:
+            return f"{self.policy}@{self.exact}"
+        if self.at_least is not None:
+            return f"{self.policy}@{self.at_least} or a newer one"
+        return self.policy
+
+    @property
+    def name(self) -> str:
+        """As a replica is asked for it."""
+        return self.policy if self.exact is None else f"{self.policy}@{self.exact}"
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the base model itself."""
+        return self.policy == BASE_POLICY
+
+
+def wanted_of(policy: str, exact: Number | None, min_version: Number | None) -> Wanted:
+    """What a caller asks for.
+
+    Args:
+        policy: A policy, or one version of it.
+
+    Raises:
+        InvalidRequestError: These contradict each other.
+        InvalidNameError: No policy can have that name.
+    """
+    if isinstance(policy, str) and "@" in policy:
+        if exact is not None:
+            raise InvalidRequestError(f"policy={policy!r} names a version, and so does exact=")
+        exact = PolicyVersion.parse(policy)
+        policy = exact.policy
+    check_name(policy, "policy")
+    if exact is not None and min_version is not None:
+        raise InvalidRequestError("give exact= or min_version=, not both")
+    return Wanted(
+        policy, _number("exact", exact, policy), _number("min_version", min_version, policy)
+    )
+
+
+def _number(name: str, given: Number | None, policy: str) -> int | None:
+    if isinstance(given, PolicyVersion):
+        if given.policy != policy:
+            raise InvalidRequestError(f"{name}={given} is no version of {policy}")
+        return given.version
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise InvalidRequestError(
+            f"{name}={given!r}: give the number of a version, or a PolicyVersion"
+        )
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One prompt, and what its samples must be."""
+
+    prompt: Prompt
+    wanted: Wanted
+    sampling: Sampling
+    strict: bool
+    timeout_seconds: float
+
+    @property
+    def cost_tokens(self) -> int:
+        """What it may take a replica, in tokens."""
+        how = self.sampling
+        return len(self.prompt) + how.num_samples * (how.max_tokens or _USUAL_TOKENS)
+
+    def request(self, wanted: Wanted, num_samples: int, seed: int | None) -> pb.GenerateRequest:
+        """The message that asks a replica for so many of its samples."""
+        how = self.sampling
+        request = pb.GenerateRequest(
+            policy=wanted.name,
+            strict=self.strict,
+            sampling=pb.Sampling(
+                num_samples=num_samples,
+                temperature=how.temperature,
+                top_p=how.top_p,
+                top_k=how.top_k,
+                min_p=how.min_p,
+                repetition_penalty=how.repetition_penalty,
+                seed=seed,
+                max_tokens=how.max_tokens or 0,
+                min_tokens=how.min_tokens,
+                stop=how.stop,
+                stop_token_ids=how.stop_token_ids,
+                ignore_eos=how.ignore_eos,
+            ),
+            chunk_tokens=_CHUNK_TOKENS,
+        )
+        if isinstance(self.prompt, str):
+            request.text = self.prompt
+        else:
+            request.token_ids.ids.extend(self.prompt)
+        return request
+
+
+def checked_prompt(prompt: Any) -> Prompt:
+    """The prompt, its token ids as a list of integers.
+
+    Raises:
+        InvalidRequestError: It is empty, or neither text nor token ids.
+    """
+    ids: Prompt
+    if isinstance(prompt, str):
+        ids = prompt
+    else:
+        try:
+            ids = [*map(operator.index, prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        except TypeError:
+            ids = [-1]
+        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+            raise InvalidRequestError(
+                f"{repr(prompt)[:80]} is no prompt: give text, or one sequence of token ids"
+            )
+    if not ids:
+        raise InvalidRequestError("a prompt is empty: give at least one token")
+    return ids
+
+
+def checked_prompts(prompts: Any) -> list[Prompt]:
+    """Prompts, each as ``checked_prompt`` gives it.
+
+    Raises:
+        InvalidRequestError: One cannot be a prompt, or all of it is one.
+    """
+    if isinstance(prompts, str) or (
+        not hasattr(prompts, "tolist") and prompts and all(type(each) is int for each in prompts)
+    ):
+        raise InvalidRequestError("give a list of prompts; for a single one, a list of one")
+    return [checked_prompt(prompt) for prompt in prompts]
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what is not even of the right kind; the engine judges the rest.
+
+    Raises:
+        InvalidRequestError: Something of it is.
+    """
+    if not isinstance(sampling, Sampling):
+        raise InvalidRequestError(f"sampling={sampling!r:.80}: give trainer_side.Sampling(...)")
+    if sampling.num_samples < 1 or (sampling.max_tokens is not None and sampling.max_tokens < 1):
+        raise InvalidRequestError("num_samples and max_tokens must be at least 1")
+    try:
+        pb.Sampling(**{field.name: getattr(sampling, field.name) for field in fields(sampling)})
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{sampling}: {error}") from error

@@ -1,0 +1,311 @@
+"""RolloutClient: what a trainer imports to have the pool generate."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+from trainer_side.arguments import check_choice, check_count, check_seconds
+from trainer_side.rollouts.asked import (
+    Ask,
+    Number,
+    OnError,
+    Prompt,
+    Wanted,
+    check_sampling,
+    checked_prompts,
+    wanted_of,
+)
+from trainer_side.rollouts.loop import LoopThread, closed_error
+from trainer_side.rollouts.sample import SampleGroup
+from trainer_side.rollouts.sampler import Sampler, SamplerConfig
+from trainer_side.rollouts.stream import RolloutStream
+from trainer_side.rollouts.window import Window
+from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.names import BASE_POLICY
+from weft.contract.push_defaults import DEFAULT_CONNECT_SECONDS
+from weft.contract.sampling import Sampling
+from weft.rpc.channel import check_target
+from weft.rpc.security.credentials import Tls, credentials_of
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+DEFAULT_STALL_SECONDS = 60.0
+DEFAULT_MAX_REQUESTS = 256
+#: Streams that one connection, and one caller at a replica, may have.
+_MAX_REQUESTS = 1000
+
+_T = TypeVar("_T")
+
+
+class RolloutClient:
+    """Samples from the pool's replicas: finds them, spreads prompts over them, says which version
+    made every token, and starts again elsewhere what a replica did not finish.
+
+    Prompts go to the replica with the fewest outstanding tokens, each with all of its samples;
+    while replicas have all the requests that they may have, prompts wait here, so that newer
+    versions answer them. Replicas that join, drain and leave are followed through the
+    coordinator; while it is away, the last list stands. A sample whose replica dies or stalls
+    starts again from its prompt on another one: by the same exact version of an adapter, or it
+    fails; of the base itself, which a replica holds one version of, by the same or a later one
+    unless ``exact=`` is given. Its former tokens are dropped, and whole samples of its group stay.
+
+    Everything may be called from any number of threads and event loops; the work is done on a
+    thread of the client's own. Not to be carried over a fork.
+
+    Args:
+        coordinator: HOST:PORT.
+        logprobs_mode: What log-probabilities must be, in vLLM's words. A replica whose are
+            something else fails the call with ``UNSUPPORTED``.
+        logprobs_truncated: Whether they must be of the distribution that top-k, top-p and
+            min-p leave; None takes either.
+        timeout_seconds: Longest time of a call, waiting for replicas included; of a stream, of
+            each prompt from its admission on.
+        connect_seconds: Longest wait for a coordinator that was never reached.
+        stall_seconds: A replica that has requests and sends nothing for so long is taken to be
+            stuck, and what it has starts again elsewhere. It must be longer than generation
+            pauses for a push.
+        max_requests_per_replica: Requests that one replica has of this client at a time, at most
+            1000.
+        tls: Whose certificates to trust, and which to show; by default what the environment
+            names, as for ``Publisher``.
+        token: The bearer token to show; by default what the environment names.
+
+    Raises:
+        InvalidRequestError: An argument that cannot be right; nothing was tried.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        *,
+        logprobs_mode: str = "processed_logprobs",
+        logprobs_truncated: bool | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        connect_seconds: float = DEFAULT_CONNECT_SECONDS,
+        stall_seconds: float = DEFAULT_STALL_SECONDS,
+        max_requests_per_replica: int = DEFAULT_MAX_REQUESTS,
+        tls: Tls | None = None,
+        token: str | None = None,
+    ) -> None:
+        check_target(coordinator)
+        check_seconds("timeout_seconds", timeout_seconds)
+        check_seconds("connect_seconds", connect_seconds)
+        check_seconds("stall_seconds", stall_seconds)
+        check_count("max_requests_per_replica", max_requests_per_replica)
+        if max_requests_per_replica > _MAX_REQUESTS:
+            raise InvalidRequestError(
+                f"max_requests_per_replica={max_requests_per_replica}: a replica takes at most "
+                f"{_MAX_REQUESTS} of one caller"
+            )
+        self._timeout_seconds = timeout_seconds
+        self._sampler = Sampler(
+            SamplerConfig(
+                coordinator=coordinator,
+                credentials=credentials_of(tls, token),
+                logprobs_mode=logprobs_mode,
+                logprobs_truncated=logprobs_truncated,
+                connect_seconds=connect_seconds,
+                stall_seconds=stall_seconds,
+                max_requests_per_replica=max_requests_per_replica,
+            )
+        )
+        self._loop = LoopThread("weft-rollouts")
+        self._running = self._loop.submit(self._sampler.run())
+        self._stop = weakref.finalize(self, self._loop.stop)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        policy: str = BASE_POLICY,
+        sampling: Sampling | None = None,
+        exact: Number | None = None,
+        min_version: Number | None = None,
+        strict: bool | None = None,
+        timeout_seconds: float | None = None,
+        on_error: OnError = "raise",
+    ) -> list[SampleGroup]:
+        """Sample; blocks until every sample has ended. An interrupt ends them in the engines, too.
+
+        Args:
+            prompts: Texts, or sequences of token ids.
+            policy: An adapter's name (``math``), or ``base``: what the name stands for when a
+                replica takes the prompt answers. ``math@17`` is ``exact=17``.
+            sampling: How; by default one sample of the model's own distribution.
+            exact: The version that answers; of the base, the one that must be served when a
+                replica takes the prompt.
+            min_version: This version or a newer one; waited for.
+            strict: Whether a sample fails with ``VERSION_CHANGED`` when the base changes before
+                its end, instead of going on under the next one (``base_versions`` say so). By
+                default where an exact version of the base is asked for.
+            timeout_seconds: Of this call; by default what ``RolloutClient`` was told.
+            on_error: "raise" ends all with the first failure; "keep" returns the failed samples
+                without tokens (after ``VERSION_CHANGED``, with those so far), and with ``error``.
+
+        Returns:
+            The groups, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: It cannot be right, or the engine refuses it.
+            NotFoundError: The version is gone, or nothing is called so.
+            VersionChangedError: See ``strict``.
+            UnsupportedError: The replica's log-probabilities are not what this client expects.
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``; or replicas failed over the prompt
+                again and again.
+            TransferTimeoutError: The deadline passed.
+        """
+        asked = self._asks(
+            prompts, policy, sampling, exact, min_version, strict, timeout_seconds, on_error
+        )
+        future = self._submit(self._sample_all(asked, on_error))
+        try:
+            return future.result()
+        except CancelledError:
+            raise closed_error() from None
+        finally:
+            future.cancel()  # an interrupt, say
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        policy: str = BASE_POLICY,
+        sampling: Sampling | None = None,
+        exact: Number | None = None,
+        min_version: Number | None = None,
+        strict: bool | None = None,
+        timeout_seconds: float | None = None,
+        on_error: OnError = "raise",
+    ) -> list[SampleGroup]:
+        """As ``generate``, awaited on any event loop. Cancelling it ends the requests."""
+        asked = self._asks(
+            prompts, policy, sampling, exact, min_version, strict, timeout_seconds, on_error
+        )
+        try:
+            return await asyncio.wrap_future(self._submit(self._sample_all(asked, on_error)))
+        except asyncio.CancelledError:
+            if self._stop.alive:
+                raise
+            raise closed_error() from None
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        batch_size: int,
+        max_staleness: int,
+        policy: str = BASE_POLICY,
+        sampling: Sampling | None = None,
+        min_version: Number | None = None,
+        timeout_seconds: float | None = None,
+        on_error: OnError = "raise",
+    ) -> RolloutStream:
+        """Sample ahead of training, and no further ahead than ``max_staleness`` versions.
+
+        A prompt is admitted only while the samples that are admitted and not reported as
+        ``consumed`` are at most ``(max_staleness + 1) * batch_size``, itself included. Groups
+        come as they are ready, but so that each comes in time: none is older than
+        ``max_staleness`` versions when it is used, and none is discarded.
+
+        Args:
+            prompts: Drawn one by one as they are admitted, by the threads that iterate and
+                report; may be endless.
+            batch_size: Samples that a step of training consumes; a multiple of
+                ``sampling.num_samples``.
+            max_staleness: 0 has generation wait for training.
+            policy, sampling, min_version, timeout_seconds, on_error: As for ``generate``.
+
+        Raises:
+            InvalidRequestError: It cannot be right.
+        """
+        how = Sampling() if sampling is None else sampling
+        check_sampling(how)
+        check_choice("on_error", on_error, OnError)
+        window = Window(batch_size, max_staleness, how.num_samples)
+        seconds = self._seconds(timeout_seconds)
+
+        def sample(prompt: Prompt, wanted: Wanted, index: int) -> Future[SampleGroup]:
+            ask = Ask(
+                prompt=prompt,
+                wanted=wanted,
+                sampling=how,
+                strict=False,
+                timeout_seconds=seconds,
+            )
+            return self._submit(self._sampler.sample(ask, index, keep=on_error == "keep"))
+
+        return RolloutStream(prompts, window, wanted_of(policy, None, min_version), seconds, sample)
+
+    def close(self) -> None:
+        """End what is still running, here and in the engines; idempotent."""
+        self._stop()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------
+
+    def _asks(
+        self,
+        prompts: Sequence[Prompt],
+        policy: str,
+        sampling: Sampling | None,
+        exact: Number | None,
+        min_version: Number | None,
+        strict: bool | None,
+        timeout_seconds: float | None,
+        on_error: OnError,
+    ) -> list[Ask]:
+        how = Sampling() if sampling is None else sampling
+        check_sampling(how)
+        check_choice("on_error", on_error, OnError)
+        wanted = wanted_of(policy, exact, min_version)
+        return [
+            Ask(
+                prompt=prompt,
+                wanted=wanted,
+                sampling=how,
+                strict=(wanted.is_base and wanted.exact is not None) if strict is None else strict,
+                timeout_seconds=self._seconds(timeout_seconds),
+            )
+            for prompt in checked_prompts(prompts)
+        ]
+
+    def _seconds(self, given: float | None) -> float:
+        if given is None:
+            return self._timeout_seconds
+        check_seconds("timeout_seconds", given)
+        return given
+
+    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        if not self._stop.alive:
+            coroutine.close()
+            raise closed_error()
+        if self._running.done():
+            coroutine.close()
+            raise WeftError("this RolloutClient has failed") from self._running.exception()
+        return self._loop.submit(coroutine)
+
+    async def _sample_all(self, asks: list[Ask], on_error: OnError) -> list[SampleGroup]:
+        tasks = [
+            asyncio.ensure_future(self._sampler.sample(ask, index, keep=on_error == "keep"))
+            for index, ask in enumerate(asks)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,214 @@
+"""Which replica a prompt goes to: decisions alone, no I/O and no clock of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from trainer_side.rollouts.asked import Wanted
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+
+#: How long a replica that failed is left alone, at first and at most.
+_FIRST_AWAY_SECONDS = 0.5
+_MAX_AWAY_SECONDS = 15.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Target:
+    """A replica, and what this client has it do."""
+
+    replica_id: str
+    address: str
+    served: VersionVector
+    is_listed: bool = True
+    """Whether requests may be sent to it."""
+    num_requests: int = 0
+    outstanding_tokens: int = 0
+    away_until: float = 0.0
+    """When it may be tried again after a failure."""
+    num_failures: int = 0
+    """In a row."""
+    progress_at: float = 0.0
+    """When it last sent something, or had nothing to do."""
+
+    def serves(self, wanted: Wanted) -> bool:
+        """Whether it would answer with what is wanted, as far as the routes tell."""
+        if wanted.exact is not None:
+            return self.served.holds(PolicyVersion(wanted.policy, wanted.exact))
+        return self.newest(wanted) >= (wanted.at_least or (0 if wanted.is_base else 1))
+
+    def newest(self, wanted: Wanted) -> int:
+        """What the policy's name stands for there; 0 where it is no adapter of it."""
+        if wanted.is_base:
+            return self.served.base
+        return self.served.adapters.get(wanted.policy, AdapterVersions()).alias
+
+    def failed(self, now: float) -> None:
+        """Leave it alone for a while, twice as long each time in a row."""
+        if now >= self.away_until:
+            seconds = _FIRST_AWAY_SECONDS * 2 ** min(self.num_failures, 10)
+            self.away_until = now + min(seconds, _MAX_AWAY_SECONDS)
+            self.num_failures += 1
+
+    def progressed(self, now: float, num_tokens: int) -> None:
+        """Note that it has sent so many tokens."""
+        self.progress_at, self.num_failures = now, 0
+        self.outstanding_tokens = max(0, self.outstanding_tokens - num_tokens)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a prompt waits for."""
+
+    wanted: Wanted
+    avoid: frozenset[str] = frozenset()
+    """Replicas that failed it: others are taken where there are any."""
+    refused: frozenset[str] = frozenset()
+    """Replicas that said that they will never have it."""
+
+
+@dataclass
+class _Waiting(Generic[_T]):
+    number: int
+    cost_tokens: int
+    what: _T
+
+
+@dataclass
+class Dispatch(Generic[_T]):
+    """Prompts that wait, and the replicas that may take them.
+
+    Prompts that want the same wait in order; of those that could go now, the one that came
+    first goes, to the replica with the fewest outstanding tokens. While every replica has all
+    the requests that it may have, prompts wait here: what is sent later is answered by a newer
+    version.
+    """
+
+    max_requests: int
+    """Of each replica at a time."""
+    targets: dict[str, Target] = field(default_factory=dict)
+    _queues: dict[Place, deque[_Waiting[_T]]] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def update(self, routes: Iterable[Target], now: float) -> None:
+        """Replace the list of replicas that may be sent requests."""
+        listed = {route.replica_id: route for route in routes}
+        for name, target in [*self.targets.items()]:
+            route = listed.get(name)
+            if route is None:
+                target.is_listed = False
+                if not target.num_requests:
+                    del self.targets[name]
+            elif route.address == target.address:
+                del listed[name]
+                target.served = route.served
+                if not target.is_listed:  # the pool trusts it again
+                    target.is_listed, target.away_until, target.num_failures = True, 0.0, 0
+        for route in listed.values():
+            route.progress_at = now
+            self.targets[route.replica_id] = route
+
+    def number(self) -> int:
+        """The next prompt's, in the order of which prompts go."""
+        return next(self._numbers)
+
+    def wait(self, place: Place, number: int, cost_tokens: int, what: _T) -> None:
+        """Have a prompt wait for a replica."""
+        queue = self._queues.setdefault(place, deque())
+        at = len(queue)
+        while at and queue[at - 1].number > number:  # one that comes back goes to its old place
+            at -= 1
+        queue.insert(at, _Waiting(number, cost_tokens, what))
+
+    def forget(self, place: Place, what: _T) -> None:
+        """Drop one that waits no more."""
+        queue = self._queues.get(place, deque())
+        for i, waiting in enumerate(queue):
+            if waiting.what is what:
+                del queue[i]
+                break
+        if not queue:
+            self._queues.pop(place, None)
+
+    def next(self, now: float) -> tuple[_T, Target, int] | None:
+        """The prompt that goes now, where to, and its cost: it is counted there until
+        ``release``."""
+        for place in sorted(self._queues, key=lambda place: self._queues[place][0].number):
+            target = self._choose(place, now)
+            if target is not None:
+                queue = self._queues[place]
+                waiting = queue.popleft()
+                if not queue:
+                    del self._queues[place]
+                if not target.num_requests:
+                    target.progress_at = now
+                target.num_requests += 1
+                target.outstanding_tokens += waiting.cost_tokens
+                return waiting.what, target, waiting.cost_tokens
+        return None
+
+    def release(self, target: Target, left_tokens: int) -> None:
+        """A request is over; ``left_tokens`` of its cost were not made."""
+        target.num_requests -= 1
+        target.outstanding_tokens = max(0, target.outstanding_tokens - left_tokens)
+        if not target.num_requests:
+            target.outstanding_tokens = 0
+            if not target.is_listed and self.targets.get(target.replica_id) is target:
+                del self.targets[target.replica_id]
+
+    def next_time(self, now: float) -> float | None:
+        """When a replica that is left alone may be tried again, if one is."""
+        times = [t.away_until for t in self.targets.values() if t.is_listed and t.away_until > now]
+        return min(times, default=None)
+
+    def stalled(self, now: float, seconds: float) -> list[Target]:
+        """Replicas that have requests and sent nothing for so long."""
+        return [
+            target
+            for target in self.targets.values()
+            if target.num_requests and now - target.progress_at > seconds
+        ]
+
+    def _choose(self, place: Place, now: float) -> Target | None:
+        """The replica for it, if one can take it now.
+
+        Where none that is listed says that it serves the version, any may be asked: it may
+        have it by now, and it knows whether the version is still to come or gone. Only who
+        wants a newer one than any serves waits, as the name alone would be answered.
+        """
+        wanted = place.wanted
+        listed = [t for t in self.targets.values() if t.is_listed]
+        able = [t for t in listed if t.serves(wanted) and t.replica_id not in place.refused]
+        if not able and wanted.at_least is None:
+            able = [t for t in listed if t.replica_id not in place.refused] or listed
+        able = [t for t in able if t.replica_id not in place.avoid] or able
+        return min(
+            (t for t in able if now >= t.away_until and t.num_requests < self.max_requests),
+            key=lambda t: (t.outstanding_tokens, t.num_requests, t.replica_id),
+            default=None,
+        )
+
+    def is_served(self, place: Place) -> bool:
+        """Whether a replica says that it serves it, and has not refused."""
+        return any(
+            t.is_listed and t.serves(place.wanted) and t.replica_id not in place.refused
+            for t in self.targets.values()
+        )
+
+    def why_waiting(self, wanted: Wanted) -> str:
+        """What a prompt still waits for, for people."""
+        listed = [t for t in self.targets.values() if t.is_listed]
+        if not listed:
+            return "no replica may be sent requests"
+        if not any(t.serves(wanted) for t in listed):
+            newest = max(t.newest(wanted) for t in listed)
+            return (
+                f"no replica of {len(listed)} serves {wanted}; the newest of {wanted.policy} "
+                f"is {'none' if not newest and not wanted.is_base else f'@{newest}'}"
+            )
+        return "the replicas that may be asked are busy or failing"

@@ -1,0 +1,108 @@
+"""Which replicas may be sent requests, followed as long as the client lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from trainer_side.rollouts.dispatch import Target
+from weft.contract.errors import (
+    InvalidRequestError,
+    NotAllowedError,
+    PeerUnavailableError,
+    WeftError,
+)
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import vector_from_proto
+from weft.rpc.route_list import RouteList
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+_RETRY_SECONDS = 0.5
+
+
+class Routes:
+    """Follows the coordinator's list; the last one stands while it is away.
+
+    Args:
+        on_routes: Called with the whole list, with every change.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        credentials: Credentials,
+        connect_seconds: float,
+        on_routes: Callable[[Iterable[Target]], None],
+    ) -> None:
+        self._coordinator, self._credentials = coordinator, credentials
+        self._connect_seconds, self._on_routes = connect_seconds, on_routes
+        self._is_known = False
+        self._failure: WeftError | None = None
+        self._changed = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            try:
+                async with open_aio_channel(self._coordinator, self._credentials) as channel:
+                    await self._follow(InspectServiceStub(channel))
+            except grpc.RpcError as error:
+                self._failure = error_from_rpc(error)
+            except WeftError as error:
+                self._failure = error
+            self._changed.set()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _follow(self, stub: Any) -> None:
+        known = RouteList()
+        async for message in stub.WatchRoutes(pb.WatchRoutesRequest()):
+            self._failure = None
+            routes = known.follow(message)
+            if routes is not None:
+                self._is_known = True
+                self._on_routes(_target(route) for route in routes.routes)
+                self._changed.set()
+
+    async def known(self, deadline: float) -> None:
+        """Wait for the first list.
+
+        Args:
+            deadline: Of the event loop's clock.
+
+        Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: nobody answers there.
+            NotAllowedError: The coordinator does not let this caller read.
+            InvalidRequestError: What it shows cannot be used.
+        """
+        clock = asyncio.get_running_loop()
+        patience = min(deadline, clock.time() + self._connect_seconds)
+        while not self._is_known:
+            if isinstance(self._failure, InvalidRequestError | NotAllowedError):
+                raise self._failure
+            now = clock.time()
+            # One that answers and has no list yet was just started: it is waited for.
+            if now >= deadline or (now >= patience and self._failure is not None):
+                why = self._failure.message if self._failure else "it told no routes"
+                raise PeerUnavailableError(
+                    f"the coordinator at {self._coordinator} was not reached in "
+                    f"{self._connect_seconds:.0f} s: {why}; check the address, or give "
+                    "connect_seconds= to wait for one that is still starting",
+                    reason="COORDINATOR_UNREACHABLE",
+                )
+            self._changed.clear()
+            try:
+                until = patience if now < patience else deadline
+                async with asyncio.timeout_at(until):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+
+def _target(route: pb.Route) -> Target:
+    return Target(route.replica_id, route.address, vector_from_proto(route.version_vector))

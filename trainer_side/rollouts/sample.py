@@ -1,0 +1,95 @@
+"""Samples as trainers get them, put together from what replicas stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from weft.contract.errors import WeftError
+from weft.contract.names import PolicyVersion
+from weft.rpc.codec import version_from_proto
+from weft.v1 import generate_pb2 as pb
+
+_REASONS: Final = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One completion of a prompt; tensors of one element a token, on the CPU, the caller's."""
+
+    token_ids: torch.Tensor
+    """int64, an end-of-sequence token included."""
+    logprobs: torch.Tensor
+    """float32: of each token, as the client's ``logprobs_mode`` says."""
+    versions: torch.Tensor
+    """int64: which version of the policy that was asked made each token."""
+    base_versions: torch.Tensor
+    """int64: which version of the base each token was sampled over."""
+    adapter: PolicyVersion | None
+    """The exact version that made all of it; None: the base model itself."""
+    finish_reason: str
+    """``stop`` (an end-of-sequence or stop token, a stop string), ``length`` or ``abort``."""
+    error: WeftError | None = None
+    """Why it is missing or not whole; only with ``on_error="keep"``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleGroup:
+    """All samples of one prompt."""
+
+    index: int
+    """Of the prompt, among those of the call or stream."""
+    prompt_token_ids: list[int]
+    """What was completed; of a text, what it was made into (empty if nothing was sampled)."""
+    samples: tuple[Sample, ...]
+    """In order; ``num_samples`` of them."""
+    replica_ids: tuple[str, ...]
+    """Of each sample: which replica made it."""
+
+
+@dataclass
+class Draft:
+    """A sample that is still being made."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: pb.SampleChunk | None = None
+
+    def add(self, chunk: pb.SampleChunk) -> None:
+        """Take further tokens in."""
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        if chunk.finish_reason:
+            self.last = chunk
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ended by itself."""
+        return self.last is not None and self.last.finish_reason != pb.FINISH_REASON_ABORT
+
+    def sample(self, error: WeftError | None = None) -> Sample:
+        """The sample, as far as it has come."""
+        last = self.last or pb.SampleChunk(finish_reason=pb.FINISH_REASON_ABORT)
+        adapter = version_from_proto(last.adapter) if last.HasField("adapter") else None
+        count = len(self.token_ids)
+        base_versions = torch.full((count,), -1, dtype=torch.int64)
+        for span in last.base_spans:
+            base_versions[span.start : span.end] = span.version
+        versions = base_versions
+        if adapter is not None:
+            versions = torch.full((count,), adapter.version, dtype=torch.int64)
+        return Sample(
+            token_ids=torch.tensor(self.token_ids, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            versions=versions,
+            base_versions=base_versions,
+            adapter=adapter,
+            finish_reason=_REASONS[last.finish_reason],
+            error=error,
+        )

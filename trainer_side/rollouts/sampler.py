@@ -1,0 +1,365 @@
+"""One prompt's way to its samples: to a replica, and to others where that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from trainer_side.rollouts.asked import Ask, Wanted
+from trainer_side.rollouts.dispatch import Dispatch, Place, Target
+from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.routes import Routes
+from trainer_side.rollouts.sample import Draft, SampleGroup
+from weft.contract.errors import (
+    PeerUnavailableError,
+    StalledError,
+    TransferTimeoutError,
+    UnsupportedError,
+    VersionChangedError,
+    WeftError,
+)
+from weft.contract.names import PolicyVersion
+from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import version_from_proto
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.status import error_from_rpc
+from weft.v1 import generate_pb2 as pb
+from weft.v1.generate_pb2_grpc import GenerateServiceStub
+
+#: How often a prompt starts again where replicas fail while they answer it: it may be what
+#: they fail over, and is not to end all of them.
+_MAX_RESTARTS = 4
+#: Before a version is asked for again that is still to come.
+_WAIT_SECONDS = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """See ``RolloutClient``."""
+
+    coordinator: str
+    credentials: Credentials
+    logprobs_mode: str
+    logprobs_truncated: bool | None
+    connect_seconds: float
+    stall_seconds: float
+    max_requests_per_replica: int
+
+
+@dataclass(eq=False)
+class _Course:
+    """One prompt, as far as it has come."""
+
+    ask: Ask
+    place: Place
+    number: int
+    drafts: list[Draft]
+    made_by: list[str]
+    prompt_token_ids: list[int]
+    num_restarts: int = 0
+    has_begun: bool = False
+    """Whether the request that runs now was answered."""
+    failure: WeftError | None = None
+    """Of the last request that failed and was not the last."""
+    left_tokens: int = 0
+    """What is still to come of that request's cost."""
+
+    def too_late(self, why: str) -> TransferTimeoutError:
+        """What it ends with when its time is over."""
+        before = f"; before that: {self.failure.message}" if self.failure else ""
+        return TransferTimeoutError(
+            f"{self.place.wanted} did not answer a prompt in {self.ask.timeout_seconds:g} s: "
+            f"{why}{before}"
+        )
+
+    @property
+    def missing(self) -> list[int]:
+        """Samples that the next request asks for. With a seed only neighbours go together: the
+        engine gives the sample of a request's index i the seed + i."""
+        indices = [i for i, draft in enumerate(self.drafts) if not draft.is_whole]
+        if self.ask.sampling.seed is None:
+            return indices
+        return [i for at, i in enumerate(indices) if i == indices[0] + at]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request at a replica."""
+
+    target: Target
+    call: Any
+    is_stalled: bool = False
+
+
+@dataclass
+class Sampler:
+    """Sends prompts to replicas; used on one event loop, within ``running``."""
+
+    config: SamplerConfig
+    _stubs: dict[str, tuple[grpc.aio.Channel, Any]] = field(default_factory=dict)
+    _running: set[_Running] = field(default_factory=set)
+    _timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._dispatch: Dispatch[asyncio.Future[Target]] = Dispatch(config.max_requests_per_replica)
+        self._routes = Routes(
+            config.coordinator, config.credentials, config.connect_seconds, self._set_routes
+        )
+
+    async def run(self) -> None:
+        """Follow the routes and watch over what runs until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._routes.follow())
+                tasks.create_task(self._watch())
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for channel, _ in self._stubs.values():
+                await channel.close()
+
+    async def sample(self, ask: Ask, index: int, *, keep: bool) -> SampleGroup:
+        """All samples of one prompt.
+
+        Args:
+            index: What its group is called.
+            keep: Whether samples that fail carry their error, instead of all being lost to it.
+
+        Raises:
+            WeftError: They cannot be had; not with ``keep``.
+        """
+        deadline = asyncio.get_running_loop().time() + ask.timeout_seconds
+        course = _Course(
+            ask=ask,
+            place=Place(ask.wanted),
+            number=self._dispatch.number(),
+            drafts=[Draft() for _ in range(ask.sampling.num_samples)],
+            made_by=[""] * ask.sampling.num_samples,
+            prompt_token_ids=[] if isinstance(ask.prompt, str) else list(ask.prompt),
+        )
+        failure: WeftError | None = None
+        try:
+            await self._routes.known(deadline)
+            while missing := course.missing:
+                await self._step(course, missing, deadline)
+        except WeftError as error:
+            if not keep:
+                raise
+            failure = error
+        return SampleGroup(
+            index=index,
+            prompt_token_ids=course.prompt_token_ids,
+            samples=tuple(
+                draft.sample(None if draft.is_whole else failure) for draft in course.drafts
+            ),
+            replica_ids=tuple(course.made_by),
+        )
+
+    async def _step(self, course: _Course, missing: list[int], deadline: float) -> None:
+        """Ask one replica for the missing samples.
+
+        Raises:
+            WeftError: They cannot be had.
+        """
+        clock = asyncio.get_running_loop()
+        target = await self._take(course, deadline)
+        course.has_begun, course.left_tokens = False, course.ask.cost_tokens
+        was_failing = target.num_failures > 0
+        try:
+            await self._attempt(course, missing, target, deadline)
+            return
+        except WeftError as error:
+            failure = error
+        finally:
+            self._dispatch.release(target, course.left_tokens)
+            self._pump()
+        if not isinstance(failure, VersionChangedError):
+            for index in missing:
+                if not course.drafts[index].is_whole:
+                    course.drafts[index] = Draft()
+        if isinstance(failure, TransferTimeoutError):
+            raise course.too_late(f"{target.replica_id} was at it") from failure
+        course.failure = failure
+        what = after(failure, has_begun=course.has_begun, was_failing=was_failing)
+        place, name = course.place, target.replica_id
+        if what is Next.RESTART:
+            course.num_restarts += 1
+            if course.num_restarts > _MAX_RESTARTS:
+                raise failure
+        if what is Next.ASK_OTHERS:
+            course.place = Place(place.wanted, place.avoid, place.refused | {name})
+            if not self._dispatch.is_served(course.place):
+                raise failure
+        elif what is Next.WAIT:
+            await asyncio.sleep(min(_WAIT_SECONDS, max(0.0, deadline - clock.time())))
+        elif what is Next.END:
+            raise failure
+        else:
+            target.failed(clock.time())
+            course.place = Place(place.wanted, place.avoid | {name}, place.refused)
+
+    async def _attempt(
+        self, course: _Course, missing: list[int], target: Target, deadline: float
+    ) -> None:
+        """One request: the drafts grow by what is streamed.
+
+        Raises:
+            WeftError: It failed.
+        """
+        clock = asyncio.get_running_loop()
+        seed = course.ask.sampling.seed
+        request = course.ask.request(
+            course.place.wanted, len(missing), None if seed is None else seed + missing[0]
+        )
+        try:
+            call = self._stub(target.address).Generate(request, timeout=deadline - clock.time())
+            with self._watched(target, call):
+                async for response in call:
+                    if response.HasField("admission"):
+                        self._admit(course, response.admission)
+                    num_tokens = 0
+                    for chunk in response.chunks:
+                        if chunk.index >= len(missing):
+                            raise WeftError(f"{target.replica_id} sent more samples than asked for")
+                        num_tokens += len(chunk.token_ids)
+                        index = missing[chunk.index]
+                        course.drafts[index].add(chunk)
+                        course.made_by[index] = target.replica_id
+                    target.progressed(clock.time(), num_tokens)
+                    course.left_tokens = max(0, course.left_tokens - num_tokens)
+        except grpc.RpcError as rpc_error:
+            raise error_from_rpc(rpc_error) from rpc_error
+        if not all(course.drafts[index].is_whole for index in missing):
+            raise PeerUnavailableError(f"{target.replica_id} ended a sample before its end")
+
+    def _admit(self, course: _Course, admission: pb.Admission) -> None:
+        """Check what answers, and hold what may start again to the same version.
+
+        Raises:
+            UnsupportedError: Its log-probabilities are not what this client calls so.
+            PeerUnavailableError: ``VERSION_AHEAD``: it is older than what is asked for.
+        """
+        config, wanted = self.config, course.place.wanted
+        if admission.logprobs_mode != config.logprobs_mode:
+            raise UnsupportedError(
+                f"the replica's log-probabilities are {admission.logprobs_mode!r}, and this "
+                f"client's are {config.logprobs_mode!r}: start it with --logprobs-mode "
+                f"{config.logprobs_mode}, or give RolloutClient(logprobs_mode=)"
+            )
+        truncated = config.logprobs_truncated
+        if truncated is not None and truncated != admission.logprobs_truncated:
+            raise UnsupportedError(
+                "the replica's log-probabilities are of the distribution "
+                f"{'after' if admission.logprobs_truncated else 'before'} top-k, top-p and min-p, "
+                f"and RolloutClient(logprobs_truncated={truncated}) wants the other"
+            )
+        adapter = version_from_proto(admission.adapter) if admission.HasField("adapter") else None
+        number = adapter.version if adapter else admission.base_version
+        if wanted.at_least is not None and number < wanted.at_least:
+            raise PeerUnavailableError(
+                f"a replica answers by {PolicyVersion(wanted.policy, number)}, older than {wanted}",
+                reason="VERSION_AHEAD",
+            )
+        course.has_begun = True
+        course.prompt_token_ids = course.prompt_token_ids or list(admission.prompt_token_ids)
+        if wanted.exact is None:
+            # Of the base itself a replica holds one version: what starts again is of this one
+            # or a later one, which its versions say.
+            held = (None, number) if adapter is None else (number, None)
+            course.place = Place(
+                Wanted(wanted.policy, *held), course.place.avoid, course.place.refused
+            )
+
+    # -- replicas -----------------------------------------------------------------
+
+    async def _take(self, course: _Course, deadline: float) -> Target:
+        """Wait for a replica; it is counted there until it is released.
+
+        Raises:
+            TransferTimeoutError: None could take it in time.
+        """
+        ready: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        place = course.place
+        self._dispatch.wait(place, course.number, course.ask.cost_tokens, ready)
+        self._pump()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await ready
+        except BaseException as error:
+            if ready.done() and not ready.cancelled():  # taken in the same moment
+                self._dispatch.release(ready.result(), course.ask.cost_tokens)
+            else:
+                self._dispatch.forget(place, ready)
+            self._pump()
+            if isinstance(error, TimeoutError):
+                raise course.too_late(self._dispatch.why_waiting(place.wanted)) from error
+            raise
+
+    def _pump(self) -> None:
+        """Send on what can go now, and come back when a replica may be tried again."""
+        clock = asyncio.get_running_loop()
+        while (taken := self._dispatch.next(clock.time())) is not None:
+            ready, target, cost_tokens = taken
+            if ready.done():  # its caller has gone in this moment
+                self._dispatch.release(target, cost_tokens)
+            else:
+                ready.set_result(target)
+        if self._timer is not None:
+            self._timer.cancel()
+        again = self._dispatch.next_time(clock.time())
+        self._timer = clock.call_at(again, self._pump) if again is not None else None
+
+    def _set_routes(self, routes: Iterable[Target]) -> None:
+        self._dispatch.update(routes, asyncio.get_running_loop().time())
+        self._pump()
+        addresses = {target.address for target in self._dispatch.targets.values()}
+        used = {running.target.address for running in self._running}
+        for address in self._stubs.keys() - addresses - used:
+            channel, _ = self._stubs.pop(address)
+            asyncio.ensure_future(channel.close())  # noqa: RUF006  # nothing is on it
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._stubs:
+            channel = open_aio_channel(address, self.config.credentials)
+            self._stubs[address] = channel, GenerateServiceStub(channel)
+        return self._stubs[address][1]
+
+    # -- what runs ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _watched(self, target: Target, call: Any) -> Iterator[None]:
+        """End the request with what waits for it, and where the replica is found to be stalled.
+
+        Raises:
+            StalledError: It was.
+        """
+        running = _Running(target, call)
+        self._running.add(running)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not running.is_stalled:
+                raise
+            raise StalledError(
+                f"{target.replica_id} sent nothing for {self.config.stall_seconds:g} s"
+            ) from None
+        finally:
+            self._running.discard(running)
+            call.cancel()
+
+    async def _watch(self) -> None:
+        """Have requests start again that are with replicas that stand still."""
+        clock = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, self.config.stall_seconds / 4))
+            stalled = self._dispatch.stalled(clock.time(), self.config.stall_seconds)
+            for running in [*self._running]:
+                if running.target in stalled:
+                    running.is_stalled = True
+                    running.call.cancel()

@@ -1,0 +1,196 @@
+"""Samples that are generated ahead of training, within a bound on their staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+
+from trainer_side.rollouts.asked import Number, Prompt, Wanted, checked_prompt, wanted_of
+from trainer_side.rollouts.loop import closed_error
+from trainer_side.rollouts.sample import SampleGroup
+from trainer_side.rollouts.window import Admitted, Window
+from weft.contract.errors import TransferTimeoutError
+
+#: Sends one prompt: (prompt, wanted version, index of its group).
+SampleOne = Callable[[Prompt, Wanted, int], "Future[SampleGroup]"]
+
+
+class RolloutStream:
+    """An iterator, and an asynchronous one, of groups; see ``RolloutClient.stream``.
+
+    It ends with its prompts. A group that fails ends it with the error (``on_error="raise"``),
+    and so do prompts that cannot be drawn. Iterate on one thread or task at a time; ``consumed``
+    and ``close`` may be called from any.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        window: Window,
+        wanted: Wanted,
+        timeout_seconds: float,
+        sample: SampleOne,
+    ) -> None:
+        self._prompts, self._window = iter(prompts), window
+        self._wanted, self._sample, self._timeout_seconds = wanted, sample, timeout_seconds
+        # Prompts are drawn outside of the lock of the state: the client's loop takes that one,
+        # and is not to wait for a caller's iterator.
+        self._drawing = threading.Lock()
+        self._changed = threading.Condition()
+        self._groups: dict[int, Future[SampleGroup]] = {}
+        self._listeners: set[Callable[[], None]] = set()
+        self._is_drawn = self._is_closed = False
+        self._failure: Exception | None = None
+
+    def consumed(self, count: int, *, version: Number | None = None) -> None:
+        """Report that so many samples were used, and that what was learnt is served: after the
+        push returned, or its future is done. Draws the prompts that may be admitted now.
+
+        Args:
+            version: What was learnt from them: prompts that are admitted from now on are
+                answered by it or a newer one, whatever replica they go to.
+
+        Raises:
+            InvalidRequestError: More than were handed out, or no version of the policy.
+        """
+        with self._changed:
+            wanted = self._wanted
+            if version is not None:
+                wanted = wanted_of(wanted.policy, None, version)
+            self._window.consume(count)
+            self._wanted = wanted
+        self._admit()
+
+    def close(self) -> None:
+        """End what is being generated; idempotent."""
+        with self._changed:
+            self._is_closed = True
+            groups = [*self._groups.values()]
+            self._groups.clear()
+            self._tell()
+        for group in groups:
+            group.cancel()
+
+    def __iter__(self) -> RolloutStream:
+        return self
+
+    def __next__(self) -> SampleGroup:
+        self._admit()
+        with self._changed:
+            while (group := self._take()) is None:
+                if not self._changed.wait(self._timeout_seconds):
+                    self._check_progress()
+        return self._result(group)
+
+    def __aiter__(self) -> RolloutStream:
+        return self
+
+    async def __anext__(self) -> SampleGroup:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        self._admit()
+        with self._changed:
+            self._listeners.add(tell)
+        try:
+            while True:
+                with self._changed:
+                    group = self._take()
+                if group is not None:
+                    return self._result(group)
+                try:
+                    async with asyncio.timeout(self._timeout_seconds):
+                        await changed.wait()
+                except TimeoutError:
+                    self._check_progress()
+                changed.clear()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            with self._changed:
+                self._listeners.discard(tell)
+
+    def __enter__(self) -> RolloutStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _admit(self) -> None:
+        with self._drawing:
+            while not self._is_drawn and not self._is_closed and self._window.may_admit:
+                try:
+                    prompt = checked_prompt(next(self._prompts))
+                except Exception as error:  # noqa: BLE001  # raised where the groups are taken
+                    with self._changed:
+                        self._is_drawn = True
+                        self._failure = None if isinstance(error, StopIteration) else error
+                        self._tell()
+                    return
+                with self._changed:
+                    if not self._is_closed:
+                        self._send(prompt)
+
+    def _send(self, prompt: Prompt) -> None:
+        group = self._window.admit()
+        future = self._sample(prompt, self._wanted, group.index)
+        self._groups[group.index] = future
+        future.add_done_callback(lambda _: self._note(group))
+
+    def _note(self, group: Admitted) -> None:
+        with self._changed:
+            group.is_ready = True
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for tell in [*self._listeners]:
+            tell()
+
+    def _take(self) -> Future[SampleGroup] | None:
+        """The group to hand out now; None: wait.
+
+        Raises:
+            StopIteration: There are no more.
+        """
+        if self._is_closed:
+            raise StopIteration
+        if self._is_drawn and not self._window.waiting:
+            if self._failure is not None:
+                raise self._failure
+            raise StopIteration
+        group = self._window.next()
+        return None if group is None else self._groups.pop(group.index)
+
+    def _check_progress(self) -> None:
+        """Groups that are on their way have deadlines of their own.
+
+        Raises:
+            TransferTimeoutError: None is.
+        """
+        window = self._window
+        if not window.waiting:
+            raise TransferTimeoutError(
+                f"no prompt was admitted for {self._timeout_seconds:g} s: "
+                f"{window.num_handed - window.num_consumed} samples were handed out that have not "
+                "been reported as consumed()"
+            )
+
+    def _result(self, group: Future[SampleGroup]) -> SampleGroup:
+        try:
+            return group.result()
+        except CancelledError:
+            raise closed_error() from None
+        except Exception:
+            self.close()
+            raise

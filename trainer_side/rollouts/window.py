@@ -1,0 +1,111 @@
+"""How far generation may run ahead of training, so that no sample is too old when it is used.
+
+Training consumes ``batch_size`` samples a step, and each step's version is served before its
+samples are reported as consumed. So a prompt that is admitted after ``s`` whole steps is
+answered by version ``s`` or a newer one, and version ``s + k`` trains on samples
+``[(s + k) * batch_size, (s + k + 1) * batch_size)`` of all that are handed out. A group that is
+admitted then is at most ``k`` versions old if it lies before the end of these: that is its due
+position. Groups may be handed out of order as long as every other one can still meet its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.contract.errors import InvalidRequestError
+
+
+@dataclass
+class Admitted:
+    """A group of samples that was admitted and not yet handed out."""
+
+    index: int
+    due: int
+    """Samples that may have been handed out at most when it is, itself included."""
+    is_ready: bool = False
+
+
+@dataclass
+class Window:
+    """What is admitted and not yet consumed; in samples.
+
+    Args:
+        batch_size: Samples that a step of training consumes.
+        max_staleness: How many versions old a sample may be when it is used.
+        group_size: Samples of a prompt.
+
+    Raises:
+        InvalidRequestError: These do not fit together.
+    """
+
+    batch_size: int
+    max_staleness: int
+    group_size: int
+    num_admitted: int = 0
+    num_handed: int = 0
+    num_consumed: int = 0
+    waiting: list[Admitted] = field(default_factory=list)
+    """In the order of admission."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "group_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidRequestError(f"{name}={value!r}: give a number of at least 1")
+        if type(self.max_staleness) is not int or self.max_staleness < 0:
+            raise InvalidRequestError(
+                f"max_staleness={self.max_staleness!r}: give a number of versions, 0 or more"
+            )
+        if self.batch_size % self.group_size:
+            raise InvalidRequestError(
+                f"batch_size={self.batch_size} is no multiple of num_samples={self.group_size}: "
+                "a step of training consumes whole groups"
+            )
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether another prompt may be sent now."""
+        return self.num_admitted + self.group_size <= self._due
+
+    @property
+    def _due(self) -> int:
+        """Of what is admitted now. Samples of a step that is not consumed whole do not count:
+        no version has been learnt from them yet."""
+        steps = self.num_consumed // self.batch_size
+        return (steps + self.max_staleness + 1) * self.batch_size
+
+    def admit(self) -> Admitted:
+        """Count a prompt that is sent now."""
+        group = Admitted(self.num_admitted // self.group_size, self._due)
+        self.num_admitted += self.group_size
+        self.waiting.append(group)
+        return group
+
+    def next(self) -> Admitted | None:
+        """The group to hand out now: the first that is ready and that no other one is made
+        late by; None: wait. It is counted as handed out."""
+        end = self.num_handed + self.group_size
+        for at, group in enumerate(self.waiting):
+            if group.is_ready:
+                del self.waiting[at]
+                self.num_handed = end
+                return group
+            # It would come behind this one and those before it.
+            if group.due < end + (at + 1) * self.group_size:
+                return None
+        return None
+
+    def consume(self, count: int) -> None:
+        """Note that so many samples were used, and that what was learnt from them is served.
+
+        Raises:
+            InvalidRequestError: More than were handed out.
+        """
+        if type(count) is not int or count < 0:
+            raise InvalidRequestError(f"consumed({count!r}): give a number of samples")
+        if self.num_consumed + count > self.num_handed:
+            raise InvalidRequestError(
+                f"consumed({count}): {self.num_handed - self.num_consumed} samples were handed "
+                "out that had not been consumed"
+            )
+        self.num_consumed += count
