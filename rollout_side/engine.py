@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import Checkpoint
+from weft.contract.checkpoint import Checkpoint, StoredTensor
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
@@ -181,6 +181,19 @@ class Engine(Protocol):
 
         Raises:
             NotFoundError: None is held.
+        """
+
+    def digest_tensors(
+        self, version: PolicyVersion
+    ) -> AsyncGenerator[Sequence[StoredTensor], None]:
+        """Digest every tensor of a version that is held, or of what the engine was started
+        with (``base@0``), in parts, as they are made of the bytes that are there now. One
+        version is read at a time, beside all else; close what is not read to its end.
+
+        Raises:
+            NotFoundError: It is not held, or was dropped while it was read.
+            NotReadyError: ``NOT_RETAINED``: the files of ``base@0`` cannot be read, or are
+                being read.
         """
 
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:

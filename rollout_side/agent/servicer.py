@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,11 +15,14 @@ from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder, SwitchTimes
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft.contract.group import GroupTicket
-from weft.contract.names import PolicyVersion, check_name
+from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft.rpc.checkpoint_codec import tensors_to_proto
 from weft.rpc.codec import (
     capabilities_to_proto,
+    chunk_ranges,
     duration_from_proto,
     duration_to_proto,
     ticket_from_proto,
@@ -206,6 +210,24 @@ class ReplicaServicer(ReplicaServiceServicer):
         manifest = await self._agent.engine.manifest(version)
         for chunk in manifest_to_chunks(manifest):
             yield pb.DescribeVersionResponse(chunk=chunk)
+
+    async def DigestVersion(  # noqa: N802
+        self, request: pb.DigestVersionRequest, context: _Context
+    ) -> AsyncIterator[pb.DigestVersionResponse]:
+        version = _version(request.version)
+        facts = self._agent.serving.facts.get(version)
+        adapter = facts.to_proto().adapter if facts and version.policy != BASE_POLICY else None
+        found: list[StoredTensor] = []
+        async with contextlib.aclosing(self._agent.engine.digest_tensors(version)) as parts:
+            async for part in parts:
+                found += part
+                for some in chunk_ranges(len(part)):
+                    tensors = tensors_to_proto(part[some])
+                    chunk = types_pb2.TensorDigestChunk(tensors=tensors, adapter=adapter)
+                    yield pb.DigestVersionResponse(chunk=chunk)
+                    adapter = None
+        digest = await asyncio.to_thread(checkpoint_digest, found)
+        yield pb.DigestVersionResponse(chunk=types_pb2.TensorDigestChunk(digest=digest))
 
     async def SendVersion(  # noqa: N802
         self, request: pb.SendVersionRequest, context: _Context

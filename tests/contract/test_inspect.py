@@ -10,8 +10,14 @@ import pytest
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import REFERENCE
+from weft.contract.errors import (
+    LoadFailedError,
+    NotReadyError,
+    TransferTimeoutError,
+)
+from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import EventKind
-from weft.v1 import inspect_pb2, publish_pb2
+from weft.v1 import inspect_pb2, publish_pb2, types_pb2
 
 
 async def test_lists_in_pages(pool: Pool) -> None:
@@ -155,3 +161,42 @@ async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
             await watch.read()
 
     await fails(asyncio.wait_for(read_all(), 5), "RESOURCE_EXHAUSTED", "TOO_SLOW")
+
+
+def _digests_of(replica_id: str, policy: str = "math") -> inspect_pb2.DigestTensorsRequest:
+    wanted = types_pb2.PolicyVersion(policy=policy, version=1)
+    return inspect_pb2.DigestTensorsRequest(replica_id=replica_id, version=wanted)
+
+
+async def test_digests_are_those_that_a_replica_makes(pool: Pool) -> None:
+    replica = await pool.replica("r0")
+    inspect = (await pool.trainer()).inspect
+    part = types_pb2.TensorDigest(name="w", dtype="BF16", dims=[2, 3], digest=2**64 - 1)
+    chunks = [
+        types_pb2.TensorDigestChunk(tensors=[part, part]),
+        types_pb2.TensorDigestChunk(digest=b"d" * 32),
+    ]
+    replica.tensors = {PolicyVersion("math", 1): chunks}
+    told = [response.chunk async for response in inspect.DigestTensors(_digests_of("r0"))]
+    assert told == chunks
+    replica.tensors = {}
+    await fails(inspect.DigestTensors(_digests_of("r0")), "NOT_FOUND", "VERSION_UNKNOWN")
+
+
+async def test_digests_that_cannot_be_had(pool: Pool) -> None:
+    replica = await pool.replica("r0")
+    inspect = (await pool.trainer()).inspect
+    await fails(inspect.DigestTensors(_digests_of("r9")), "NOT_FOUND", "REPLICA_UNKNOWN")
+    nameless = _digests_of("r0", "no/name")
+    await fails(inspect.DigestTensors(nameless), "INVALID_ARGUMENT", "INVALID_NAME")
+    for error, how in (
+        (NotReadyError("no files", reason="NOT_RETAINED"), "FAILED_PRECONDITION/NOT_RETAINED"),
+        (TransferTimeoutError("slow"), "DEADLINE_EXCEEDED/DEADLINE"),
+        (LoadFailedError("its engine is gone"), "INTERNAL/LOAD_FAILED"),
+        (NotImplementedError("it is older"), "UNIMPLEMENTED/UNSUPPORTED"),
+    ):
+        replica.tensors = {PolicyVersion("math", 1): error}
+        failed = await fails(inspect.DigestTensors(_digests_of("r0")), *how.split("/"))
+        assert failed.metadata["member"] == "r0"
+    await replica.server.stop(0)
+    await fails(inspect.DigestTensors(_digests_of("r0")), "UNAVAILABLE", "PEER_GONE")

@@ -18,12 +18,14 @@ from tests.contract.calls import refusal
 from tests.contract.served_replica import BASE_1, MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import TransferTimeoutError
 from weft.contract.names import AdapterVersions, PolicyVersion
+from weft.rpc.checkpoint_codec import tensors_from_proto
 from weft.rpc.codec import vector_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc
-from weft.transport.digest import content_digest
+from weft.transport.digest import content_digest, tensor_digest
 from weft.v1 import publish_pb2, replica_pb2, types_pb2
 
 
@@ -365,3 +367,35 @@ async def test_a_discard_waits_for_its_turn_and_says_what_is_served(
     assert vector_from_proto(answer.version_vector).adapters == {"math": AdapterVersions((1,), 1)}
     assert answer.incarnation == served.agent.config.incarnation
     await committing
+
+
+async def _digests(served: Served, policy: str, version: int) -> list[types_pb2.TensorDigestChunk]:
+    wanted = types_pb2.PolicyVersion(policy=policy, version=version)
+    call = served.stub.DigestVersion(replica_pb2.DigestVersionRequest(version=wanted))
+    return [response.chunk async for response in call]
+
+
+async def test_what_is_held_is_digested_tensor_by_tensor(served: Served) -> None:
+    spec = types_pb2.AdapterSpec(config_json='{"r": 4}', trained_on_base_version=1)
+    await served.commit("base@1")
+    await served.commit("base@2")
+    await served.commit("math@3", adapter=spec, layout_digest=b"l" * 32)
+    for policy, version in (("base", 1), ("base", 2), ("math", 3)):
+        *parts, last = await _digests(served, policy, version)
+        content = torch.full((256,), version, dtype=torch.uint8)
+        expected = [StoredTensor("w", "F32", (8, 8), tensor_digest(content))]
+        assert tensors_from_proto(t for part in parts for t in part.tensors) == expected
+        assert last == types_pb2.TensorDigestChunk(digest=checkpoint_digest(expected))
+        assert parts[0].adapter == (spec if policy == "math" else types_pb2.AdapterSpec())
+
+
+async def test_what_is_not_held_is_not_digested(served: Served) -> None:
+    wanted = types_pb2.PolicyVersion(policy="math", version=3)
+    call = served.stub.DigestVersion(replica_pb2.DigestVersionRequest(version=wanted))
+    assert await refusal(call) == "NOT_FOUND/VERSION_UNKNOWN"
+    wanted = types_pb2.PolicyVersion(policy="base", version=0)
+    call = served.stub.DigestVersion(replica_pb2.DigestVersionRequest(version=wanted))
+    assert await refusal(call) == "FAILED_PRECONDITION/NOT_RETAINED"
+    wanted = types_pb2.PolicyVersion(policy="no/name", version=1)
+    call = served.stub.DigestVersion(replica_pb2.DigestVersionRequest(version=wanted))
+    assert await refusal(call) == "INVALID_ARGUMENT/INVALID_NAME"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
 from rollout_side.generation import GenerateOrder
+from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
@@ -24,7 +25,7 @@ from rollout_side.version_facts import VersionFacts
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import not_compared
+from weft.contract.checkpoint import StoredTensor, not_compared
 from weft.contract.errors import (
     LoadFailedError,
     NotFoundError,
@@ -33,7 +34,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.manifest import Manifest
-from weft.contract.names import PolicyVersion
+from weft.contract.names import STARTED_WITH, PolicyVersion
 from weft.contract.tensors import DataType, Reference
 from weft.tracing import NO_TRACER, Tracer
 from weft.transport.group import num_parked_groups
@@ -245,6 +246,20 @@ class EngineDouble:
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         return self.store.sendable(version).manifest
+
+    async def digest_tensors(
+        self, version: PolicyVersion
+    ) -> AsyncGenerator[Sequence[StoredTensor], None]:
+        if version == STARTED_WITH:
+            raise NotReadyError("the double has no files", reason="NOT_RETAINED")
+        reading, is_all = DigestReading(self.store, version), False
+        try:
+            while not is_all:
+                part, is_all = reading.take()
+                yield part
+                await asyncio.sleep(0.001)
+        finally:
+            reading.close()
 
     async def spill(self, order: SpillOrder) -> None:
         assert self.spiller is not None

@@ -12,7 +12,7 @@ from tests.doubles.rank import FakeRank
 from tests.doubles.registration import register
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE, content_digest
 from weft.contract.capabilities import Capabilities
-from weft.contract.errors import LoadFailedError, WeftError, error_from_reason
+from weft.contract.errors import LoadFailedError, NotFoundError, WeftError, error_from_reason
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.rpc.channel import open_aio_channel
@@ -45,6 +45,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.facts: dict[PolicyVersion, types_pb2.VersionFacts] = {}
         #: Digests that it names instead of theirs.
         self.digests: dict[PolicyVersion, bytes] = {}
+        #: What it answers who asks for the digests of tensors.
+        self.tensors: dict[PolicyVersion, list[types_pb2.TensorDigestChunk] | Exception] = {}
         self.registered = registry_pb2.RegisterResponse()
         self.switches: list[replica_pb2.SwitchVersionRequest] = []
         self.digest = b"\1" * 8
@@ -219,6 +221,13 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         facts = self.facts[version_from_proto(request.version)]
         assert request.facts_of_digest == facts.content_digest.value
         yield replica_pb2.DescribeVersionResponse(facts=facts)
+
+    async def DigestVersion(self, request: Any, context: Any) -> Any:  # noqa: N802
+        answer = self.tensors.get(version_from_proto(request.version), NotFoundError("not held"))
+        if isinstance(answer, Exception):
+            raise answer
+        for chunk in answer:
+            yield replica_pb2.DigestVersionResponse(chunk=chunk)
 
     async def RefuseRequests(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("refuse")

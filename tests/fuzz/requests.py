@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from tests.fuzz.world import World
+from tests.fuzz.world import REPLICA, World
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
@@ -238,6 +238,9 @@ _MAKERS: Mapping[str, _Maker] = {
     "InspectService/GetTransfer": lambda world: [
         inspect.GetTransferRequest(transfer_id=world.transfer_id)
     ],
+    "InspectService/DigestTensors": _just(
+        inspect.DigestTensorsRequest(replica_id=REPLICA, version=_VERSION)
+    ),
     "AdminService/Rollback": _just(admin.RollbackRequest(policy="base", to_version=1)),
     "AdminService/Pin": _just(admin.PinRequest(version=_VERSION, pinned=True)),
     "AdminService/Retire": _just(admin.RetireRequest(version=_VERSION)),
@@ -267,6 +270,9 @@ _MAKERS: Mapping[str, _Maker] = {
     ],
     "ReplicaService/DescribeVersion": _just(
         replica.DescribeVersionRequest(version=types.PolicyVersion(policy="base", version=1))
+    ),
+    "ReplicaService/DigestVersion": _just(
+        replica.DigestVersionRequest(version=types.PolicyVersion(policy="base", version=1))
     ),
     "ReplicaService/SendVersion": _send,
 }

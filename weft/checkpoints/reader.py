@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from weft.checkpoints.digest_cache import DigestCache, Identity
@@ -43,14 +43,22 @@ def read_checkpoint(files: Sequence[Path], cache: DigestCache, stop: threading.E
     """
     tensors: list[StoredTensor] = []
     digests: list[FileDigest] = []
-    for path in files:
-        of_file = _digest_cached(path, cache, stop)
+    for path, of_file in read_tensors(files, cache, stop):
         tensors += of_file
         digests.append(FileDigest(path.name, checkpoint_digest(of_file)))
     digests.sort(key=lambda file: file.name)
     return Checkpoint(
         CheckpointState.DIGESTED, checkpoint_digest(tensors), tuple(digests[:MAX_FILES])
     )
+
+
+def read_tensors(
+    files: Iterable[Path], cache: DigestCache, stop: threading.Event | None = None
+) -> Iterator[tuple[Path, tuple[StoredTensor, ...]]]:
+    """What each file holds; blocks, and raises, as ``read_checkpoint``."""
+    stop = stop or threading.Event()
+    for path in files:
+        yield path, _digest_cached(path, cache, stop)
 
 
 def _digest_cached(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 from weft.contract.errors import InvalidNameError
 
@@ -81,6 +82,10 @@ class PolicyVersion:
         if not at or not number.isascii() or not number.isdigit():
             raise InvalidNameError(f"{text[:80]!r} is not of the form name@version")
         return cls(check_name(policy, "policy"), int(number))
+
+
+#: What an engine was started with.
+STARTED_WITH: Final = PolicyVersion(BASE_POLICY, 0)
 
 
 def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:

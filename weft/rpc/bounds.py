@@ -267,6 +267,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "StoreCompareSet.desired": _anything,
     "StoreCompareSet.expected": _anything,
     "StoreSet.values": _anything,
+    "TensorDigest.digest": _anything,
 }
 _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Admission.prompt_token_ids": MAX_PROMPT,

@@ -1,13 +1,19 @@
-"""Checkpoints as they travel."""
+"""Checkpoints, and the digests of tensors, as they travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
 
-from weft.contract.checkpoint import MAX_FILES, Checkpoint, CheckpointState, FileDigest
+from weft.contract.checkpoint import (
+    MAX_FILES,
+    Checkpoint,
+    CheckpointState,
+    FileDigest,
+    StoredTensor,
+)
 from weft.contract.errors import InvalidRequestError
-from weft.v1 import registry_pb2
+from weft.v1 import registry_pb2, types_pb2
 
 _SHA256_BYTES: Final = 32
 _MAX_NAME_CHARS: Final = 255
@@ -51,3 +57,16 @@ def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
         return Checkpoint(state, reason=message.reason[:_MAX_REASON_CHARS])
     files = tuple(FileDigest(file.name[:_MAX_NAME_CHARS], file.digest) for file in message.files)
     return Checkpoint(state, message.digest, files)
+
+
+def tensors_to_proto(tensors: Iterable[StoredTensor]) -> list[types_pb2.TensorDigest]:
+    """Tensors and their digests."""
+    return [
+        types_pb2.TensorDigest(name=t.name, dtype=t.dtype, dims=t.shape, digest=t.digest)
+        for t in tensors
+    ]
+
+
+def tensors_from_proto(messages: Iterable[types_pb2.TensorDigest]) -> list[StoredTensor]:
+    """Tensors and their digests."""
+    return [StoredTensor(m.name, m.dtype, tuple(m.dims), m.digest) for m in messages]

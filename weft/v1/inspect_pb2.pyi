@@ -1389,3 +1389,55 @@ class WatchRoutesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRoutesResponse: _TypeAlias = WatchRoutesResponse  # noqa: Y015
+
+@_typing.final
+class DigestTensorsRequest(_message.Message):
+    """Asks for digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica is to read."""
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """Which version; an exact one."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        version: _types_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DigestTensorsRequest: _TypeAlias = DigestTensorsRequest  # noqa: Y015
+
+@_typing.final
+class DigestTensorsResponse(_message.Message):
+    """Part of the digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> _types_pb2.TensorDigestChunk:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        chunk: _types_pb2.TensorDigestChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DigestTensorsResponse: _TypeAlias = DigestTensorsResponse  # noqa: Y015

@@ -81,6 +81,11 @@ class InspectServiceStub(object):
                 request_serializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.FromString,
                 _registered_method=True)
+        self.DigestTensors = channel.unary_stream(
+                '/weft.v1.InspectService/DigestTensors',
+                request_serializer=weft_dot_v1_dot_inspect__pb2.DigestTensorsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_inspect__pb2.DigestTensorsResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServiceServicer(object):
@@ -175,6 +180,21 @@ class InspectServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DigestTensors(self, request, context):
+        """Digests of the tensors of one version, as one replica holds it: made there, of its own
+        bytes, while this is answered; nothing of it is kept. See ReplicaService.DigestVersion.
+        Replicas that hold the same have the same digests, and so does whoever has the same tensors
+        in a file, of the same element types. Takes as long as it takes to read the bytes, at most
+        10 minutes.
+        Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
+        FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
+        UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
+        an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -222,6 +242,11 @@ def add_InspectServiceServicer_to_server(servicer, server):
                     servicer.WatchRoutes,
                     request_deserializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.FromString,
                     response_serializer=weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.SerializeToString,
+            ),
+            'DigestTensors': grpc.unary_stream_rpc_method_handler(
+                    servicer.DigestTensors,
+                    request_deserializer=weft_dot_v1_dot_inspect__pb2.DigestTensorsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_inspect__pb2.DigestTensorsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -469,6 +494,33 @@ class InspectService(object):
             '/weft.v1.InspectService/WatchRoutes',
             weft_dot_v1_dot_inspect__pb2.WatchRoutesRequest.SerializeToString,
             weft_dot_v1_dot_inspect__pb2.WatchRoutesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DigestTensors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.InspectService/DigestTensors',
+            weft_dot_v1_dot_inspect__pb2.DigestTensorsRequest.SerializeToString,
+            weft_dot_v1_dot_inspect__pb2.DigestTensorsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,17 @@ class InspectServiceStub:
     register.
     Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
     """
+    DigestTensors: _grpc.UnaryStreamMultiCallable[_inspect_pb2.DigestTensorsRequest, _inspect_pb2.DigestTensorsResponse]
+    """Digests of the tensors of one version, as one replica holds it: made there, of its own
+    bytes, while this is answered; nothing of it is kept. See ReplicaService.DigestVersion.
+    Replicas that hold the same have the same digests, and so does whoever has the same tensors
+    in a file, of the same element types. Takes as long as it takes to read the bytes, at most
+    10 minutes.
+    Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
+    FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
+    UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
+    an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
+    """
 
 @_typing.type_check_only
 class InspectServiceAsyncStub(InspectServiceStub):
@@ -144,6 +155,17 @@ class InspectServiceAsyncStub(InspectServiceStub):
     it tells its first list: until then a replica that is missing may be about to
     register.
     Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
+    """
+    DigestTensors: _aio.UnaryStreamMultiCallable[_inspect_pb2.DigestTensorsRequest, _inspect_pb2.DigestTensorsResponse]  # type: ignore[assignment]
+    """Digests of the tensors of one version, as one replica holds it: made there, of its own
+    bytes, while this is answered; nothing of it is kept. See ReplicaService.DigestVersion.
+    Replicas that hold the same have the same digests, and so does whoever has the same tensors
+    in a file, of the same element types. Takes as long as it takes to read the bytes, at most
+    10 minutes.
+    Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
+    FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
+    UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
+    an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
     """
 
 class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -254,6 +276,23 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         it tells its first list: until then a replica that is missing may be about to
         register.
         Not resumable: call again. Statuses: UNAVAILABLE/COORDINATOR_AWAY (it stops).
+        """
+
+    @_abc_1.abstractmethod
+    def DigestTensors(
+        self,
+        request: _inspect_pb2.DigestTensorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inspect_pb2.DigestTensorsResponse], _abc.AsyncIterator[_inspect_pb2.DigestTensorsResponse]]:
+        """Digests of the tensors of one version, as one replica holds it: made there, of its own
+        bytes, while this is answered; nothing of it is kept. See ReplicaService.DigestVersion.
+        Replicas that hold the same have the same digests, and so does whoever has the same tensors
+        in a file, of the same element types. Takes as long as it takes to read the bytes, at most
+        10 minutes.
+        Idempotent: reads only. Statuses: NOT_FOUND/REPLICA_UNKNOWN, VERSION_UNKNOWN;
+        FAILED_PRECONDITION/NOT_RETAINED; INVALID_ARGUMENT/INVALID_NAME;
+        UNAVAILABLE/PEER_GONE (the replica does not answer); UNIMPLEMENTED/UNSUPPORTED (it is of
+        an older Weft); DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED (its engine is gone).
         """
 
 def add_InspectServiceServicer_to_server(servicer: InspectServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -418,6 +418,54 @@ class DescribeVersionResponse(_message.Message):
 Global___DescribeVersionResponse: _TypeAlias = DescribeVersionResponse  # noqa: Y015
 
 @_typing.final
+class DigestVersionRequest(_message.Message):
+    """Asks for digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """Of which version."""
+
+    def __init__(
+        self,
+        *,
+        version: _types_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DigestVersionRequest: _TypeAlias = DigestVersionRequest  # noqa: Y015
+
+@_typing.final
+class DigestVersionResponse(_message.Message):
+    """Part of the digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunk(self) -> _types_pb2.TensorDigestChunk:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        chunk: _types_pb2.TensorDigestChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DigestVersionResponse: _TypeAlias = DigestVersionResponse  # noqa: Y015
+
+@_typing.final
 class SendVersionRequest(_message.Message):
     """Orders to send."""
 

@@ -71,6 +71,11 @@ class ReplicaServiceStub(object):
                 request_serializer=weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.FromString,
                 _registered_method=True)
+        self.DigestVersion = channel.unary_stream(
+                '/weft.v1.ReplicaService/DigestVersion',
+                request_serializer=weft_dot_v1_dot_replica__pb2.DigestVersionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.DigestVersionResponse.FromString,
+                _registered_method=True)
         self.SendVersion = channel.unary_unary(
                 '/weft.v1.ReplicaService/SendVersion',
                 request_serializer=weft_dot_v1_dot_replica__pb2.SendVersionRequest.SerializeToString,
@@ -181,6 +186,19 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DigestVersion(self, request, context):
+        """Digests of the tensors of a version, made now of the bytes that the replica holds: an
+        adapter, a retained copy of a base, or the base that its engine has, where that can be
+        read back; of base@0, those of the checkpoint's files that it was started with, read once.
+        What is served goes first, and one version is read at a time: calls wait for their turn.
+        Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held, or dropped while
+        it was read); FAILED_PRECONDITION/NOT_RETAINED (base@0: there are no files that could be
+        read, or they are being read: call again).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SendVersion(self, request, context):
         """Makes the replica join a side group as rank 0 and send a version that it
         holds to the group's receivers. It keeps serving. Answers when it was told,
@@ -264,6 +282,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.DescribeVersion,
                     request_deserializer=weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.FromString,
                     response_serializer=weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.SerializeToString,
+            ),
+            'DigestVersion': grpc.unary_stream_rpc_method_handler(
+                    servicer.DigestVersion,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.DigestVersionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.DigestVersionResponse.SerializeToString,
             ),
             'SendVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.SendVersion,
@@ -455,6 +478,33 @@ class ReplicaService(object):
             '/weft.v1.ReplicaService/DescribeVersion',
             weft_dot_v1_dot_replica__pb2.DescribeVersionRequest.SerializeToString,
             weft_dot_v1_dot_replica__pb2.DescribeVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DigestVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.ReplicaService/DigestVersion',
+            weft_dot_v1_dot_replica__pb2.DigestVersionRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.DigestVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,15 @@ class ReplicaServiceStub:
     or has spilled.
     Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
     """
+    DigestVersion: _grpc.UnaryStreamMultiCallable[_replica_pb2.DigestVersionRequest, _replica_pb2.DigestVersionResponse]
+    """Digests of the tensors of a version, made now of the bytes that the replica holds: an
+    adapter, a retained copy of a base, or the base that its engine has, where that can be
+    read back; of base@0, those of the checkpoint's files that it was started with, read once.
+    What is served goes first, and one version is read at a time: calls wait for their turn.
+    Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held, or dropped while
+    it was read); FAILED_PRECONDITION/NOT_RETAINED (base@0: there are no files that could be
+    read, or they are being read: call again).
+    """
     SendVersion: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]
     """Makes the replica join a side group as rank 0 and send a version that it
     holds to the group's receivers. It keeps serving. Answers when it was told,
@@ -195,6 +204,15 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     copy of a base. Or what the catalog records of a version that it holds, serves
     or has spilled.
     Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+    """
+    DigestVersion: _aio.UnaryStreamMultiCallable[_replica_pb2.DigestVersionRequest, _replica_pb2.DigestVersionResponse]  # type: ignore[assignment]
+    """Digests of the tensors of a version, made now of the bytes that the replica holds: an
+    adapter, a retained copy of a base, or the base that its engine has, where that can be
+    read back; of base@0, those of the checkpoint's files that it was started with, read once.
+    What is served goes first, and one version is read at a time: calls wait for their turn.
+    Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held, or dropped while
+    it was read); FAILED_PRECONDITION/NOT_RETAINED (base@0: there are no files that could be
+    read, or they are being read: call again).
     """
     SendVersion: _aio.UnaryUnaryMultiCallable[_replica_pb2.SendVersionRequest, _replica_pb2.SendVersionResponse]  # type: ignore[assignment]
     """Makes the replica join a side group as rank 0 and send a version that it
@@ -330,6 +348,21 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         copy of a base. Or what the catalog records of a version that it holds, serves
         or has spilled.
         Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held).
+        """
+
+    @_abc_1.abstractmethod
+    def DigestVersion(
+        self,
+        request: _replica_pb2.DigestVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_replica_pb2.DigestVersionResponse], _abc.AsyncIterator[_replica_pb2.DigestVersionResponse]]:
+        """Digests of the tensors of a version, made now of the bytes that the replica holds: an
+        adapter, a retained copy of a base, or the base that its engine has, where that can be
+        read back; of base@0, those of the checkpoint's files that it was started with, read once.
+        What is served goes first, and one version is read at a time: calls wait for their turn.
+        Idempotent: reads only. Statuses: NOT_FOUND/VERSION_UNKNOWN (not held, or dropped while
+        it was read); FAILED_PRECONDITION/NOT_RETAINED (base@0: there are no files that could be
+        read, or they are being read: call again).
         """
 
     @_abc_1.abstractmethod

@@ -639,3 +639,77 @@ class ReferenceChunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReferenceChunk: _TypeAlias = ReferenceChunk  # noqa: Y015
+
+@_typing.final
+class TensorDigest(_message.Message):
+    """A tensor of a version, and what its bytes add up to, whatever they came in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    DIMS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Checkpoint (base) or PEFT (adapter) name."""
+    dtype: _builtins.str
+    """Element type, as safetensors files name it (`BF16`)."""
+    digest: _builtins.int
+    """As DIGEST_ALGORITHM_WSUM64, over the bytes of this tensor alone: w[0] is its first
+    word, and its last word is filled up with zeros. Neither buckets, their order, nor who
+    sent them have a part in it, and digests of runs of a tensor, each weighed at its place,
+    add up to it.
+    """
+    @_builtins.property
+    def dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Full (unsharded) shape, row-major; empty for a scalar."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        dims: _abc.Iterable[_builtins.int] | None = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dims", b"dims", "dtype", b"dtype", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorDigest: _TypeAlias = TensorDigest  # noqa: Y015
+
+@_typing.final
+class TensorDigestChunk(_message.Message):
+    """Part of the digests of all tensors of one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """In the last chunk, and in no other: over all tensors, as Checkpoint.digest."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]:
+        """In any order; at most 4096 a chunk."""
+
+    @_builtins.property
+    def adapter(self) -> Global___AdapterSpec:
+        """In the first chunk of an adapter: what it was committed as."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___TensorDigest] | None = ...,
+        adapter: Global___AdapterSpec | None = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "digest", b"digest", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorDigestChunk: _TypeAlias = TensorDigestChunk  # noqa: Y015

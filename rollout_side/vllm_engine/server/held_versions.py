@@ -6,14 +6,16 @@ import asyncio
 import dataclasses
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.version_facts import VersionFacts
+from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import (
     InvalidManifestError,
     NotFoundError,
@@ -21,9 +23,11 @@ from weft.contract.errors import (
     TransferTimeoutError,
 )
 from weft.contract.manifest import Manifest
-from weft.contract.names import PolicyVersion
+from weft.contract.names import STARTED_WITH, PolicyVersion
 
 _RESTORE_LOOK_SECONDS = 0.05
+# Between two looks at what was digested: the workers of a small version have it at once.
+_DIGEST_LOOK_SECONDS = (0.01, 0.25)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class HeldVersions:
         holdings: What they say that they hold.
         spill_folder: Where versions are spilled to, if they are.
         restore_seconds: How long a version may take to be read from there.
+        started_with: What base@0 is.
     """
 
     def __init__(
@@ -57,8 +62,11 @@ class HeldVersions:
         holdings: HoldingsPage,
         spill_folder: SpillFolder | None,
         restore_seconds: float,
+        started_with: StartedWith,
     ) -> None:
         self._workers, self._holdings = workers, holdings
+        self._started_with = started_with
+        self._digesting = asyncio.Lock()
         #: Where versions are spilled to, if they are.
         self.spill_folder = spill_folder
         self._restore_seconds = restore_seconds
@@ -93,6 +101,26 @@ class HeldVersions:
         values = await self._workers.call("weft_held", version.policy, version.version)
         value = next(value for value in values if value["manifest"])
         return HeldCopy(value["transfer_id"], value["content_digest"], value["manifest"])
+
+    async def digest_tensors(
+        self, version: PolicyVersion
+    ) -> AsyncGenerator[Sequence[StoredTensor], None]:
+        """See ``Engine``."""
+        if version == STARTED_WITH:
+            yield await asyncio.to_thread(self._started_with.tensors)
+            return
+        async with self._digesting:
+            await self._workers.call("weft_digest", version.policy, version.version)
+            wait_seconds, longest = _DIGEST_LOOK_SECONDS
+            while True:
+                values = await self._workers.call("weft_digested")
+                value = next(value for value in values if value["tensors"])
+                if part := pickle.loads(value["tensors"]):
+                    yield part
+                if value["is_all"]:
+                    return
+                await asyncio.sleep(wait_seconds)
+                wait_seconds = min(2 * wait_seconds, longest)
 
     async def spill(self, order: SpillOrder) -> None:
         """See ``Engine``."""

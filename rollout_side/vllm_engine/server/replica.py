@@ -81,7 +81,9 @@ class VllmReplica(HeldVersions):
         spill_folder: SpillFolder | None = None,
     ) -> None:
         workers = WorkerCalls(parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size)
-        super().__init__(workers, parts.holdings, spill_folder, deadlines.restore_seconds)
+        super().__init__(
+            workers, parts.holdings, spill_folder, deadlines.restore_seconds, parts.started_with
+        )
         self.capabilities = capabilities
         self.reference = reference
         self.model_name = model_name
@@ -91,7 +93,6 @@ class VllmReplica(HeldVersions):
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
-        self._started_with = parts.started_with
         self._gate = RequestGate(parts.engine, workers, parts.tracker)
         self._in_place = LoadsInPlace(workers, self._gate)
         self._answers = Answers(parts.engine, parts.tracker, parts.models)

@@ -6,8 +6,16 @@ from pathlib import Path
 
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.files import local_model_dir, weight_files
-from weft.checkpoints.reader import CheckpointReader
-from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState, not_compared
+from weft.checkpoints.reader import CheckpointReader, read_tensors
+from weft.contract.checkpoint import (
+    DUMMY,
+    READING,
+    Checkpoint,
+    CheckpointState,
+    StoredTensor,
+    not_compared,
+)
+from weft.contract.errors import NotReadyError, WeftError
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(
@@ -69,6 +77,30 @@ class StartedWith:
             self.close()
             self._dir = found
             self._reader = CheckpointReader(lambda: _files(found), self._cache)
+
+    def tensors(self) -> list[StoredTensor]:
+        """What its files hold, whose digests are remembered; blocks for the disk where they
+        are not.
+
+        Raises:
+            NotReadyError: ``NOT_RETAINED``: there are none that could be read, or they are
+                being read for the first time.
+        """
+        known = self.checkpoint
+        if known.state is not CheckpointState.DIGESTED or self._dir is None:
+            why = {
+                CheckpointState.READING: "its files are being read; ask again",
+                CheckpointState.DUMMY: "it was started with weights that mean nothing",
+            }.get(known.state, known.reason)
+            raise NotReadyError(f"base@0 cannot be compared here: {why}", reason="NOT_RETAINED")
+        try:
+            files = _files(self._dir)
+            cache = self._cache or DigestCache.of_user()
+            return [tensor for _, found in read_tensors(files, cache) for tensor in found]
+        except (LookupError, OSError, WeftError) as error:
+            raise NotReadyError(
+                f"the files of base@0 cannot be read: {error}", reason="NOT_RETAINED"
+            ) from error
 
     def close(self) -> None:
         """Stop reading."""

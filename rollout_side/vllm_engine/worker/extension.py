@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
+from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.clone_source import Cloner
@@ -252,6 +253,25 @@ class WeftWorker:
         }
 
     @guarded
+    def weft_digest(self: Any, policy: str, version: int) -> None:
+        """Begin to digest the tensors of a held version, on the receiving rank, in place of
+        what was digested before; returns at once."""
+        state = state_of(self)
+        if state.receiver is not None:
+            state.end_reading()
+            state.reading = DigestReading(state.store, PolicyVersion(policy, version))
+
+    @guarded
+    def weft_digested(self: Any) -> dict[str, Any]:
+        """What was digested since the last call, and whether that is all; empty from those
+        ranks that do not receive."""
+        reading = state_of(self).reading
+        if reading is None:
+            return {"tensors": b"", "is_all": False}
+        found, is_all = reading.take()
+        return {"tensors": pickle.dumps(found), "is_all": is_all}
+
+    @guarded
     def weft_send(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Begin to send a held version to a side group; returns before it is sent."""
         cloner = state_of(self).cloner
@@ -318,6 +338,7 @@ class WeftWorker:
         state = state_of(self)
         if state.load is not None:
             state.load.end()
+        state.end_reading()
         if state.spiller is not None:
             state.spiller.close()
         if state.cloner is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout_side.engine import JoinOrder
+from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
@@ -48,6 +49,8 @@ class WorkerState:
     """There, too, if the replica has a spill directory."""
     report: HoldingsReport | None = None
     """There, too: tells the replica's process what is held."""
+    reading: DigestReading | None = None
+    """There, too: the version whose tensors are digested, or were last."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     copy_plan: CopyPlan | None = None
     """How the base that was loaded last can be loaded by copies alone."""
@@ -60,6 +63,11 @@ class WorkerState:
         """Have the replica's process know what is held now; never raises."""
         if self.report is not None:
             self.report.notify()
+
+    def end_reading(self) -> None:
+        """Digest no more of what is being digested."""
+        if self.reading is not None:
+            self.reading.close()
 
     def check_idle(self) -> None:
         """Refuse to touch weights beside a loader that did not end when it was told to.

@@ -80,7 +80,8 @@ class Driver:
         self._feed = feed
         self._clock = clock
         self._on_step = on_step
-        self._caller = ReplicaCaller(
+        #: Calls to them; all but their digests by what is decided.
+        self.replicas = ReplicaCaller(
             lambda: self.state.generation, self.post, commit_seconds, credentials, trace_context
         )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
@@ -270,7 +271,7 @@ class Driver:
             case effects.SendAbort():
                 groups.send_abort(effect.group_id, effect.transfer_id, effect.failure)
             case effects.CloseChannel():
-                self._caller.close_channel(effect.address)
+                self.replicas.close_channel(effect.address)
             case effects.CheckFit():
                 self._check_fit(effect)
             case effects.LookUp():
@@ -295,7 +296,7 @@ class Driver:
                 | effects.CallRetire()
                 | effects.CallRefuse()
             ):
-                self._caller.start(effect)
+                self.replicas.start(effect)
 
     def _answer(self, ticket: int, answer: effects.Answer | WeftError) -> None:
         future = self._calls.pop(ticket, None)
@@ -332,10 +333,10 @@ class Driver:
             return Failure("INTERNAL", "preflight failed; the coordinator's log says how")
 
     async def _look_up(self, effect: effects.LookUp) -> None:
-        self.post(await look_up(effect, self._catalog, self._manifests, self._caller))
+        self.post(await look_up(effect, self._catalog, self._manifests, self.replicas))
 
     async def _describe_held(self, effect: effects.DescribeHeld) -> None:
-        self.post(await describe_held(effect, self._catalog, self._caller))
+        self.post(await describe_held(effect, self._catalog, self.replicas))
 
     async def stop(self) -> None:
         """Refuse what waits, end streams and calls, write what is left."""
@@ -348,7 +349,7 @@ class Driver:
         self.routes.close()
         for task in list(self._aside):
             task.cancel()
-        await self._caller.close()
+        await self.replicas.close()
         saves, self._lazy = self._lazy, []
         try:
             if saves and self._failure is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
@@ -35,7 +35,7 @@ from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.status import error_from_rpc
 from weft.tracing import call_metadata, untraced
-from weft.v1 import replica_pb2, replica_pb2_grpc
+from weft.v1 import replica_pb2, replica_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ _BEGUN_AT_ONCE: Final = 16
 # Before the second batch: the time that an answer takes to leave a quiet loop.
 _HEAD_START_SECONDS: Final = 0.005
 _DESCRIBE_SECONDS: Final = 60.0
+_DIGEST_SECONDS: Final = 600.0
 
 
 class ReplicaCaller:
@@ -312,6 +313,18 @@ class ReplicaCaller:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
         raise NotFoundError(f"the replica at {address} says nothing of {version}")
+
+    async def digests(
+        self, replica_id: str, address: str, version: PolicyVersion
+    ) -> AsyncGenerator[types_pb2.TensorDigestChunk, None]:
+        """Digests of a version's tensors, as the replica makes them now; raises as it does."""
+        request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
+        try:
+            stub = self._stub(address)
+            async for response in stub.DigestVersion(request, timeout=_DIGEST_SECONDS):
+                yield response.chunk
+        except grpc.RpcError as error:
+            raise _failure(error, replica_id).error() from error
 
     async def _discard(self, call: effects.CallDiscard) -> None:
         request = replica_pb2.DiscardTransferRequest(

@@ -3,6 +3,7 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import NotFoundError
-from weft.contract.names import BASE_POLICY
+from weft.contract.names import BASE_POLICY, check_name
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.step import unknown_transfer
@@ -36,7 +37,7 @@ from weft.coordinator.messages.wire import (
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
-from weft.rpc.codec import vector_to_proto, version_to_proto
+from weft.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
 from weft.rpc.inbound import on_call_end
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
@@ -215,6 +216,22 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             for message in self._route_messages(before, revision):
                 yield message
             await feed.wait(_BETWEEN_LISTS_SECONDS)
+
+    async def DigestTensors(
+        self, request: inspect_pb2.DigestTensorsRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.DigestTensorsResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_name(request.version.policy, "policy")
+        replica = self._driver.state.replicas.get(request.replica_id)
+        if replica is None:
+            raise NotFoundError(
+                f"no replica {request.replica_id[:80]!r} is in the pool", reason="REPLICA_UNKNOWN"
+            )
+        version = version_from_proto(request.version)
+        chunks = self._driver.replicas.digests(request.replica_id, replica.address, version)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield inspect_pb2.DigestTensorsResponse(chunk=chunk)
 
     def _route_messages(self, before: int, revision: int) -> list[inspect_pb2.WatchRoutesResponse]:
         """What those who know ``before`` are told now; made once for all of them."""

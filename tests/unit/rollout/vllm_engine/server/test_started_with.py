@@ -10,7 +10,15 @@ from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from weft.checkpoints.digest_cache import DigestCache
-from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
+from weft.checkpoints.reader import CheckpointReader
+from weft.contract.checkpoint import (
+    DUMMY,
+    READING,
+    Checkpoint,
+    CheckpointState,
+    checkpoint_digest,
+)
+from weft.contract.errors import NotReadyError
 
 
 def settled(started_with: StartedWith) -> Checkpoint:
@@ -67,3 +75,26 @@ def test_dummy_weights(tmp_path: Path) -> None:
     started_with = StartedWith("dummy", DigestCache(None))
     started_with.read(str(tmp_path), None, is_loaded=True)
     assert started_with.checkpoint is DUMMY
+
+
+def test_its_tensors_are_told_once_they_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    started_with = StartedWith("auto", DigestCache(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointReader, "checkpoint", READING)
+        started_with.read(str(tmp_path), None)
+        with pytest.raises(NotReadyError, match="are being read"):
+            started_with.tensors()
+    digest = settled(started_with).digest
+    assert checkpoint_digest(started_with.tensors()) == digest
+    (tmp_path / "model.safetensors").write_bytes(b"gone")
+    with pytest.raises(NotReadyError, match="cannot be read") as failed:
+        started_with.tensors()
+    assert failed.value.reason == "NOT_RETAINED"
+
+
+def test_weights_that_mean_nothing_have_no_tensors() -> None:
+    with pytest.raises(NotReadyError, match="mean nothing"):
+        StartedWith("dummy", DigestCache(None)).tensors()

@@ -1,0 +1,154 @@
+"""Digests of the tensors of a version that a worker holds, made when somebody asks for them.
+
+A thread reads the bytes where they lie, without a claim on them: a push that needs the memory
+takes it, and the reading fails. So verifying never delays or refuses anything that serves, and
+nothing is digested on the way of a push.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import Sendable, StagedVersion
+from weft.contract.checkpoint import StoredTensor
+from weft.contract.errors import LoadFailedError, NotFoundError, WeftError
+from weft.contract.manifest import TensorSlot
+from weft.contract.names import PolicyVersion
+from weft.transport.digest import tensor_digest
+
+_log = logging.getLogger(__name__)
+
+#: Tensors that are told at once.
+PART_TENSORS = 4096
+#: A reading that nobody asks for any more ends by itself.
+IDLE_SECONDS = 60.0
+_LOWEST_PRIORITY = 19
+# Stays in a core's cache while it is digested; whole rows of the digest.
+_PIECE_BYTES = 2**20
+
+
+class DigestReading:
+    """One reading of one version; its thread begins at once.
+
+    Args:
+        store: Where the version lies.
+        version: Which.
+
+    Raises:
+        NotFoundError: It is not held.
+    """
+
+    def __init__(self, store: WorkerStore, version: PolicyVersion) -> None:
+        self._store, self._version = store, version
+        copy = store.sendable(version)
+        self._changed = threading.Condition()
+        self._found: deque[StoredTensor] = deque()
+        self._error: WeftError | None = None
+        self._is_over = self._is_closed = False
+        # The copy is the thread's alone: once that has ended, nothing here keeps its memory.
+        threading.Thread(
+            target=self._run, args=(copy,), name=f"weft-digest-{version}", daemon=True
+        ).start()
+
+    def take(self) -> tuple[list[StoredTensor], bool]:
+        """What was found since the last call, in the order of the layout, at most
+        ``PART_TENSORS``; and whether that is all. Does not block.
+
+        Raises:
+            NotFoundError: The version was dropped while it was read.
+            LoadFailedError: It could not be read.
+        """
+        with self._changed:
+            part = [self._found.popleft() for _ in range(min(PART_TENSORS, len(self._found)))]
+            self._changed.notify()
+            if not part and self._error is not None:
+                raise self._error
+            return part, self._is_over and not self._found and self._error is None
+
+    def close(self) -> None:
+        """Have the thread end; does not wait for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self, copy: Sendable) -> None:
+        # Of this thread alone: what is served goes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        error: WeftError | None = None
+        try:
+            for part in self._buckets(copy):
+                self._put(part)
+        except WeftError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("reading %s failed", self._version)
+            error = LoadFailedError(f"{self._version} could not be read: {raised!r}")
+        with self._changed:
+            self._error, self._is_over = error, True
+
+    def _put(self, part: list[StoredTensor]) -> None:
+        with self._changed:
+            self._found.extend(part)
+            asked = self._changed.wait_for(
+                lambda: self._is_closed or len(self._found) <= PART_TENSORS, IDLE_SECONDS
+            )
+            if self._is_closed or not asked:
+                raise LoadFailedError(f"nobody asks for the digests of {self._version} any more")
+
+    def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
+        """The tensors of each bucket, that were still held when all of it was read."""
+        manifest = copy.manifest
+        slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]
+        for slot in manifest.tensors:
+            slots[slot.bucket].append(slot)
+        buffer = torch.empty(0, dtype=torch.uint8)
+        on_host = isinstance(copy, StagedVersion) and copy.segment.data.device.type == "cpu"
+        if not on_host:
+            buffer = torch.empty(max(b.payload_bytes for b in manifest.buckets), dtype=torch.uint8)
+        start = 0
+        for index, bucket in enumerate(manifest.buckets):
+            if on_host:
+                assert isinstance(copy, StagedVersion)
+                payload = copy.segment.data[start : start + bucket.payload_bytes]
+            else:
+                payload = copy.payload(index, buffer)
+            found = [self._digested(slot, payload) for slot in slots[index]]
+            self._check_held(copy)
+            yield found
+            start += bucket.wire_bytes
+
+    def _digested(self, slot: TensorSlot, payload: torch.Tensor) -> StoredTensor:
+        meta = slot.meta
+        content = payload[slot.offset_bytes : slot.offset_bytes + meta.num_bytes]
+        digest = digest_in_pieces(content, lambda: not self._is_closed)  # else ``_put`` ends it
+        return StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest)
+
+    def _check_held(self, copy: Sendable) -> None:
+        """Raises:
+        NotFoundError: The memory may be another version's by now, or was while it was read.
+        """
+        try:
+            is_held = self._store.sendable(self._version) is copy
+        except NotFoundError:
+            is_held = False
+        if not is_held:
+            raise NotFoundError(f"{self._version} was dropped while it was read; ask again")
+
+
+def digest_in_pieces(content: torch.Tensor, going_on: Callable[[], bool] = lambda: True) -> int:
+    """``tensor_digest`` of a tensor on the host, in pieces that stay in a core's cache. What comes
+    of it means nothing once ``going_on``, asked before each piece, says no."""
+    pieces = range(0, content.numel(), _PIECE_BYTES)
+    total = sum(
+        tensor_digest(content[first : first + _PIECE_BYTES], first_byte=first)
+        for first in pieces
+        if going_on()
+    )
+    return total % 2**64

@@ -1,0 +1,83 @@
+"""Digests of tensors, asked of the coordinator: the same on every replica and of every push of
+the same tensors, however they came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool
+from tests.integration.models import Model, lora, peft_of, until, weights
+from tests.integration.replicas import is_ready, replica
+from trainer_side import Publisher
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft.contract.names import PolicyVersion
+from weft.rpc.channel import open_channel
+from weft.rpc.checkpoint_codec import tensors_from_proto
+from weft.rpc.codec import version_to_proto
+from weft.transport.digest import tensor_digest
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+
+def digests(pool: Pool, replica_id: str, version: str) -> dict[str, StoredTensor]:
+    """What a replica answers; the digest of all is that of them."""
+    request = pb.DigestTensorsRequest(
+        replica_id=replica_id, version=version_to_proto(PolicyVersion.parse(version))
+    )
+    with open_channel(pool.target) as channel:
+        chunks = [r.chunk for r in InspectServiceStub(channel).DigestTensors(request, timeout=20)]
+    found = tensors_from_proto(t for chunk in chunks for t in chunk.tensors)
+    assert chunks[-1].digest == checkpoint_digest(found)
+    return {tensor.name: tensor for tensor in found}
+
+
+def expected(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(
+            name, "F32", tuple(t.shape), tensor_digest(t.contiguous().view(-1).view(torch.uint8))
+        )
+        for name, t in tensors.items()
+    }
+
+
+def test_they_do_not_depend_on_how_a_version_came(pool: Pool) -> None:
+    pool.add_replica("replica-0", EngineDouble(weights(Model()), retain_base=9))
+    base = weights(Model(5))
+    for number, bucket_bytes in enumerate((512, 2**20), 1):
+        trainer_id = f"trainer-{number}"
+        with Publisher(
+            pool.target, trainer_id=trainer_id, timeout_seconds=20, bucket_bytes=bucket_bytes
+        ) as publisher:
+            publisher.push_base(Model(5))
+            publisher.push_base(named_tensors=reversed(base.items()))
+    for number in range(1, 5):
+        assert digests(pool, "replica-0", f"base@{number}") == expected(base)
+
+
+def test_a_clone_has_those_of_the_push(pool: Pool, publisher: Publisher) -> None:
+    pool.add_replica("replica-0", EngineDouble(weights(Model()), retain_base=1))
+    base, adapter = Model(5), peft_of(Model(), 1)
+    publisher.push_base(base)
+    publisher.push_adapter(adapter, "math")
+    pool.add_replica("replica-1", EngineDouble(weights(Model()), retain_base=1))
+    until(lambda: is_ready(pool, "replica-1"))
+    for name in ("replica-0", "replica-1"):
+        assert digests(pool, name, "base@1") == expected(weights(base))
+        assert digests(pool, name, "math@1") == expected(lora(adapter))
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_base_that_was_loaded_in_place_is_read_back_where_it_can_be(
+    pool: Pool, publisher: Publisher, is_readable: bool
+) -> None:
+    engine = EngineDouble(weights(Model()), in_place=True, is_readable=is_readable)
+    pool.add_replica("replica-0", engine)
+    publisher.push_base(Model(5))
+    assert replica(pool, "replica-0").version_vector.base == 1
+    if is_readable:
+        assert digests(pool, "replica-0", "base@1") == expected(weights(Model(5)))
+        return
+    with pytest.raises(Exception, match="no copy of base@1 is held here"):
+        digests(pool, "replica-0", "base@1")
