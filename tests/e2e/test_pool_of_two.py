@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ def test_a_push_is_one_trace_from_the_coordinator_to_vllms_workers(
     until(lambda: of_push("weft.transfer"))  # it ends last
     (transfer,) = of_push("weft.transfer")
     for name in ("weft.receive", "weft.switch"):  # by a worker process, by its replica's
-        until(partial(of_push, name))
+        until(lambda name=name: "replica-0" in {span.instance for span in of_push(name)})
         spans = {span.instance: span for span in of_push(name)}
         assert spans["replica-0"].service == "weft-replica"
         assert spans["replica-0"].parent_id == transfer.span_id

@@ -23,7 +23,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 @pytest.fixture
 def engines(pool: Pool) -> list[EngineDouble]:
     """Of replica-0 and replica-1."""
-    doubles = [EngineDouble(weights(Model())) for _ in range(2)]
+    doubles = [EngineDouble(weights(Model()), logprobs_mode="processed_logprobs") for _ in range(2)]
     for i, engine in enumerate(doubles):
         pool.add_replica(f"replica-{i}", engine)
     return doubles

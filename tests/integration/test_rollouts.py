@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 
 from tests.doubles.answers import token
 from tests.doubles.engine import EngineDouble
-from tests.doubles.pool import Pool, running_pool
+from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until, weights
 from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
 from weft.contract.errors import (
@@ -32,20 +31,6 @@ from weft.contract.errors import (
 from weft.rpc.channel import open_channel
 from weft.v1 import admin_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db") as running:
-        yield running
-
-
-@pytest.fixture
-def engines(pool: Pool) -> list[EngineDouble]:
-    doubles = [EngineDouble(weights(Model()), logprobs_mode="processed_logprobs") for _ in range(2)]
-    for i, engine in enumerate(doubles):
-        pool.add_replica(f"replica-{i}", engine)
-    return doubles
 
 
 @pytest.fixture
