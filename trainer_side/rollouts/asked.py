@@ -88,6 +88,8 @@ def _number(name: str, given: Number | None, policy: str) -> int | None:
 class Ask:
     """One prompt, and what its samples must be."""
 
+    index: int
+    """Of the prompt, among those of the call or stream."""
     prompt: Prompt
     wanted: Wanted
     sampling: Sampling
@@ -100,14 +102,32 @@ class Ask:
         how = self.sampling
         return len(self.prompt) + how.num_samples * (how.max_tokens or _USUAL_TOKENS)
 
-    def request(self, wanted: Wanted, num_samples: int, seed: int | None) -> pb.GenerateRequest:
-        """The message that asks a replica for so many of its samples."""
+    def next_samples(self, are_whole: Sequence[bool]) -> list[int]:
+        """Those of its samples that the next request asks for; empty when all are whole.
+
+        With a seed only neighbours go together: the engine gives the i-th sample of a request
+        the request's seed plus i.
+        """
+        missing = [i for i, is_whole in enumerate(are_whole) if not is_whole]
+        if self.sampling.seed is None:
+            return missing
+        return [i for at, i in enumerate(missing) if i == missing[0] + at]
+
+    def request(self, wanted: Wanted, samples: Sequence[int]) -> pb.GenerateRequest:
+        """The message that asks a replica for some of its samples.
+
+        Each sample of each prompt has a seed of its own, wherever it is made: with one for all
+        prompts, they would be drawn by the same random numbers.
+        """
         how = self.sampling
+        seed = how.seed
+        if seed is not None:
+            seed = (seed + self.index * how.num_samples + samples[0]) % 2**63
         request = pb.GenerateRequest(
             policy=wanted.name,
             strict=self.strict,
             sampling=pb.Sampling(
-                num_samples=num_samples,
+                num_samples=len(samples),
                 temperature=how.temperature,
                 top_p=how.top_p,
                 top_k=how.top_k,

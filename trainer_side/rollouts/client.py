@@ -230,13 +230,14 @@ class RolloutClient:
 
         def sample(prompt: Prompt, wanted: Wanted, index: int) -> Future[SampleGroup]:
             ask = Ask(
+                index=index,
                 prompt=prompt,
                 wanted=wanted,
                 sampling=how,
                 strict=False,
                 timeout_seconds=seconds,
             )
-            return self._submit(self._sampler.sample(ask, index, keep=on_error == "keep"))
+            return self._submit(self._sampler.sample(ask, keep=on_error == "keep"))
 
         return RolloutStream(prompts, window, wanted_of(policy, None, min_version), seconds, sample)
 
@@ -274,13 +275,14 @@ class RolloutClient:
         wanted = wanted_of(policy, exact, min_version)
         return [
             Ask(
+                index=index,
                 prompt=prompt,
                 wanted=wanted,
                 sampling=how,
                 strict=(wanted.is_base and wanted.exact is not None) if strict is None else strict,
                 timeout_seconds=self._seconds(timeout_seconds),
             )
-            for prompt in checked_prompts(prompts)
+            for index, prompt in enumerate(checked_prompts(prompts))
         ]
 
     def _seconds(self, given: float | None) -> float:
@@ -300,8 +302,8 @@ class RolloutClient:
 
     async def _sample_all(self, asks: list[Ask], on_error: OnError) -> list[SampleGroup]:
         tasks = [
-            asyncio.ensure_future(self._sampler.sample(ask, index, keep=on_error == "keep"))
-            for index, ask in enumerate(asks)
+            asyncio.ensure_future(self._sampler.sample(ask, keep=on_error == "keep"))
+            for ask in asks
         ]
         try:
             return await asyncio.gather(*tasks)

@@ -79,12 +79,8 @@ class _Course:
 
     @property
     def missing(self) -> list[int]:
-        """Samples that the next request asks for. With a seed only neighbours go together: the
-        engine gives the sample of a request's index i the seed + i."""
-        indices = [i for i, draft in enumerate(self.drafts) if not draft.is_whole]
-        if self.ask.sampling.seed is None:
-            return indices
-        return [i for at, i in enumerate(indices) if i == indices[0] + at]
+        """Samples that the next request asks for."""
+        return self.ask.next_samples([draft.is_whole for draft in self.drafts])
 
 
 @dataclass(eq=False)
@@ -124,11 +120,10 @@ class Sampler:
             for channel, _ in self._stubs.values():
                 await channel.close()
 
-    async def sample(self, ask: Ask, index: int, *, keep: bool) -> SampleGroup:
+    async def sample(self, ask: Ask, *, keep: bool) -> SampleGroup:
         """All samples of one prompt.
 
         Args:
-            index: What its group is called.
             keep: Whether samples that fail carry their error, instead of all being lost to it.
 
         Raises:
@@ -153,7 +148,7 @@ class Sampler:
                 raise
             failure = error
         return SampleGroup(
-            index=index,
+            index=ask.index,
             prompt_token_ids=course.prompt_token_ids,
             samples=tuple(
                 draft.sample(None if draft.is_whole else failure) for draft in course.drafts
@@ -213,10 +208,7 @@ class Sampler:
             WeftError: It failed.
         """
         clock = asyncio.get_running_loop()
-        seed = course.ask.sampling.seed
-        request = course.ask.request(
-            course.place.wanted, len(missing), None if seed is None else seed + missing[0]
-        )
+        request = course.ask.request(course.place.wanted, missing)
         try:
             call = self._stub(target.address).Generate(request, timeout=deadline - clock.time())
             with self._watched(target, call):

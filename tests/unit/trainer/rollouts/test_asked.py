@@ -96,18 +96,41 @@ def test_sampling_of_another_kind_is_refused(given: Any) -> None:
         check_sampling(given)
 
 
+def _ask(how: Sampling, index: int = 0) -> Ask:
+    return Ask(
+        index=index,
+        prompt=[1, 2],
+        wanted=Wanted("math", exact=3),
+        sampling=how,
+        strict=True,
+        timeout_seconds=1,
+    )
+
+
+def test_samples_that_are_missing_are_asked_for_together_unless_seeds_forbid_it() -> None:
+    whole = [True, False, True, False, False]
+    assert _ask(Sampling(num_samples=5)).next_samples(whole) == [1, 3, 4]
+    seeded = _ask(Sampling(num_samples=5, seed=1))
+    assert seeded.next_samples(whole) == [1]
+    assert seeded.next_samples([True, True, True, False, False]) == [3, 4]
+    assert seeded.next_samples([True] * 5) == []
+
+
 def test_a_request_says_it_all() -> None:
     how = Sampling(
         num_samples=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
         seed=7, max_tokens=5, min_tokens=2, stop=("x",), stop_token_ids=(2,), ignore_eos=True,
     )  # fmt: skip
-    ask = Ask(
-        prompt=[1, 2], wanted=Wanted("math", exact=3), sampling=how, strict=True, timeout_seconds=1
-    )
-    request = ask.request(ask.wanted, 2, 9)
+    ask = _ask(how, index=10)
+    request = ask.request(ask.wanted, [2, 3])
     assert (request.policy, request.strict, list(request.token_ids.ids)) == ("math@3", True, [1, 2])
     told = request.sampling
-    assert (told.num_samples, told.seed, told.max_tokens, told.min_tokens) == (2, 9, 5, 2)
+    assert (told.num_samples, told.seed, told.max_tokens, told.min_tokens) == (
+        2,
+        7 + 10 * 4 + 2,
+        5,
+        2,
+    )
     assert (told.temperature, told.top_p, told.top_k, told.min_p) == (0.5, 0.9, 3, 0.1)
     assert (told.repetition_penalty, told.stop, told.stop_token_ids) == (1.1, ["x"], [2])
     assert told.ignore_eos
