@@ -36,6 +36,7 @@ from tests.models import Referee, make_adapter, make_model
 from trainer_side import Publisher, RolloutClient, Sample, Sampling
 
 _THREADS, _TOKENS, _ROUNDS = 64, 4, 5
+_ENGINE_ARGS = ("--max-num-seqs", "32")
 _PROMPTS = [[5, 9, 33, 70], [12, 101, 8], [77, 3, 3, 40, 9]]
 _HOW = Sampling(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
 #: As tests/e2e: a step of 1e-6 in the weights is above.
@@ -192,13 +193,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="while versions change")
     parser.add_argument("--cpu-requests", type=int, default=600, help="of each client and round")
+    parser.add_argument("vllm_args", nargs="*", help="further ones of vLLM's, behind --")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder, ExitStack() as stack:
         work = Path(folder)
         weights = _Weights(work)
         target = stack.enter_context(running_coordinator(work)).target
         urls = stack.enter_context(
-            running_replicas(work, target, [weights.base] * 2, *LORA_ARGS, "--max-num-seqs", "32")
+            running_replicas(
+                work, target, [weights.base] * 2, *LORA_ARGS, *_ENGINE_ARGS, *arguments.vllm_args
+            )
         )
         print(describe())
         taken = _cpu_of_clients(urls, target, arguments.cpu_requests)

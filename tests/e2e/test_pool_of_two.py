@@ -226,7 +226,7 @@ def test_a_replica_that_is_killed_loses_no_sample(
 ) -> None:
     pool.grow(3)
     wait_ready(pool.target, "replica-2")
-    how = Sampling(num_samples=2, max_tokens=_NUM_TOKENS, temperature=0, ignore_eos=True)
+    how = Sampling(num_samples=2, max_tokens=_NUM_TOKENS, ignore_eos=True)
     with (
         Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
         RolloutClient(pool.target, timeout_seconds=_SECONDS) as rollouts,
