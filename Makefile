@@ -22,8 +22,9 @@ SECONDS ?= 60
 
 CHART := .venv-chart/bin
 PAGE := .venv-page/bin
+VERL := .venv-verl/bin
 
-.PHONY: help install chart images page observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart images page observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -86,6 +87,18 @@ bench-trainers: install  ## Measure how each kind of trainer gathers, beside the
 
 trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_trainers.py -m 'matrix or not matrix'
+
+# Frameworks whose pins clash with ours, or with each other's, beside what they import and do not
+# declare. Replicas run from .venv: vLLM is not in these.
+integrations-verl: install .venv-verl/.installed  ## verl trains over real replicas, on the CPU (3 minutes).
+	$(VERL)/python -m pytest -c tests/integrations/verl/pytest.ini --rootdir . tests/integrations/verl
+
+.venv-verl/.installed: Makefile pyproject.toml
+	$(PYTHON) -m venv .venv-verl
+	$(VERL)/pip install -q $(TORCH_CPU) \
+	  || $(VERL)/pip install -q $(TORCH_CPU) --extra-index-url $(TORCH_CPU_INDEX)
+	$(VERL)/pip install -q verl==0.9.1 cachetools fastapi uvicorn 'pytest>=9' 'pytest-timeout>=2.4' -e '.[trainer]'
+	@touch $@
 
 gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there are less than two).
 	$(BIN)/python -m pytest tests/gpu
@@ -170,4 +183,4 @@ baseline: install  ## Take today's protos as what `buf breaking` compares with (
 ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen .venv-chart .venv-page build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,4 @@
+"""Weft in the frameworks that people train with.
+
+Each module is of one framework, and imports it.
+"""
