@@ -18,6 +18,7 @@ _EXTRAS: Final = {
     "xxhash": "trainer",
     "openai": "examples",
     "peft": "examples",
+    "safetensors": "examples",
     "transformers": "examples",
 }
 

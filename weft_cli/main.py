@@ -144,6 +144,56 @@ def push(
     )
 
 
+@app.command()
+def verify(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            exists=True,
+            help="A PEFT adapter directory, or a safetensors checkpoint, on this machine.",
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option(help="Adapter's name, or 'base'; NAME@N: only while that is served.")
+    ],
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            help="Base of an adapter; default: what its config names, if that is here.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="To be completed, any number; default: token ids."),
+    ] = None,
+    parity: Annotated[
+        bool,
+        typer.Option(help="Compare log-probabilities with those that transformers computes here."),
+    ] = True,
+    json_output: Json = False,
+) -> None:
+    """Say whether what replicas serve is what lies here, tensor by tensor, and answers like it.
+
+    Ends with 1 if something differs.
+    """
+    from weft_cli.verify.main import run_verify
+
+    is_equal = run_verify(
+        coordinator,
+        path,
+        policy,
+        base=base,
+        prompts=prompt or [],
+        with_parity=parity,
+        json_output=json_output,
+    )
+    sys.exit(0 if is_equal else 1)
+
+
 add_orders(app)
 
 

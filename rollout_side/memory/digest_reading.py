@@ -22,6 +22,7 @@ from weft.contract.errors import LoadFailedError, NotFoundError, WeftError
 from weft.contract.manifest import TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.transport.digest import tensor_digest
+from weft.transport.group import on_device
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +84,9 @@ class DigestReading:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         error: WeftError | None = None
         try:
-            for part in self._buckets(copy):
-                self._put(part)
+            with on_device(self._store.memory.device):
+                for part in self._buckets(copy):
+                    self._put(part)
         except WeftError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 (the edge of a thread)
@@ -104,7 +106,7 @@ class DigestReading:
 
     def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
         """The tensors of each bucket, that were still held when all of it was read."""
-        manifest = copy.manifest
+        manifest, device = copy.manifest, self._store.memory.device
         slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]
         for slot in manifest.tensors:
             slots[slot.bucket].append(slot)
@@ -119,6 +121,8 @@ class DigestReading:
                 payload = copy.segment.data[start : start + bucket.payload_bytes]
             else:
                 payload = copy.payload(index, buffer)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
             found = [self._digested(slot, payload) for slot in slots[index]]
             self._check_held(copy)
             yield found

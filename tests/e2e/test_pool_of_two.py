@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from tests.doubles.collector import Collector, Seen
 from tests.e2e.conftest import TinyModels
@@ -34,6 +35,7 @@ from tests.integration.models import until
 from tests.models import Referee
 from trainer_side import Publisher, RolloutClient, Sampling
 from weft_cli.demo.processes import Process
+from weft_cli.main import app
 from weft_cli.orders.replicas import drain
 from weft_cli.orders.versions import roll_back
 
@@ -133,6 +135,42 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         assert str(publisher.push_adapter(qwen2.adapters[3], "math")) == "math@3"
         for url in pool.urls:
             assert ask(url, "math")[2] == "math@3"
+
+
+def _verified(pool: PoolOfTwo, path: Path, policy: str) -> dict[str, Any]:
+    """What ``weft verify --json`` says; it ends as it says."""
+    command = ["verify", "-c", pool.target, "--policy", policy, "--json", str(path)]
+    ended = CliRunner().invoke(app, command)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    assert ended.exit_code == (0 if found["ok"] else 1)
+    return found
+
+
+def test_what_is_served_is_verified_tensor_by_tensor_and_by_its_answers(
+    pool: PoolOfTwo, qwen2: TinyModels
+) -> None:
+    pool.grow(1)
+    with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
+        publisher.push_base(qwen2.base)
+        publisher.push_adapter(qwen2.adapters[0], "verified")
+    for policy, path, other in (
+        ("base", qwen2.base, qwen2.other),
+        ("verified", qwen2.adapters[0], qwen2.adapters[1]),
+    ):
+        found = _verified(pool, path, policy)
+        assert found["ok"], found
+        below = [str(qwen2.base)] if policy != "base" else []
+        assert [part["path"] for part in found["parts"]] == [str(path), *below]
+        for replica in found["parts"][0]["replicas"]:
+            assert replica["tensors"].keys() == {"equal"}
+            assert replica["parity"]["num_tokens"] == 96
+            assert replica["parity"]["largest"] <= replica["parity"]["bound"] == 5e-5
+        found = _verified(pool, other, policy)
+        assert not found["ok"]
+        names = {difference["name"] for difference in found["parts"][0]["differences"]}
+        assert any("layers.1.self_attn.q_proj" in name for name in names)
+        for replica in found["parts"][0]["replicas"]:
+            assert not replica["parity"]["ok"]
 
 
 def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> None:

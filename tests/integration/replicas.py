@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from tests.doubles.pool import Pool
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_channel
+from weft.rpc.checkpoint_codec import tensors_from_proto
+from weft.rpc.codec import version_to_proto
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
@@ -17,3 +21,15 @@ def replica(pool: Pool, replica_id: str) -> pb.Replica:
 def is_ready(pool: Pool, replica_id: str) -> bool:
     ready = replica(pool, replica_id).state == pb.REPLICA_STATE_READY
     return ready and pool.agents[replica_id].is_ready
+
+
+def digests(pool: Pool, replica_id: str, version: str) -> dict[str, StoredTensor]:
+    """What a replica answers; the digest of all is that of them."""
+    request = pb.DigestTensorsRequest(
+        replica_id=replica_id, version=version_to_proto(PolicyVersion.parse(version))
+    )
+    with open_channel(pool.target) as channel:
+        chunks = [r.chunk for r in InspectServiceStub(channel).DigestTensors(request, timeout=20)]
+    found = tensors_from_proto(t for chunk in chunks for t in chunk.tensors)
+    assert chunks[-1].digest == checkpoint_digest(found)
+    return {tensor.name: tensor for tensor in found}

@@ -9,28 +9,10 @@ import torch
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, until, weights
-from tests.integration.replicas import is_ready, replica
+from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
-from weft.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_channel
-from weft.rpc.checkpoint_codec import tensors_from_proto
-from weft.rpc.codec import version_to_proto
+from weft.contract.checkpoint import StoredTensor
 from weft.transport.digest import tensor_digest
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-
-
-def digests(pool: Pool, replica_id: str, version: str) -> dict[str, StoredTensor]:
-    """What a replica answers; the digest of all is that of them."""
-    request = pb.DigestTensorsRequest(
-        replica_id=replica_id, version=version_to_proto(PolicyVersion.parse(version))
-    )
-    with open_channel(pool.target) as channel:
-        chunks = [r.chunk for r in InspectServiceStub(channel).DigestTensors(request, timeout=20)]
-    found = tensors_from_proto(t for chunk in chunks for t in chunk.tensors)
-    assert chunks[-1].digest == checkpoint_digest(found)
-    return {tensor.name: tensor for tensor in found}
 
 
 def expected(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:

@@ -20,7 +20,7 @@ from rollout_side.spill.folder import SpillSettings
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
-from tests.integration.replicas import is_ready, replica
+from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
 from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_channel
@@ -98,6 +98,8 @@ def test_a_whole_pool_comes_back_by_itself(
         adapters = push_all(publisher)
     for name in names:
         until(lambda name=name: spilled(pool, name) == ALL, 20)  # type: ignore[misc]
+    pushed = {version: digests(pool, names[0], version) for version in ALL}
+    for name in names:
         pool.remove_replica(name)
     if coordinator_too:
         pool.stop_coordinator()
@@ -116,6 +118,7 @@ def test_a_whole_pool_comes_back_by_itself(
         for version, adapter in adapters.items():
             until(lambda e=engine, v=version: e.store.adapter(PolicyVersion.parse(v)))  # type: ignore[misc]
             assert same(engine.adapter(version), lora(adapter))
+        assert {version: digests(pool, name, version) for version in ALL} == pushed
         assert engine.aliases == {"math": 2, "code": 1}
         assert list(replica(pool, name).retained_base_versions) == [1]
         assert engine.store.usage().transfer_ids == ()

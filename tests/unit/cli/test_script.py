@@ -25,6 +25,7 @@ def run(package, *arguments):
     [
         ("typer", ["status"], "coordinator"),
         ("torch", ["push", ".", "--policy", "math"], "trainer"),
+        ("torch", ["verify", ".", "--policy", "math"], "trainer"),
         ("torch", ["rollout", "--", "model"], "rollout"),
     ],
 )

@@ -1,0 +1,1 @@
+"""``weft verify``: whether what a pool serves is what lies here."""
