@@ -24,7 +24,7 @@ CHART := .venv-chart/bin
 PAGE := .venv-page/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart images page observe demo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -48,6 +48,9 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 
 demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything at work in a minute.
 	@$(BIN)/weft demo
+
+grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once (5 minutes); a PNG in build/grpo.
+	@$(BIN)/python -m examples.grpo
 
 # Tests without an engine mostly wait: two processes share them, a file each. Engines and
 # simulations fill the cores by themselves.

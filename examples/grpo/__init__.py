@@ -1,0 +1,1 @@
+"""GRPO with rollouts from real vLLM replicas, in minutes on a CPU: see README.md."""
