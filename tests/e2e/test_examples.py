@@ -160,3 +160,25 @@ def test_callback(pool):
     said = pool.run(_PYTHON, "callback.py")
     pool.check_adapter(said, 2)
     assert [line.split(",")[0] for line in said if "pushed" in line] == ["step 2", "step 4"]
+
+
+@pytest.mark.matrix
+def test_external_pool(pool):
+    said = pool.run(_PYTHON, "external_pool.py", "--steps", "2")
+    pool.check_adapter(said, 3)
+    pushed = [line.rsplit(maxsplit=1)[-1] for line in said if "pushed" in line]
+    makers = [made_by for line in said for made_by in re.findall(r"samples by (\S+) from 1 ", line)]
+    assert makers == pushed[:-1]  # each batch is the version's before its push
+
+
+@pytest.mark.matrix
+def test_asynchronous(pool):
+    said = pool.run(_PYTHON, "asynchronous.py", "--steps", "5")
+    seen = [
+        re.search(r"^(.+): 5 steps .* staleness (\S+) on average, (\d+) at most", line)
+        for line in said
+    ]
+    (turns, *none), (name, mean, most) = [match.groups() for match in seen if match]
+    assert (turns, none) == ("in turns", ["0.00", "0"])
+    assert (name, most) == ("asynchronous", "1")
+    assert 0 < float(mean) < 1  # the first batch is as new as the weights
