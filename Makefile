@@ -22,6 +22,7 @@ SECONDS ?= 60
 
 CHART := .venv-chart/bin
 PAGE := .venv-page/bin
+SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
 .PHONY: help install chart images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
@@ -93,6 +94,17 @@ trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes
 
 # Frameworks whose pins clash with ours, or with each other's, beside what they import and do not
 # declare. Replicas run from .venv: vLLM is not in these.
+.PHONY: integrations-swift
+integrations-swift: install .venv-swift/.installed  ## ms-swift trains over real replicas, on the CPU (3 minutes).
+	$(SWIFT)/python -m pytest -c tests/integrations/swift/pytest.ini --rootdir . tests/integrations/swift
+
+.venv-swift/.installed: Makefile pyproject.toml
+	$(PYTHON) -m venv .venv-swift
+	$(SWIFT)/pip install -q $(TORCH_CPU) \
+	  || $(SWIFT)/pip install -q $(TORCH_CPU) --extra-index-url $(TORCH_CPU_INDEX)
+	$(SWIFT)/pip install -q ms-swift==4.6.0 msgspec 'pytest>=9' 'pytest-timeout>=2.4' -e '.[trainer]'
+	@touch $@
+
 integrations-verl: install .venv-verl/.installed  ## verl trains over real replicas, on the CPU (3 minutes).
 	$(VERL)/python -m pytest -c tests/integrations/verl/pytest.ini --rootdir . tests/integrations/verl
 
@@ -186,4 +198,4 @@ baseline: install  ## Take today's protos as what `buf breaking` compares with (
 ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-swift .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache

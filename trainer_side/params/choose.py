@@ -54,7 +54,7 @@ def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Ope
 
 
 def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
-    module, wrapper = _unwrap(model)
+    module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
     modules, parameters = _walk(module)
     if wrapper == "FSDP1" or _has_fsdp1(modules):
@@ -181,7 +181,7 @@ def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Shar
     return placed
 
 
-def _unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+def unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """The user's own module, and the name of the outermost wrapper."""
     wrapper = ""
     while True:

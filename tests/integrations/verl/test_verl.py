@@ -23,6 +23,7 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import LLMServerManager
 
+from tests.integrations.models import make_chat_model
 from tests.integrations.parity import (
     MAX_ERROR,
     MIN_CHANGE,
@@ -34,7 +35,7 @@ from tests.integrations.parity import (
 )
 from tests.integrations.pool import ROOT, RunningPool, running_pool
 from tests.integrations.verl.train import NUM_STEPS, configured
-from tests.models import draw_base, load_hf, make_model
+from tests.models import draw_base, load_hf
 from trainer_side import Sampling
 from trainer_side.integrations.verl import Sender, Settings, WeftRollout, sampling_of, settings_of
 from weft.contract.errors import InvalidRequestError, UnsupportedError
@@ -59,11 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Two replicas. Each push of a base changes what adapters are served over: the test that
     trains an adapter comes first."""
     folder = tmp_path_factory.mktemp("verl")
-    model = make_model("llama", folder / "model")
-    tokenizer_config = model / "tokenizer_config.json"
-    tokenizer = json.loads(tokenizer_config.read_text())
-    tokenizer["chat_template"] = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    tokenizer_config.write_text(json.dumps(tokenizer))
+    model = make_chat_model(folder / "model")
     lora = ("--enable-lora", "--max-lora-rank", "16")
     with running_pool(folder, model, *lora, num_replicas=2) as pool:
         yield Served(pool, folder)
