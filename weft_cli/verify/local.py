@@ -107,7 +107,7 @@ _SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "f
 
 def differing_settings(served_json: str, local: LocalTensors) -> list[str]:
     """Settings that change what the tensors of an adapter mean, and differ, for people."""
-    served = json.loads(served_json) if served_json else {}
+    served = json.loads(served_json)
     return [
         f"{name} is {served.get(name) or None}, here {local.config.get(name) or None}"
         for name in _SCALING

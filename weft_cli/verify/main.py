@@ -56,7 +56,7 @@ def run_verify(
     with connect(coordinator) as channel:
         view = PoolView(channel)
         version = view.version(policy)
-        report = Report([_part(view, version, local)])
+        report = Report([_compare_held(view, version, local, lambda _: version)])
         if is_adapter:
             _add_base(report, view, version, local_base, name)
     report.remarks += _remarks(view, report)
@@ -70,16 +70,13 @@ def run_verify(
     return not report.wrong
 
 
-def _part(view: PoolView, version: PolicyVersion, local: LocalTensors) -> Part:
-    return _compare_held(view, version, local, lambda _: version)
-
-
 def _compare_held(
     view: PoolView,
     version: PolicyVersion,
     local: LocalTensors,
     version_of: Callable[[pb.Replica], PolicyVersion],
 ) -> Part:
+    """What each replica holds of the version that ``version_of`` says, beside what lies here."""
     part, contents = Part(version, local.path), view.contents(version_of)
     verdicts: dict[bytes, dict[str, int]] = {}
     for digest, served in contents.tensors.items():
@@ -90,7 +87,7 @@ def _compare_held(
         row = Row(held.replica.replica_id, held.digest, held.error)
         row.tensors = verdicts.get(held.digest, {})
         part.rows.append(row)
-        if held.digest and local.config:
+        if held.config_json:
             for says in differing_settings(held.config_json, local):
                 setting = Compared("adapter_config.json", Verdict.DIFFERENT, says)
                 if setting not in part.differences[held.digest]:

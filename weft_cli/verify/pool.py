@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
 
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.errors import NotFoundError, PeerUnavailableError, WeftError
+from weft.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft.contract.errors import NotFoundError, PeerUnavailableError
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft.rpc.checkpoint_codec import tensors_from_proto
 from weft.rpc.codec import vector_from_proto, version_to_proto
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2 as pb
+from weft.v1 import types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS
 from weft_cli.whole import get_pool
@@ -56,9 +57,9 @@ class PoolView:
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = InspectServiceStub(channel)
         self.pool = get_pool(self._stub, CALL_SECONDS)
-        states = pb.REPLICA_STATE_READY
-        self.ready = [r for r in self.pool.replicas if r.state == states]
-        self.others = [r for r in self.pool.replicas if r.state != states]
+        ready = pb.REPLICA_STATE_READY
+        self.ready = [replica for replica in self.pool.replicas if replica.state == ready]
+        self.others = [replica for replica in self.pool.replicas if replica.state != ready]
         if not self.ready:
             raise PeerUnavailableError("no replica is ready", reason="POOL_EMPTY")
 
@@ -72,7 +73,7 @@ class PoolView:
         check_name(policy, "policy")
         if number:
             return PolicyVersion.parse(asked)
-        served = served_of(vector=self.pool.version_vector, policy=policy)
+        served = served_of(self.pool.version_vector, policy)
         if served is None:
             raise NotFoundError(f"the pool serves no {policy!r}", reason="POLICY_UNKNOWN")
         return served
@@ -102,33 +103,26 @@ class PoolView:
     ) -> tuple[Held, list[StoredTensor]]:
         if not vector_from_proto(replica.version_vector).holds(version):
             serves = served_of(replica.version_vector, version.policy)
-            error = f"serves {serves}" if serves else f"serves no {version.policy}"
-            return Held(replica, version, error=error), []
+            return Held(replica, version, error=f"serves {serves or f'no {version.policy}'}"), []
         request = pb.DigestTensorsRequest(
             replica_id=replica.replica_id, version=version_to_proto(version)
         )
         tensors: list[StoredTensor] = []
-        digest, config_json = b"", ""
+        config_json = ""
         try:
             for response in self._stub.DigestTensors(request, timeout=_DIGEST_SECONDS):
                 tensors += tensors_from_proto(response.chunk.tensors)
-                digest = response.chunk.digest
                 config_json = config_json or response.chunk.adapter.config_json
         except grpc.RpcError as failed:
-            error_of: WeftError = error_from_rpc(failed)
-            return Held(replica, version, error=f"{error_of.message} ({error_of.reason})"), []
-        return Held(replica, version, digest, config_json), tensors
+            error = error_from_rpc(failed)
+            return Held(replica, version, error=f"{error.message} ({error.reason})"), []
+        return Held(replica, version, checkpoint_digest(tensors), config_json), tensors
 
 
-def served_of(vector: object, policy: str) -> PolicyVersion | None:
+def served_of(vector: types_pb2.VersionVector, policy: str) -> PolicyVersion | None:
     """The version that a bare name stands for."""
-    known = vector_from_proto(vector)  # type: ignore[arg-type]
+    known = vector_from_proto(vector)
     if policy == BASE_POLICY:
         return PolicyVersion(BASE_POLICY, known.base) if known.base >= 0 else None
     entry = known.adapters.get(policy)
     return PolicyVersion(policy, entry.alias) if entry and entry.alias else None
-
-
-def names(replicas: Sequence[pb.Replica]) -> str:
-    """Replicas for people."""
-    return ", ".join(replica.replica_id for replica in replicas)
