@@ -11,6 +11,7 @@ import typer
 from weft.coordinator.config import CoordinatorConfig
 from weft.rpc.security.credentials import Credentials
 from weft.telemetry.config import TelemetryConfig
+from weft_cli.servers.descriptors import allow_descriptors
 from weft_cli.servers.options import (
     Access,
     Health,
@@ -71,6 +72,7 @@ def coordinator(
     from weft.telemetry.ports import Ports
 
     configure_logging(log_level, log_format)
+    allow_descriptors()
     config = CoordinatorConfig(
         listen=listen,
         catalog=catalog,

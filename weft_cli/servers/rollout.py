@@ -10,6 +10,7 @@ from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_rep
 from weft.contract.capabilities import BackendChoice
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
+from weft_cli.servers.descriptors import allow_descriptors
 from weft_cli.servers.options import (
     Access,
     Health,
@@ -143,6 +144,7 @@ def rollout(
     if not context.args:
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
     configure_logging(log_level, log_format)
+    allow_descriptors()
     from rollout_side.main import run as run_replica
 
     config = RolloutConfig(

@@ -1,0 +1,46 @@
+"""What ``weft coordinator`` and ``weft rollout`` do before they serve."""
+
+import resource
+
+import pytest
+from typer.testing import CliRunner
+
+import rollout_side.main
+import weft.coordinator.server
+from weft_cli.main import app
+from weft_cli.servers import coordinator, rollout
+from weft_cli.servers.descriptors import WANTED
+
+FEW = 512
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, before[1]))
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("args", [["coordinator"], ["rollout", "--", "MODEL"]], ids=" ".join)
+def test_a_server_may_open_as_many_files_as_the_system_lets_it(args, limits, monkeypatch):
+    """A replica has one open for each version of an adapter, and some for each trainer's group."""
+    seen = []
+
+    async def serve(*_args, **_kwargs):
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+    def run(*_args, **_kwargs):
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        return "done"
+
+    for module in (coordinator, rollout):
+        monkeypatch.setattr(module, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(weft.coordinator.server, "serve", serve)
+    monkeypatch.setattr(rollout_side.main, "run", run)
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    hard = limits[1]
+    most = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
+    assert most > FEW
+    assert seen == [(most, hard)]
