@@ -32,8 +32,11 @@ from weft.contract.lru import Lru
 
 _log = logging.getLogger(__name__)
 
-# Trainers push few layouts; each plan holds some hundred views.
-_MAX_PLANS = 8
+# Each tenant may have a rank, modules and a scaling of its own, and to learn a plan takes the
+# engine's thread longer than to load by it. A plan of 504 tensors has 0.3 MB, and 0.6 MB for
+# each slot whose views it keeps.
+_MAX_PLANS = 64
+_MAX_SLOTS_OF_VIEWS = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class SlotPlan:
 
     def __init__(self, pieces: list[_Piece], cleared: list[torch.Tensor]) -> None:
         self._pieces, self._cleared = pieces, cleared
-        self._views: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: Lru[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = Lru(
+            _MAX_SLOTS_OF_VIEWS
+        )
         self._scaled: dict[float, list[int]] = {}
         for index, piece in enumerate(pieces):
             if piece.scale != 1:
@@ -85,10 +90,11 @@ class SlotPlan:
         Args:
             data: uint8, the adapter's buckets, unscaled; on the model's device or the host.
         """
-        if slot not in self._views:
-            targets = [piece.target(slot) for piece in self._pieces]
-            self._views[slot] = targets, [stacked[slot] for stacked in self._cleared]
-        targets, cleared = self._views[slot]
+        if (views := self._views.get(slot)) is None:
+            made = [piece.target(slot) for piece in self._pieces]
+            views = made, [stacked[slot] for stacked in self._cleared]
+            self._views.put(slot, views)
+        targets, cleared = views
         with torch.no_grad():
             torch._foreach_zero_(cleared)
             torch._foreach_copy_(targets, [piece.source(data) for piece in self._pieces])

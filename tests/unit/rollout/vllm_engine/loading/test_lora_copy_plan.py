@@ -255,6 +255,11 @@ def test_another_configuration_is_learnt_anew() -> None:
     check_against_vllm(entries, num_learnt=3)
 
 
+def test_many_tenants_configurations_are_each_learnt_once() -> None:
+    entries = [adapter(n, alpha=1 + (n - 1) % 32) for n in range(1, 65)]
+    check_against_vllm(entries, num_learnt=32)
+
+
 def test_tensors_are_made_only_when_asked_for_after_it_was_taken_in() -> None:
     engine = Engine()
     engine.load(1, adapter(1), direct=True)
