@@ -25,7 +25,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -56,7 +56,7 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 # Tests without an engine mostly wait: two processes share them, a file each. Engines and
 # simulations fill the cores by themselves.
 test: install  ## All tests but the matrix (13 minutes on 2 cores).
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak tests/tenants
 	$(BIN)/python -m pytest --durations=10 tests/sim tests/e2e
 
 test-fast: install  ## Tests without an engine (about a minute).
@@ -79,6 +79,9 @@ fault-vllm: install  ## A part of it with real vLLM, engine and worker processes
 
 soak: install  ## Real vLLM under churn, every answer checked; then 300 pushes without a leak (8 minutes).
 	$(BIN)/python -m tests.soak
+
+tenants: install  ## 32 policies of 6 versions each over 4 slots of real vLLM, pushed all at once (5 minutes).
+	$(BIN)/python -m tests.tenants
 
 bench: install  ## Measure pushes, with certificates, with traces and under attack, too; prints hardware, versions, command and tables.
 	$(BIN)/python -m benchmarks.push

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from rollout_side.memory.versions import AdapterEntry
 from rollout_side.vllm_engine.compat import bridges
 from weft.contract.errors import InvalidNameError
 from weft.contract.names import PolicyVersion
+
+_log = logging.getLogger(__name__)
 
 SCHEME = "weft://"
 _MARK = "_weft_adapter_hook"
@@ -90,6 +93,7 @@ def load_from_store(manager: Any, lora_request: Any) -> Any:
         ValueError: vLLM cannot serve it; says why.
     """
     entry = _find(lora_request)
+    _log.debug("%s is loaded from memory", entry.staged.version)
     adapters = manager._adapter_manager
     config = json.loads(entry.config_json)
     config["vllm_max_position_embeddings"] = manager.max_position_embeddings

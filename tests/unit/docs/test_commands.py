@@ -31,8 +31,8 @@ OTHERS = {
     "--enforce-eager", "--gpu-memory-utilization", "--headless", "--load-format", "--lora-modules",
     "--max-lora-rank", "--no-build-isolation", "--nproc-per-node", "--pipeline-parallel-size",
     "--quantization", "--served-model-name", "--standalone", "--tensor-parallel-size",
-    "--help", "--max-loras", "--max-model-len", "--port", "--host", "--generation-config",
-    "--logprobs-mode",
+    "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
+    "--generation-config", "--logprobs-mode",
 }  # fmt: skip
 #: Options of the scripts that ``python -m`` runs here.
 SCRIPTS = {
