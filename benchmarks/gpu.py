@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=None)
     parser.add_argument("--staging", default="device", help="of the replicas: device, in-place")
     parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
+    parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
     parser.add_argument("--native", action="store_true", help="measure vLLM's own ways, too")
@@ -178,6 +179,9 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         def both(what: str, warm: int) -> None:
             measure(f"base, {what}", lambda: publisher.push_base(model),
                     publisher, clients, args.repeats, warm)  # fmt: skip
+            if args.named:
+                for how, push in named_pushes(model, publisher, args.staging).items():
+                    measure(f"base, {how}, {what}", push, publisher, clients, args.repeats, 2)
             if args.only_base:
                 return
             measure(f"adapter, {what}", lambda: publisher.push_adapter(peft_model, "math"),
@@ -195,6 +199,18 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
             both(f"{len(names)} replicas, 1 busy", 2)
     if names[1:]:
         kill(pool, model, len(names))
+
+
+def named_pushes(model: Any, publisher: Publisher, staging: str) -> dict[str, Callable[[], object]]:
+    """Ways to push a model's weights as named tensors, where the replica takes them so."""
+    pairs = list(model.named_parameters())
+    ways: dict[str, Callable[[], object]] = {
+        "named with metadata": lambda: publisher.push_base(named_tensors=pairs, metadata=pairs)
+    }
+    if staging != "in-place":
+        ways["named"] = lambda: publisher.push_base(named_tensors=pairs)
+        ways["named in another order"] = lambda: publisher.push_base(named_tensors=pairs[::-1])
+    return ways
 
 
 def make_models(model_dir: Path) -> tuple[Any, Any]:
