@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -106,12 +107,48 @@ def open_backend(
 
 # -- gloo ------------------------------------------------------------------------
 
+# Gloo's threads drop what told of an operation's end, and then the operation with its tensor
+# unless it is held here, too. Either takes the interpreter's lock, and a thread that asks for
+# that while the interpreter is torn down ends the process with SIGABRT.
+_TOLD: weakref.WeakSet[_Tell] = weakref.WeakSet()
+_SENT: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_GlooWork]]] = {}
+
+
+def works_to_hold(seconds: float) -> list[object]:
+    """What must never be dropped when the process ends, so that gloo's threads need no
+    interpreter any more; first waits for what they are about to drop, so long at most."""
+    deadline = time.monotonic() + seconds
+    while True:
+        works = [work() for _, work in [*_SENT.values()]]
+        if (not len(_TOLD) and None not in works) or time.monotonic() > deadline:
+            return [work for work in works if work is not None]
+        time.sleep(0.001)
+
+
+class _Tell:
+    """Tells that an operation has ended, on gloo's thread."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def __call__(self, future: object) -> None:
+        _TOLD.add(self)
+        self._ended.set()
+
 
 class _GlooWork:
-    def __init__(self, work: Any) -> None:
+    """An operation.
+
+    Args:
+        sent: What gloo was given: a handle of the buffer that nobody else has.
+    """
+
+    def __init__(self, work: Any, sent: torch.Tensor) -> None:
         self._work = work
         self._ended = threading.Event()
-        work.get_future().add_done_callback(lambda _: self._ended.set())
+        key = id(sent)
+        _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key)), weakref.ref(self)
+        work.get_future().add_done_callback(_Tell(self._ended))
 
     def wait_until(self, deadline: float) -> bool:
         return self._ended.wait(max(0.0, deadline - time.monotonic()))
@@ -149,7 +186,8 @@ class _Gloo:
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.timeout = timedelta(seconds=timeout_seconds)
-        return _GlooWork(self._group.broadcast([buffer], options))
+        sent = buffer.view_as(buffer)
+        return _GlooWork(self._group.broadcast([sent], options), sent)
 
     def abort(self) -> None:
         pass

@@ -21,7 +21,13 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.transport.backends import SENDER_RANK, Backend, Work, open_backend
+from weft.transport.backends import (
+    SENDER_RANK,
+    Backend,
+    Work,
+    open_backend,
+    works_to_hold,
+)
 from weft.transport.rendezvous_store import RendezvousStore
 
 __all__ = [
@@ -276,6 +282,10 @@ class SideGroup:
         return not operations or backend.settle(settle_seconds)
 
 
+#: Of a few instructions on threads that are about to run.
+_DROP_SECONDS = 2.0
+
+
 class _Parked:
     """Groups whose operations may still touch memory, held until they end; and what becomes of
     groups when the process ends."""
@@ -302,10 +312,11 @@ class _Parked:
     def abandon(self) -> None:
         """Never destroy what is held, nor what is open: the process ends. The destructors of
         the former would wait for the operations, as long as a push may take; those of the
-        latter close connections, and an operation that ends by that while the interpreter is
-        torn down ends the process with SIGABRT (its future tells Python code)."""
+        latter close connections, and operations end by that while the interpreter is torn down
+        (see ``works_to_hold``)."""
         with self._lock:
-            left = (dict(self._held), list(self._open))
+            held, opened = dict(self._held), list(self._open)
+        left = (held, opened, works_to_hold(_DROP_SECONDS))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
 
 
