@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback of ten lines pushes the adapter as steps end.
+"""Hugging Face's Trainer: a callback pushes the adapter as steps end.
 
     weft coordinator
     weft rollout -- tiny --enable-lora --max-lora-rank 8
@@ -9,26 +9,15 @@ settings for a CPU.
 """
 
 import argparse
-from typing import Any
+import logging
+import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from trainer_side import Publisher
-
-
-class PushAdapter(TrainerCallback):
-    """Pushes the model's adapter after every so many steps, on every rank alike."""
-
-    def __init__(self, publisher: Publisher, policy: str, every: int = 1) -> None:
-        self.publisher, self.policy, self.every = publisher, policy, every
-
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        if state.global_step % self.every == 0:
-            version = self.publisher.push_adapter(model, self.policy)
-            if state.is_world_process_zero:
-                print(f"step {state.global_step}, pushed {version}")
+from trainer_side.integrations.hf import PushCallback
 
 
 def main() -> None:
@@ -60,12 +49,15 @@ def main() -> None:
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )
+    # The callback logs what it pushes.
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("trainer_side.integrations").setLevel(logging.INFO)
     # Made after the Trainer, which has joined the ranks if there are several.
     # The pool may be starting beside this job: wait for its coordinator.
     with Publisher(
         args.coordinator, trainer_id="callback-example", connect_seconds=300
     ) as publisher:
-        trainer.add_callback(PushAdapter(publisher, args.policy, args.every))
+        trainer.add_callback(PushCallback(publisher, args.policy, every_steps=args.every))
         trainer.train()
 
 
