@@ -95,6 +95,11 @@ bench-trainers: install  ## Measure how each kind of trainer gathers, beside the
 trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_trainers.py -m 'matrix or not matrix'
 
+# TRL lives beside vLLM; trainers need none of it.
+.PHONY: integrations-trl
+integrations-trl: install  ## TRL and Hugging Face's Trainer, trained over real vLLM (6 minutes).
+	$(BIN)/python -m pytest --durations=10 tests/integrations/trl
+
 # Frameworks whose pins clash with ours, or with each other's, beside what they import and do not
 # declare. Replicas run from .venv: vLLM is not in these.
 .PHONY: integrations-swift

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.e2e.logprobs import MAX_ERROR
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from trainer_side import Publisher
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
@@ -182,3 +184,26 @@ def test_asynchronous(pool):
     assert (turns, none) == ("in turns", ["0.00", "0"])
     assert (name, most) == ("asynchronous", "1")
     assert 0 < float(mean) < 1  # the first batch is as new as the weights
+
+
+def _check_generated_as_trained(said: list[str], steps: int) -> None:
+    """TRL's own comparison of the replica's log-probabilities with its own forward pass."""
+    found = [re.match(r"log-probabilities differ by at most (\S+)$", line) for line in said]
+    differences = [float(match[1]) for match in found if match]
+    assert len(differences) == steps, said
+    assert max(differences) <= MAX_ERROR
+
+
+def test_trl_grpo(pool):
+    with Publisher(pool.target, trainer_id="restores") as publisher:
+        publisher.push_base(pool.work / "tiny")  # what the example trains on
+    said = pool.run(_PYTHON, "trl_grpo.py")
+    _check_generated_as_trained(said, 2)
+    pool.check_adapter(said, 1)
+
+
+@pytest.mark.matrix
+def test_trl_grpo_full(pool):
+    said = pool.run(_TORCHRUN, "trl_grpo.py", "--full")
+    _check_generated_as_trained(said, 2)
+    pool.check_served(said, "base", 1)
