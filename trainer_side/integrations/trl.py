@@ -52,7 +52,8 @@ def attach(
     check_name(policy, "policy")
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise UnsupportedError(
-            f"{type(trainer).__name__} is neither GRPOTrainer nor RLOOTrainer, nor derived from one"
+            f"{type(trainer).__name__} is neither GRPOTrainer nor RLOOTrainer (for "
+            "AsyncGRPOTrainer see trainer_side.integrations.trl_async)"
         )
     if trainer.use_vllm:
         raise InvalidRequestError(

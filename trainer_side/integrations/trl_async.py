@@ -1,0 +1,188 @@
+"""TRL's AsyncGRPOTrainer (experimental): the pool serves what it trains, and generates for it.
+
+TRL generates in a process of its own, which it spawns, while it trains: what is made there (the
+loop, and in it the client) is told to it by arguments that can be pickled. The number of Weft's
+version is TRL's ``model_version``, by which it tells how stale a sample is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+from accelerate.utils import broadcast_object_list
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, async_rollout_worker
+
+from trainer_side.integrations.policies import push_policy
+from trainer_side.publisher import Publisher
+from trainer_side.rollouts.client import RolloutClient
+from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.names import BASE_POLICY, check_name
+from weft.contract.sampling import Sampling
+from weft.rpc.channel import open_channel
+from weft.rpc.security.credentials import Tls, credentials_of
+from weft.rpc.status import error_from_rpc
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+
+_ASK_SECONDS = 10.0
+
+
+class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[misc]
+    """TRL's loop, in its own process, with the pool in the place of one vLLM server."""
+
+    def __init__(self, *, policy: str, open_rollouts: partial[RolloutClient], **given: Any) -> None:
+        super().__init__(**given)
+        self._policy, self._open_rollouts = policy, open_rollouts
+        self._rollouts: RolloutClient | None = None
+        self._sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_tokens,
+        )
+
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        with self._open_rollouts() as self._rollouts:
+            await super()._run_loops(stop_event)
+
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        """A completion's tokens and their log-probabilities.
+
+        By exactly the version that TRL's count stands at; of the base, which a replica holds one
+        version of, by that one or one that has been pushed since.
+        """
+        assert self._rollouts is not None
+        number = self.model_version
+        wanted = {"min_version": number} if self._policy == BASE_POLICY else {"exact": number}
+        (group,) = await self._rollouts.agenerate(
+            [prompt_ids], policy=self._policy, sampling=self._sampling, **wanted
+        )
+        (sample,) = group.samples
+        return sample.token_ids.tolist(), sample.logprobs.tolist()
+
+
+class PoolRolloutWorker(async_rollout_worker.AsyncRolloutWorker):  # type: ignore[misc]
+    """TRL's handle of that process."""
+
+    _loop_cls = PoolRolloutLoop
+
+
+class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is not read by mypy
+    """AsyncGRPOTrainer whose weights are pushed to a pool that generates for it.
+
+    Args:
+        args: ``token_budget`` must be set, which TRL would ask a vLLM server for.
+        publisher: Made on every rank, once ``args`` has been (which joins the ranks).
+        coordinator: HOST:PORT, for the client that generates.
+        policy: ``base`` pushes every weight (a PEFT model's adapter merged in); any other
+            name, the PEFT model's adapter as versions of that policy, of which the pool must
+            keep ``max_staleness + 2``: ``weft retain``.
+        tls, token: Of that client; see ``RolloutClient``.
+        given: As for AsyncGRPOTrainer, but for ``rollout_worker`` and ``weight_transfer``.
+
+    Raises:
+        InvalidRequestError: An argument that cannot be right.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        publisher: Publisher,
+        coordinator: str,
+        policy: str,
+        tls: Tls | None = None,
+        token: str | None = None,
+        **named: Any,
+    ) -> None:
+        check_name(policy, "policy")
+        if taken := {"rollout_worker", "weight_transfer"} & named.keys():
+            raise InvalidRequestError(f"the pool takes the place of {' and '.join(sorted(taken))}")
+        self._publisher, self._policy = publisher, policy
+        self._is_retention_known = False  # only a policy that was pushed has one
+        self._coordinator, self._credentials = coordinator, credentials_of(tls, token)
+        open_rollouts = partial(RolloutClient, coordinator, tls=tls, token=token)
+        worker = partial(PoolRolloutWorker, policy=policy, open_rollouts=open_rollouts)
+        with _worker_made_by(worker):
+            super().__init__(*given, weight_transfer=_NoTransfer(), **named)
+        if self.args.token_budget is None:
+            raise InvalidRequestError(
+                "give AsyncGRPOConfig(token_budget=): the most tokens of a row, at least those of "
+                "the longest prompt and completion, or 0 for a fixed number of samples"
+            )
+
+    def _sync_weight(self) -> None:
+        """Push the weights, and have the loop ask for them from now on; collective."""
+        began = time.monotonic()
+        version = push_policy(self._publisher, self.model_wrapped, self._policy)
+        if not self._is_retention_known and self._policy != BASE_POLICY:
+            self._check_retention()
+        self.model_version = version.version
+        if self.rollout_worker is not None:
+            self.rollout_worker.update_model_version(version.version)
+        self._metrics["train"]["perf/weight_sync_s"].append(time.monotonic() - began)
+
+    def _check_retention(self) -> None:
+        """Refuse, on every rank, a pool that drops versions which samples may still be asked of."""
+        error: WeftError | None = None
+        if self.accelerator.is_main_process:
+            try:
+                kept = self._num_retained()
+                if kept < (needed := self.args.max_staleness + 2):
+                    error = InvalidRequestError(
+                        f"the pool keeps {kept} versions of {self._policy}, and max_staleness="
+                        f"{self.args.max_staleness} needs {needed}: run `weft retain "
+                        f"{self._policy} {needed}`, or lower max_staleness"
+                    )
+            except WeftError as failure:
+                error = failure
+        (error,) = broadcast_object_list([error])
+        if error is not None:
+            raise error
+        self._is_retention_known = True
+
+    def _num_retained(self) -> int:
+        """Of the policy, as the coordinator says."""
+        with open_channel(self._coordinator, self._credentials) as channel:
+            stub = InspectServiceStub(channel)
+            request = pb.ListPoliciesRequest()
+            while True:
+                try:
+                    page = stub.ListPolicies(request, timeout=_ASK_SECONDS)
+                except grpc.RpcError as error:
+                    raise error_from_rpc(error) from error
+                for each in page.policies:
+                    if each.policy == self._policy:
+                        return int(each.num_retained)
+                if not page.next_page_token:
+                    return 0
+                request.page_token = page.next_page_token
+
+
+class _NoTransfer:
+    """TRL's own way to move weights, which is not used; without one TRL would look for a server."""
+
+    def init_weight_transfer(self) -> None:
+        """Nothing."""
+
+    def destroy(self) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def _worker_made_by(make: Any) -> Iterator[None]:
+    """Have the trainer that is built meanwhile make its worker so, vLLM being there or not."""
+    kept = async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available
+    async_grpo_trainer.AsyncRolloutWorker = make
+    async_rollout_worker.is_vllm_available = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available = kept
