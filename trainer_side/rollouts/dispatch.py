@@ -42,6 +42,11 @@ class Target:
             return self.served.holds(PolicyVersion(wanted.policy, wanted.exact))
         return self.newest(wanted) >= (wanted.at_least or (0 if wanted.is_base else 1))
 
+    def may_serve_soon(self, wanted: Wanted) -> bool:
+        """Whether an exact version is newer than what was heard of it. Replicas switch together
+        and are told of one by one: were it not asked, the first would get all."""
+        return wanted.exact is not None and wanted.exact > self.newest(wanted)
+
     def newest(self, wanted: Wanted) -> int:
         """What the policy's name stands for there; 0 where it is no adapter of it."""
         if wanted.is_base:
@@ -183,7 +188,13 @@ class Dispatch(Generic[_T]):
         """
         wanted = place.wanted
         listed = [t for t in self.targets.values() if t.is_listed]
-        able = [t for t in listed if t.serves(wanted) and t.replica_id not in place.refused]
+        is_there = self.is_served(place)
+        able = [
+            t
+            for t in listed
+            if t.replica_id not in place.refused
+            and (t.serves(wanted) or (is_there and t.may_serve_soon(wanted)))
+        ]
         if not able and wanted.at_least is None:
             able = [t for t in listed if t.replica_id not in place.refused] or listed
         able = [t for t in able if t.replica_id not in place.avoid] or able

@@ -91,6 +91,17 @@ def test_versions_decide(wanted: Wanted, goes_to: str | None) -> None:
     assert str(wanted) in dispatch.why_waiting(wanted) or expected
 
 
+def test_a_version_that_one_is_told_to_serve_is_asked_of_all_that_may_have_it_by_now() -> None:
+    dispatch = _dispatch(_target("a", math=(1, 2)), _target("b", math=(1,)), _target("c"))
+    for wanted in (Wanted("math", exact=2), Wanted("math", exact=1), Wanted("math", at_least=2)):
+        for _ in range(3):
+            _wait(dispatch, str(wanted), Place(wanted))
+    taken = _all(dispatch)
+    assert {name for what, name in taken if what == "math@2"} == {"a", "b", "c"}
+    assert {name for what, name in taken if what == "math@1"} == {"a", "b", "c"}
+    assert {name for what, name in taken if "newer" in what} == {"a"}
+
+
 def test_one_that_failed_is_left_alone_longer_each_time() -> None:
     dispatch = _dispatch(_target("a"))
     a, seconds = dispatch.targets["a"], []
