@@ -110,9 +110,17 @@ class Grpcurl:
         )
 
     async def ask(self, **question: Any) -> pb.ServerReflectionResponse:
-        asked = iter([pb.ServerReflectionRequest(**question)])
-        (answer,) = [a async for a in self._ask(asked, metadata=self._headers)]
-        return answer
+        request = pb.ServerReflectionRequest(**question)
+        while True:
+            try:
+                answers = [a async for a in self._ask(iter([request]), metadata=self._headers)]
+            except grpc.aio.AioRpcError as error:
+                # gRPC's Python client hides a refusal that comes while it writes.
+                if "execute_batch" not in (error.debug_error_string() or ""):
+                    raise
+            else:
+                (answer,) = answers
+                return answer
 
     async def files(self, symbol: str) -> list[descriptor_pb2.FileDescriptorProto]:
         answer = await self.ask(file_containing_symbol=symbol)
