@@ -248,7 +248,10 @@ class TorchRanks:
             ending = threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True)
             ending.start()
             # A thread that the end of Python overtakes in there aborts the process.
-            atexit.register(ending.join, _END_SECONDS)
+            if threading.main_thread().is_alive():
+                atexit.register(ending.join, _END_SECONDS)
+            else:  # the end has begun: what is registered by now is not called
+                ending.join(_END_SECONDS)
 
     def _raise_claimed(self, rank: int, own: BaseException | None) -> None:
         text = b""

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 _SECONDS = 60.0
 _RANK = """
-import sys, time
+import atexit, sys, time
 import torch.distributed as dist
 from trainer_side.ranks import TorchRanks
 
@@ -15,16 +17,21 @@ dist.init_process_group(
 links = [TorchRanks(None) for _ in range(4)]
 for link in links:
     link.open(time.monotonic() + 30)
-for link in links:
-    link.abandon()
-dist.destroy_process_group()
+
+def leave():
+    for link in links:
+        link.abandon()
+
 """
+_NOW = "leave(); dist.destroy_process_group()"
+_AT_EXIT = "atexit.register(leave)"
 
 
-def test_the_end_of_python_does_not_abort_a_rank_that_leaves(tmp_path):
+@pytest.mark.parametrize("when", [_NOW, _AT_EXIT], ids=["now", "at exit"])
+def test_the_end_of_python_does_not_abort_a_rank_that_leaves(tmp_path, when):
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", _RANK + when, str(rank), str(tmp_path / "store")],
             stderr=subprocess.PIPE,
             text=True,
         )
