@@ -30,6 +30,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_keep_base", (), "TypeError"),
     ("weft_pin_bases", (1,), "TypeError"),
     ("weft_held", ("base", 99), "no copy of base@99"),
+    ("weft_digest", (), "TypeError"),
+    ("weft_digested", (1,), "TypeError"),
     ("weft_send", ({}, {}), "TypeError"),
     ("weft_spill", ([],), "TypeError"),
     ("weft_restore", (), "TypeError"),

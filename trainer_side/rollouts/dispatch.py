@@ -43,9 +43,9 @@ class Target:
         return self.newest(wanted) >= (wanted.at_least or (0 if wanted.is_base else 1))
 
     def may_serve_soon(self, wanted: Wanted) -> bool:
-        """Whether an exact version is newer than what was heard of it. Replicas switch together
+        """Whether what is wanted is newer than what was heard of it. Replicas switch together
         and are told of one by one: were it not asked, the first would get all."""
-        return wanted.exact is not None and wanted.exact > self.newest(wanted)
+        return (wanted.exact or wanted.at_least or 1) > self.newest(wanted)
 
     def newest(self, wanted: Wanted) -> int:
         """What the policy's name stands for there; 0 where it is no adapter of it."""
