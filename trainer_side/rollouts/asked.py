@@ -19,8 +19,9 @@ OnError = Literal["raise", "keep"]
 
 #: Tokens that a sample is taken to have where the request does not bound it.
 _USUAL_TOKENS = 1024
-#: Samples are wanted whole; pieces only tell that the replica goes on.
-_CHUNK_TOKENS = 256
+#: Samples are wanted whole; pieces only tell that the replica goes on, also where it makes less
+#: than a token a second of each sample (see ``stall_seconds``).
+_CHUNK_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,10 @@ class Target:
         self.progress_at, self.num_failures = now, 0
         self.outstanding_tokens = max(0, self.outstanding_tokens - num_tokens)
 
+    def is_stalled(self, now: float, seconds: float) -> bool:
+        """Whether it has requests and sent nothing for so long."""
+        return self.num_requests > 0 and now - self.progress_at > seconds
+
 
 @dataclass(frozen=True)
 class Place:
@@ -75,6 +79,9 @@ class Place:
     """Replicas that failed it: others are taken where there are any."""
     refused: frozenset[str] = frozenset()
     """Replicas that said that they will never have it."""
+    is_ahead: bool = False
+    """Whether one said that it is still to come: nobody is asked again before the routes tell of
+    it, or of a newer one."""
 
 
 @dataclass
@@ -171,14 +178,6 @@ class Dispatch(Generic[_T]):
         times = [t.away_until for t in self.targets.values() if t.is_listed and t.away_until > now]
         return min(times, default=None)
 
-    def stalled(self, now: float, seconds: float) -> list[Target]:
-        """Replicas that have requests and sent nothing for so long."""
-        return [
-            target
-            for target in self.targets.values()
-            if target.num_requests and now - target.progress_at > seconds
-        ]
-
     def _choose(self, place: Place, now: float) -> Target | None:
         """The replica for it, if one can take it now.
 
@@ -197,6 +196,8 @@ class Dispatch(Generic[_T]):
         ]
         if not able and wanted.at_least is None:
             able = [t for t in listed if t.replica_id not in place.refused] or listed
+        if place.is_ahead:
+            able = [t for t in listed if not t.may_serve_soon(wanted)]
         able = [t for t in able if t.replica_id not in place.avoid] or able
         return min(
             (t for t in able if now >= t.away_until and t.num_requests < self.max_requests),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -34,7 +34,7 @@ from weft.v1.generate_pb2_grpc import GenerateServiceStub
 #: How often a prompt starts again where replicas fail while they answer it: it may be what
 #: they fail over, and is not to end all of them.
 _MAX_RESTARTS = 4
-#: Before a version is asked for again that is still to come.
+#: Before a version is asked for again that is still to come, whatever the routes tell.
 _WAIT_SECONDS = 0.25
 
 
@@ -94,7 +94,7 @@ class _Running:
 
 @dataclass
 class Sampler:
-    """Sends prompts to replicas; used on one event loop, within ``running``."""
+    """Sends prompts to replicas; used on one event loop, while ``run`` runs."""
 
     config: SamplerConfig
     _stubs: dict[str, tuple[grpc.aio.Channel, Any]] = field(default_factory=dict)
@@ -188,16 +188,17 @@ class Sampler:
             if course.num_restarts > _MAX_RESTARTS:
                 raise failure
         if what is Next.ASK_OTHERS:
-            course.place = Place(place.wanted, place.avoid, place.refused | {name})
+            course.place = replace(place, refused=place.refused | {name})
             if not self._dispatch.is_served(course.place):
                 raise failure
         elif what is Next.WAIT:
+            course.place = replace(place, is_ahead=True)
             await asyncio.sleep(min(_WAIT_SECONDS, max(0.0, deadline - clock.time())))
         elif what is Next.END:
             raise failure
         else:
             target.failed(clock.time())
-            course.place = Place(place.wanted, place.avoid | {name}, place.refused)
+            course.place = replace(place, avoid=place.avoid | {name})
 
     async def _attempt(
         self, course: _Course, missing: list[int], target: Target, deadline: float
@@ -264,9 +265,7 @@ class Sampler:
             # Of the base itself a replica holds one version: what starts again is of this one
             # or a later one, which its versions say.
             held = (None, number) if adapter is None else (number, None)
-            course.place = Place(
-                Wanted(wanted.policy, *held), course.place.avoid, course.place.refused
-            )
+            course.place = replace(course.place, wanted=Wanted(wanted.policy, *held))
 
     # -- replicas -----------------------------------------------------------------
 
@@ -350,8 +349,7 @@ class Sampler:
         clock = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self.config.stall_seconds / 4))
-            stalled = self._dispatch.stalled(clock.time(), self.config.stall_seconds)
             for running in [*self._running]:
-                if running.target in stalled:
+                if running.target.is_stalled(clock.time(), self.config.stall_seconds):
                     running.is_stalled = True
                     running.call.cancel()

@@ -147,7 +147,7 @@ class _GlooWork:
         self._work = work
         self._ended = threading.Event()
         key = id(sent)
-        _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key)), weakref.ref(self)
+        _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key, None)), weakref.ref(self)
         work.get_future().add_done_callback(_Tell(self._ended))
 
     def wait_until(self, deadline: float) -> bool:

@@ -103,6 +103,18 @@ def test_a_version_that_one_is_told_to_serve_is_asked_of_all_that_may_have_it_by
     assert {name for what, name in taken if "newer" in what} == {"a", "b", "c"}
 
 
+def test_what_is_said_to_come_is_not_asked_for_before_the_routes_tell_of_it() -> None:
+    place = Place(Wanted("math", exact=3), is_ahead=True)
+    dispatch = _dispatch(_target("a", math=(1, 2)), _target("b"))
+    _wait(dispatch, "prompt", place)
+    assert _all(dispatch, 99.0) == []
+    dispatch.update([_target("a", math=(2, 3)), _target("b")], 100.0)
+    assert _all(dispatch, 100.0) == [("prompt", "a")]
+    _wait(dispatch, "skipped", place)
+    dispatch.update([_target("a"), _target("b", math=(4,))], 101.0)
+    assert _all(dispatch, 101.0) == [("skipped", "b")]  # which says that it never came
+
+
 def test_one_that_failed_is_left_alone_longer_each_time() -> None:
     dispatch = _dispatch(_target("a"))
     a, seconds = dispatch.targets["a"], []
@@ -151,7 +163,7 @@ def test_replicas_that_are_not_listed_finish_what_they_have() -> None:
     _wait(dispatch, "2")
     assert _all(dispatch) == []
     assert dispatch.why_waiting(BASE.wanted) == "no replica may be sent requests"
-    assert dispatch.stalled(5.0, 4.0) == [a]
+    assert a.is_stalled(5.0, 4.0)
     dispatch.release(a, cost)
     assert dispatch.targets == {}
 
@@ -165,20 +177,21 @@ def test_another_process_at_another_address_begins_anew() -> None:
     dispatch.update([_target("a", port=2)], 1.0)
     _wait(dispatch, "2")
     assert _all(dispatch, 1.0) == [("2", "a")]
+    assert old.is_stalled(9.0, 4.0)  # what is left with the former one is watched, too
     dispatch.release(old, cost)
     assert dispatch.targets["a"].num_requests == 1
 
 
 def test_one_that_sends_nothing_is_stalled_only_with_requests() -> None:
     dispatch = _dispatch(_target("a"), _target("b"))
-    assert dispatch.stalled(99.0, 1.0) == []
+    assert not any(target.is_stalled(99.0, 1.0) for target in dispatch.targets.values())
     _wait(dispatch, "prompt")
     taken = dispatch.next(100.0)
     assert taken is not None
-    assert dispatch.stalled(101.0, 1.0) == []
-    assert dispatch.stalled(101.1, 1.0) == [taken[1]]
+    assert not taken[1].is_stalled(101.0, 1.0)
+    assert taken[1].is_stalled(101.1, 1.0)
     taken[1].progressed(101.1, 1)
-    assert dispatch.stalled(102.0, 1.0) == []
+    assert not taken[1].is_stalled(102.0, 1.0)
 
 
 def test_what_waits_no_more_is_forgotten() -> None:
