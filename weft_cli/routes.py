@@ -11,8 +11,8 @@ from rich.table import Table
 
 from weft.contract.errors import PeerUnavailableError
 from weft.rpc.channel import open_channel
-from weft.rpc.route_list import RouteList
 from weft.rpc.status import error_from_rpc
+from weft.rpc.whole import RouteList
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.output import print_json

@@ -17,11 +17,11 @@ from weft.contract.names import provenance
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_from_proto
 from weft.rpc.status import error_from_rpc
+from weft.rpc.whole import get_pool
 from weft.v1 import inspect_pb2 as pb
 from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.output import print_json
-from weft_cli.whole import get_pool
 
 _CALL_SECONDS = 5.0
 #: Replicas that the table lists.

@@ -13,8 +13,8 @@ import pytest
 from tests.contract.conftest import Pool
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import vector_from_proto
-from weft.rpc.route_list import RouteList
 from weft.rpc.status import error_from_rpc
+from weft.rpc.whole import RouteList
 from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.integrations.models import make_chat_model
+
 ROOT = Path(__file__).parents[2]
 #: Where vLLM is; made by `make install`.
 PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -23,6 +25,28 @@ class RunningPool:
     coordinator: str
     urls: list[str]
     """Of the replicas' OpenAI servers."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A pool, and the folder of the model that it was started with."""
+
+    pool: RunningPool
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """Two replicas of a tiny chat model in ``folder``. Each push of a base changes what adapters
+    are served over: the test that trains an adapter comes first."""
+    model = make_chat_model(folder / "model")
+    lora = ("--enable-lora", "--max-lora-rank", "16")
+    with running_pool(folder, model, *lora, num_replicas=2) as pool:
+        yield Served(pool, folder)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from weft.contract.sampling import Sampling
 from weft.rpc.channel import open_channel
 from weft.rpc.security.credentials import Tls, credentials_of
 from weft.rpc.status import error_from_rpc
-from weft.v1 import inspect_pb2 as pb
+from weft.rpc.whole import list_policies
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 _ASK_SECONDS = 10.0
@@ -151,19 +151,12 @@ class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is no
     def _num_retained(self) -> int:
         """Of the policy, as the coordinator says."""
         with open_channel(self._coordinator, self._credentials) as channel:
-            stub = InspectServiceStub(channel)
-            request = pb.ListPoliciesRequest()
-            while True:
-                try:
-                    page = stub.ListPolicies(request, timeout=_ASK_SECONDS)
-                except grpc.RpcError as error:
-                    raise error_from_rpc(error) from error
-                for each in page.policies:
-                    if each.policy == self._policy:
-                        return int(each.num_retained)
-                if not page.next_page_token:
-                    return 0
-                request.page_token = page.next_page_token
+            try:
+                policies = list_policies(InspectServiceStub(channel), _ASK_SECONDS)
+                kept = (each.num_retained for each in policies if each.policy == self._policy)
+                return int(next(kept, 0))
+            except grpc.RpcError as error:
+                raise error_from_rpc(error) from error
 
 
 class _NoTransfer:

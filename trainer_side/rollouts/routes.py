@@ -17,9 +17,9 @@ from weft.contract.errors import (
 )
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import vector_from_proto
-from weft.rpc.route_list import RouteList
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
+from weft.rpc.whole import RouteList
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.rpc.whole import list_policies
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
 from weft_cli.lists.times import shown_time
 from weft_cli.output import print_json
-from weft_cli.whole import list_policies
 
 _MAX_PAGE = 1000
 _STATES = {

@@ -14,11 +14,11 @@ from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft.rpc.checkpoint_codec import tensors_from_proto
 from weft.rpc.codec import vector_from_proto, version_to_proto
 from weft.rpc.status import error_from_rpc
+from weft.rpc.whole import get_pool
 from weft.v1 import inspect_pb2 as pb
 from weft.v1 import types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS
-from weft_cli.whole import get_pool
 
 # A little longer than the coordinator waits for a replica.
 _DIGEST_SECONDS = 610.0

@@ -7,17 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from swift.infer_engine.protocol import RequestConfig
 
-from tests.integrations.models import make_chat_model
 from tests.integrations.parity import MAX_ERROR, MIN_CHANGE, error, sampled, version
-from tests.integrations.pool import ROOT, RunningPool, running_pool
+from tests.integrations.pool import ROOT, Served, serving
 from tests.integrations.swift.train import NUM_STEPS
 from trainer_side import PolicyVersion, Sampling
 from trainer_side.integrations.swift import WeftClient
@@ -35,27 +33,10 @@ _ENV = {
 }
 
 
-@dataclass(frozen=True)
-class Served:
-    """A pool, and the folder of the model that it was started with."""
-
-    pool: RunningPool
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two replicas. Each push of a base changes what adapters are served over: the test that
-    trains an adapter comes first."""
-    folder = tmp_path_factory.mktemp("swift")
-    model = make_chat_model(folder / "model")
-    lora = ("--enable-lora", "--max-lora-rank", "16")
-    with running_pool(folder, model, *lora, num_replicas=2) as pool:
-        yield Served(pool, folder)
+    with serving(tmp_path_factory.mktemp("swift")) as running:
+        yield running
 
 
 def train(served: Served, num_ranks: int, policy: str, tuner: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from tests.integrations.models import make_chat_model
 from tests.integrations.parity import (
     MAX_ERROR,
     MIN_CHANGE,
@@ -33,7 +31,7 @@ from tests.integrations.parity import (
     sampled,
     version,
 )
-from tests.integrations.pool import ROOT, RunningPool, running_pool
+from tests.integrations.pool import ROOT, Served, serving
 from tests.integrations.verl.train import NUM_STEPS, configured
 from tests.models import draw_base, load_hf
 from trainer_side import Sampling
@@ -43,27 +41,10 @@ from weft.contract.errors import InvalidRequestError, UnsupportedError
 _TRAIN_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Served:
-    """A pool, and the folder of the model that it was started with."""
-
-    pool: RunningPool
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two replicas. Each push of a base changes what adapters are served over: the test that
-    trains an adapter comes first."""
-    folder = tmp_path_factory.mktemp("verl")
-    model = make_chat_model(folder / "model")
-    lora = ("--enable-lora", "--max-lora-rank", "16")
-    with running_pool(folder, model, *lora, num_replicas=2) as pool:
-        yield Served(pool, folder)
+    with serving(tmp_path_factory.mktemp("verl")) as running:
+        yield running
 
 
 def train(served: Served, num_ranks: int, policy: str = "") -> list[dict[str, float]]:

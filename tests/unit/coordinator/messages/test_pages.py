@@ -20,9 +20,8 @@ from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.coordinator.services.inspect import InspectServicer
 from weft.rpc.codec import vector_from_proto
-from weft.rpc.route_list import RouteList
+from weft.rpc.whole import RouteList, get_pool
 from weft.v1 import inspect_pb2 as pb
-from weft_cli.whole import get_pool
 
 MIB = 2**20
 
