@@ -180,6 +180,8 @@ def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> N
         publisher.push_base(qwen2.base)
         publisher.push_adapter(qwen2.adapters[0], "shown")
     wait_ready(pool.target, "replica-0")
+    switches = "weft_switches_total/adapter"
+    until(lambda: pool.metrics(0)[switches] > before[switches])  # a text is good for 0.25 s
     after = pool.metrics(0)
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert grown["weft_switches_total/base"] == grown["weft_switches_total/adapter"] == 1
