@@ -7,9 +7,11 @@ from typing import Final
 
 #: Members that one replica may add to a side group.
 MAX_RECEIVERS: Final = 1024
-#: Ranks of one side group, the sender included. The coordinator forms no larger one,
+#: Ranks of one side group, the senders included. The coordinator forms no larger one,
 #: and a replica joins none: what a rank keeps of each other one adds up.
 MAX_GROUP_SIZE: Final = 16_384
+#: Senders of one side group: a receiver has a lane to each.
+MAX_SENDERS: Final = 256
 #: Buckets that a sender may keep at once: each costs every receiver a buffer, too.
 MAX_BUCKETS_IN_FLIGHT: Final = 8
 
@@ -31,6 +33,8 @@ class GroupTicket:
     """Authorises this rank alone."""
     epoch: int
     rank: int
-    """The sender's is 0. Of a replica that has several receivers it is that of the first."""
+    """A sender's is below ``num_senders``; of a replica that has several receivers it is that of
+    the first."""
     size: int
     backend: str
+    num_senders: int = 1

@@ -20,7 +20,12 @@ from google.protobuf.message import Message
 
 from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.errors import NotReadyError, error_from_reason
-from weft.contract.group import MAX_BUCKETS_IN_FLIGHT, MAX_GROUP_SIZE, MAX_RECEIVERS
+from weft.contract.group import (
+    MAX_BUCKETS_IN_FLIGHT,
+    MAX_GROUP_SIZE,
+    MAX_RECEIVERS,
+    MAX_SENDERS,
+)
 from weft.tracing import MAX_TRACEPARENT_CHARS
 
 #: Of this process. Raised by a change that a peer of before would misunderstand; see
@@ -244,6 +249,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Drain.reason": _kept(MAX_TEXT_CHARS),
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
     "GenerateRequest.text": _text(MAX_PROMPT, printable=False),
+    "GroupPlan.num_senders": _number(0, MAX_SENDERS),
     "GroupPlan.rank": _number(0, MAX_GROUP_SIZE - 1),
     "GroupPlan.size": _number(2, MAX_GROUP_SIZE),
     "Hello.num_buckets_in_flight": _number(0, MAX_BUCKETS_IN_FLIGHT),
@@ -261,6 +267,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "RankFailed.reason": _ID,
     "Sampling.num_samples": _number(0, MAX_SAMPLES),
     "Sampling.stop": _text(1_024, printable=False),
+    "SendPlan.num_senders": _number(1, MAX_SENDERS),
     "SetRetentionRequest.num_versions": _anything,
     "StoreAdd.amount": _anything,
     "StoreAdd.key": _TEXT,

@@ -13,6 +13,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import GroupTicket
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.tensors import DataType
 from weft.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft.v1 import publish_pb2, registry_pb2, types_pb2
@@ -173,4 +174,28 @@ def ticket_from_proto(
         rank=message.rank,
         size=message.size,
         backend=message.backend,
+        num_senders=message.num_senders or 1,
     )
+
+
+def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
+    """Who sends what, as lists."""
+    return types_pb2.SendPlan(
+        num_senders=plan.num_senders,
+        senders=[wire.sender for wire in plan.buckets],
+        buckets=[wire.bucket for wire in plan.buckets],
+        payload_bytes=[wire.payload_bytes for wire in plan.buckets],
+        num_runs=[wire.num_runs for wire in plan.buckets],
+    )
+
+
+def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
+    """Who sends what.
+
+    Raises:
+        InvalidRequestError: It is no plan of any layout.
+    """
+    lists = (message.senders, message.buckets, message.payload_bytes, message.num_runs)
+    if len({len(entries) for entries in lists}) != 1:
+        raise InvalidRequestError("the lists of a send plan are of different lengths")
+    return make_send_plan(message.num_senders, map(WireBucket, *lists))

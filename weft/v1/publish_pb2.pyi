@@ -616,6 +616,7 @@ class BeginTransferRequest(_message.Message):
     REFUSE_OTHER_BASE_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     CARRIES_RUNS_FIELD_NUMBER: _builtins.int
+    SEND_PLAN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -661,6 +662,14 @@ class BeginTransferRequest(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """Longest time for the whole push, waiting for replicas included."""
 
+    @_builtins.property
+    def send_plan(self) -> _types_pb2.SendPlan:
+        """Where several processes send: which sends what. Absent where one sends the layout's
+        buckets as they are. Refused with INVALID_REQUEST where it does not fit the layout, or
+        with carries_runs; with INVALID_MANIFEST where runs cannot fill the layout; with
+        UNSUPPORTED where a replica cannot take buckets that list their runs.
+        """
+
     def __init__(
         self,
         *,
@@ -678,10 +687,11 @@ class BeginTransferRequest(_message.Message):
         refuse_other_base: _builtins.bool = ...,
         protocol_revision: _builtins.int = ...,
         carries_runs: _builtins.bool = ...,
+        send_plan: _types_pb2.SendPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "send_plan", b"send_plan", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "carries_runs", b"carries_runs", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "carries_runs", b"carries_runs", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "send_plan", b"send_plan", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +710,7 @@ class GroupPlan(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     FURTHER_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SENDERS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Name of the group; changes with its membership."""
     token: _builtins.str
@@ -709,15 +720,17 @@ class GroupPlan(_message.Message):
     epoch: _builtins.int
     """Generation of membership; a larger one replaces a smaller one."""
     rank: _builtins.int
-    """This member's rank; the sender is rank 0."""
+    """This member's rank; of several, that of its first. Senders are ranks 0 and up."""
     size: _builtins.int
     """Number of members; 2 to 16,384."""
     backend: _builtins.str
     """"nccl" or "gloo"."""
+    num_senders: _builtins.int
+    """Senders of the group, ranks 0 and up; the others receive. 1 where it is not said."""
     @_builtins.property
     def further_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tokens of the ranks that follow, where one member has several: of a replica's
-        receivers after the first, in order.
+        receivers after the first, or of a trainer's further senders, in order.
         """
 
     def __init__(
@@ -730,10 +743,11 @@ class GroupPlan(_message.Message):
         size: _builtins.int = ...,
         backend: _builtins.str = ...,
         further_tokens: _abc.Iterable[_builtins.str] | None = ...,
+        num_senders: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "further_tokens", b"further_tokens", "group_id", b"group_id", "rank", b"rank", "size", b"size", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "further_tokens", b"further_tokens", "group_id", b"group_id", "num_senders", b"num_senders", "rank", b"rank", "size", b"size", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -760,7 +774,7 @@ class BeginTransferResponse(_message.Message):
 
     @_builtins.property
     def group(self) -> Global___GroupPlan:
-        """The sender's place in the side group; absent when a repeated call finds
+        """The senders' places in the side group; absent when a repeated call finds
         that the transfer has ended.
         """
 
@@ -825,7 +839,7 @@ class Transfer(_message.Message):
     total_bytes: _builtins.int
     """Payload bytes of its manifest."""
     num_buckets: _builtins.int
-    """Buckets of its manifest."""
+    """Buckets that are sent: of its manifest, or of its send plan."""
     num_buckets_verified: _builtins.int
     """Buckets that every receiver has verified."""
     failure_reason: _builtins.str

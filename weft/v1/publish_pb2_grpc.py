@@ -164,13 +164,13 @@ class PublishServiceServicer(object):
         version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH;
         ABORTED/LEASE_FENCED;
-        ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
+        ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-        or carries_runs, and a replica cannot take them).
+        or carries_runs or send_plan, and a replica cannot take them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

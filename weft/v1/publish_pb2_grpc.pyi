@@ -87,13 +87,13 @@ class PublishServiceStub:
     version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
     REVISION_MISMATCH;
     ABORTED/LEASE_FENCED;
-    ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
+    ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-    or carries_runs, and a replica cannot take them).
+    or carries_runs or send_plan, and a replica cannot take them).
     """
     AwaitTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]
     """Waits until a transfer is committed and every replica that took part has
@@ -180,13 +180,13 @@ class PublishServiceAsyncStub(PublishServiceStub):
     version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
     REVISION_MISMATCH;
     ABORTED/LEASE_FENCED;
-    ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
+    ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
     GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
     UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
     the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
     UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-    or carries_runs, and a replica cannot take them).
+    or carries_runs or send_plan, and a replica cannot take them).
     """
     AwaitTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AwaitTransferRequest, _publish_pb2.AwaitTransferResponse]  # type: ignore[assignment]
     """Waits until a transfer is committed and every replica that took part has
@@ -312,13 +312,13 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH;
         ABORTED/LEASE_FENCED;
-        ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content);
+        ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
         UNIMPLEMENTED/UNSUPPORTED (check_finite or carries_runs, and a replica loads in place;
-        or carries_runs, and a replica cannot take them).
+        or carries_runs or send_plan, and a replica cannot take them).
         """
 
     @_abc_1.abstractmethod

@@ -466,8 +466,8 @@ class Hello(_message.Message):
     protocol_revision: _builtins.int
     """Of its process: 1. See types.proto."""
     num_buckets_in_flight: _builtins.int
-    """Of rank 0: how many buckets it keeps, from the oldest that not every receiver has
-    verified, and so how many receives of the group a receiver may have posted; 1 to 8.
+    """Of a sender: how many of its buckets it keeps, from the oldest that not every receiver
+    has verified, and so how many receives from it a receiver may have posted; 1 to 8.
     The receivers are told in Prepare.
     """
     @_builtins.property
@@ -529,7 +529,7 @@ class BucketVerified(_message.Message):
     transfer_id: _builtins.str
     """Which transfer."""
     bucket: _builtins.int
-    """Bucket index; buckets are reported in order."""
+    """Bucket index, of the send plan's wire buckets where there is one; reported in order."""
     def __init__(
         self,
         *,
@@ -696,7 +696,7 @@ class AttendResponse(_message.Message):
 
     @_builtins.property
     def released(self) -> Global___Released:
-        """To the sender: buckets up to this one were verified by every receiver
+        """To the senders: buckets up to this one were verified by every receiver
         and their memory may be reused.
         """
 
@@ -706,7 +706,7 @@ class AttendResponse(_message.Message):
 
     @_builtins.property
     def reform(self) -> Global___Reform:
-        """To the sender: members were lost; resume with the others in another group."""
+        """To the senders: members were lost; resume with the others in another group."""
 
     def __init__(
         self,
@@ -765,6 +765,7 @@ class Prepare(_message.Message):
     NUM_BUCKETS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     CARRIES_RUNS_FIELD_NUMBER: _builtins.int
+    SEND_PLAN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Which transfer."""
     layout_digest: _builtins.bytes
@@ -774,8 +775,9 @@ class Prepare(_message.Message):
     kind: _types_pb2.PolicyKind.ValueType
     """Base or adapter."""
     num_buckets_in_flight: _builtins.int
-    """As the sender has said in its Hello: no more receives than this may be posted at a
-    time, for the sender waits for the oldest before it sends another.
+    """As the sender has said in its Hello: no more receives from it than this may be posted
+    at a time, for it waits for the oldest before it sends another. Of several senders the
+    least that one has said; it holds for each.
     """
     trace_context: _builtins.str
     """The transfer's span, as a W3C traceparent of at most 128 characters, for who traces;
@@ -791,6 +793,10 @@ class Prepare(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """Time left to the whole push."""
 
+    @_builtins.property
+    def send_plan(self) -> _types_pb2.SendPlan:
+        """As BeginTransferRequest.send_plan said; absent where one rank sends the layout's buckets."""
+
     def __init__(
         self,
         *,
@@ -803,10 +809,11 @@ class Prepare(_message.Message):
         num_buckets_in_flight: _builtins.int = ...,
         trace_context: _builtins.str = ...,
         carries_runs: _builtins.bool = ...,
+        send_plan: _types_pb2.SendPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["send_plan", b"send_plan", "timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries_runs", b"carries_runs", "kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carries_runs", b"carries_runs", "kind", b"kind", "layout_digest", b"layout_digest", "nonce", b"nonce", "num_buckets_in_flight", b"num_buckets_in_flight", "send_plan", b"send_plan", "timeout", b"timeout", "trace_context", b"trace_context", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,8 +830,8 @@ class Start(_message.Message):
     transfer_id: _builtins.str
     """Which transfer."""
     first_bucket: _builtins.int
-    """Bucket that the sender begins with: the oldest that not every receiver has
-    verified. 0 but for a transfer that resumes in a new epoch: a push that lost a
+    """Bucket that the senders begin with, each with its next from there: the oldest that not
+    every receiver has verified; of a send plan's wire buckets where there is one. 0 but for a transfer that resumes in a new epoch: a push that lost a
     member, or a clone that was ended for the sake of a push.
     """
     def __init__(
@@ -858,7 +865,7 @@ class Reform(_message.Message):
     """Who was lost and why, for people."""
     @_builtins.property
     def group(self) -> _publish_pb2.GroupPlan:
-        """The sender's place in the new group."""
+        """The place of the sender that is told in the new group, alone."""
 
     def __init__(
         self,
@@ -886,7 +893,7 @@ class Released(_message.Message):
     transfer_id: _builtins.str
     """Which transfer."""
     num_buckets: _builtins.int
-    """Number of buckets, from the first, that every receiver has verified."""
+    """Number of buckets, from the first, that every receiver has verified; all senders' count."""
     def __init__(
         self,
         *,

@@ -63,7 +63,7 @@ class RendezvousServiceStub:
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     FAILED_PRECONDITION/REVISION_MISMATCH;
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
-    rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+    rank that the group has not, or, of a sender, no buckets in flight; a later one is empty,
     or a hello, or says that a rank is staged whose buckets were not all reported, or with
     a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
     read what it is told).
@@ -104,7 +104,7 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     FAILED_PRECONDITION/REVISION_MISMATCH;
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
-    rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+    rank that the group has not, or, of a sender, no buckets in flight; a later one is empty,
     or a hello, or says that a rank is staged whose buckets were not all reported, or with
     a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
     read what it is told).
@@ -160,7 +160,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
         FAILED_PRECONDITION/REVISION_MISMATCH;
         INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
-        rank that the group has not, or, of rank 0, no buckets in flight; a later one is empty,
+        rank that the group has not, or, of a sender, no buckets in flight; a later one is empty,
         or a hello, or says that a rank is staged whose buckets were not all reported, or with
         a digest of another size than 8 bytes, or that another bucket than its next is verified); RESOURCE_EXHAUSTED/TOO_SLOW (the rank does not
         read what it is told).
