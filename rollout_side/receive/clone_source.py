@@ -21,8 +21,8 @@ from rollout_side.memory.versions import Sendable
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, on_device, window
+from weft.transport.payload import payload_digest
 from weft.transport.sender import Sending, SendingRank
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.manifest import Manifest
-from weft.transport.digest import content_digest, verify_bucket
+from weft.transport.digest import content_digest
+from weft.transport.payload import verify_bucket
 
 _log = logging.getLogger(__name__)
 

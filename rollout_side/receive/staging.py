@@ -16,10 +16,11 @@ from rollout_side.memory.versions import (
     is_adapter,
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
+from weft.contract.layout_runs import bucket_sums, run_wire_sizes
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
-from weft.contract.runs import bucket_sums, run_wire_sizes
-from weft.transport.digest import content_digest, verify_bucket
+from weft.transport.digest import content_digest
+from weft.transport.payload import verify_bucket
 from weft.transport.runs import DigestedRun, open_runs
 
 

@@ -29,7 +29,8 @@ from weft.contract.errors import InvalidManifestError, TransferAbortedError, Wef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
-from weft.transport.digest import content_digest, payload_digest
+from weft.transport.digest import content_digest
+from weft.transport.payload import payload_digest
 from weft.v1 import types_pb2
 
 #: Which version the directory holds, of which base model.

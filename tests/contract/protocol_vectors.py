@@ -18,7 +18,8 @@ from weft.contract.manifest import WSUM64, XXH3_64, Manifest, plan_buckets
 from weft.contract.names import PolicyVersion, check_name, name_in_the_way
 from weft.contract.tensors import DataType, TensorMeta, base_fingerprint
 from weft.rpc.status import status_from_error
-from weft.transport.digest import content_digest, payload_digest, tensor_digest
+from weft.transport.digest import content_digest, tensor_digest
+from weft.transport.payload import payload_digest
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
 

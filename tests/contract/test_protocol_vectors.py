@@ -16,7 +16,7 @@ from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
 from weft.contract.errors import DigestMismatchError
 from weft.contract.manifest import plan_buckets
-from weft.transport.digest import verify_bucket
+from weft.transport.payload import verify_bucket
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())
 PAGE = protocol_vectors.PATH.with_suffix("").with_name("protocol.md").read_text()

@@ -7,8 +7,8 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.sources.source import Source
 from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
-from weft.transport.digest import payload_digest
 from weft.transport.group import CPU, window
+from weft.transport.payload import payload_digest
 
 
 class Packer:

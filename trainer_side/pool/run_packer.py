@@ -9,8 +9,8 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.named_source import Piece, RunSource
+from weft.contract.layout_runs import bucket_sums, joined, run_wire_sizes
 from weft.contract.manifest import Manifest, TensorSlot
-from weft.contract.runs import bucket_sums, joined, run_wire_sizes
 from weft.contract.tensors import TensorMeta
 from weft.transport.group import CPU
 from weft.transport.runs import DigestedRun, seal_runs

@@ -19,10 +19,10 @@ from trainer_side.sources.named_tensors import (
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.errors import InvalidManifestError
+from weft.contract.layout_runs import Run
 from weft.contract.manifest import Manifest, TensorSlot, align_up
-from weft.contract.runs import Run
 from weft.contract.tensors import Reference, TensorMeta, check_base
-from weft.transport.digest import run_digest
+from weft.transport.payload import run_digest
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"

@@ -16,7 +16,7 @@ from trainer_side.sources.source import CastRule
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
 from weft.contract.manifest import ALIGN_BYTES
 from weft.contract.tensors import DataType, TensorMeta, shape_text
-from weft.transport.digest import run_digest
+from weft.transport.payload import run_digest
 
 #: What ``push_base(named_tensors=)`` takes: pairs of a checkpoint name and a full tensor.
 NamedTensors = (

@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
@@ -80,6 +81,14 @@ class Manifest:
     def wire_bytes(self) -> int:
         """Bytes of all buckets as they travel and are staged."""
         return sum(b.wire_bytes for b in self.buckets)
+
+    @cached_property
+    def tensors_by_bucket(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the tensors of each bucket, by offset."""
+        found: list[list[int]] = [[] for _ in self.buckets]
+        for index, slot in enumerate(self.tensors):
+            found[slot.bucket].append(index)
+        return tuple(map(tuple, found))
 
 
 def align_up(num_bytes: int) -> int:

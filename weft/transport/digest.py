@@ -1,171 +1,333 @@
-"""Digests over buckets, the same on every side.
+"""WSUM64, the digest of a tensor's bytes: the same on every side, wherever they lie.
 
-They find accidents (a bucket lost, torn or reordered), not attacks. Source of the
-algorithms: protos/weft/v1/types.proto, DigestAlgorithm; xxHash's XXH3 64-bit with
-seed 0, and a weighted sum for accelerators, whose weights come from SplitMix64
+It finds accidents (bytes lost, torn or reordered), not attacks. It is linear: the digests of a
+tensor's parts, each weighed at its place, add up to that of the whole, whoever held which part
+and whichever buckets they came in.
+
+Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64. Its weights come from SplitMix64
 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
 
 import torch
 import xxhash
 
-from weft.contract.errors import UnsupportedError
-from weft.contract.manifest import TRAILER_BYTES, WSUM64, XXH3_64, Manifest, check_trailer
+from weft.contract.manifest import ALIGN_BYTES
 
 _MASK = 2**64 - 1
 _ROW_WORDS = 4096
-# Weights are made for this many rows at a time: enough for a bucket of 1 GiB.
+# Weights are made for this many rows at a time: enough for a tensor of 1 GiB.
 _ROWS = 32768
+# A core's cache keeps so many rows from the first sum over them to the second (1 MiB).
+_CPU_ROWS = 32
+# What has fewer words than this, on a CPU and on an accelerator, is summed together with others,
+# over weights that are written out for so many words at once: that reads and writes more, but
+# launches fewer kernels.
+_SMALL_WORDS, _SMALL_WORDS_ON_DEVICE = _ROW_WORDS, 2**19
+_BATCH_WORDS, _BATCH_WORDS_ON_DEVICE = 2**15, 2**22
+# A slice's rows are summed up first where so many of them have the same weights.
+_MIN_PERIODS = 8
 
 
-def payload_digest(payload: torch.Tensor, algorithm: int) -> int:
-    """Digest of a uint8 tensor, on whatever device it lies.
+class Part(NamedTuple):
+    """Bytes of a payload, and where in their tensor they are weighed."""
 
-    Reads it once (``XXH3_64``, on a CPU, without the interpreter's lock) or twice
-    (``WSUM64``); blocks until that is done. On an accelerator it runs on the calling
-    thread's current stream.
-
-    Raises:
-        UnsupportedError: This side does not know the algorithm, or not on this device.
-    """
-    if algorithm == WSUM64:
-        return _weighted_sum(payload.view(torch.int64))
-    if algorithm != XXH3_64:
-        raise UnsupportedError(f"digest algorithm {algorithm} is not known here; update this side")
-    if payload.device.type != "cpu":
-        raise UnsupportedError(f"xxh3_64 cannot be computed on {payload.device}; use wsum64")
-    return xxhash.xxh3_64_intdigest(payload.numpy().data)
+    at: int
+    """The first in the payload; a multiple of ``ALIGN_BYTES``."""
+    num_bytes: int
+    """With the zeros that fill up the last block; a multiple of ``ALIGN_BYTES``."""
+    first_byte: int = 0
+    """In the tensor; a multiple of ``ALIGN_BYTES``, of a slice one of 8."""
+    row_bytes: int = 0
+    """Of each row of a slice, which lie one behind the other; 0 of contiguous bytes."""
+    stride_bytes: int = 0
+    """In the tensor, from the beginning of one row of a slice to that of the next."""
 
 
-def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> int:
-    """Check a bucket that has arrived against its trailer; returns its payload's digest.
+class _Piece(NamedTuple):
+    """A part, or a piece of one, in words."""
 
-    Raises:
-        DigestMismatchError: Other bytes arrived than were sent.
-    """
-    bucket = manifest.buckets[index]
-    digest = payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
-    end = bucket.payload_bytes + TRAILER_BYTES
-    check_trailer(
-        wire[bucket.payload_bytes : end].cpu().numpy().data,
-        digest=digest,
-        nonce=nonce,
-        bucket=index,
-        payload_bytes=bucket.payload_bytes,
-    )
-    return digest
+    part: int
+    at: int
+    num: int
+    first: int
+    row: int
+    stride: int
+
+    def begin(self, num: int) -> _Piece:
+        """Its first words."""
+        return self._replace(num=num)
+
+    def rest(self, num: int) -> _Piece:
+        """What follows its first words; whole rows of a slice."""
+        moved = num // self.row * self.stride if self.row else num
+        return self._replace(at=self.at + num, num=self.num - num, first=self.first + moved)
 
 
-def content_digest(bucket_digests: list[int]) -> bytes:
-    """One digest over all buckets of a version; 8 bytes, big-endian.
+def content_digest(tensor_digests: Sequence[int]) -> bytes:
+    """One digest over all tensors of a version, in its manifest's order; 8 bytes, big-endian.
 
     Source: protos/weft/v1/types.proto, ContentDigest.
     """
-    joined = b"".join(digest.to_bytes(8, "little") for digest in bucket_digests)
-    return xxhash.xxh3_64_digest(joined)
+    return xxhash.xxh3_64_digest(joined(tensor_digests))
 
 
-def run_digest(content: torch.Tensor, first_byte: int) -> int:
-    """What some bytes of a bucket's payload add to its ``WSUM64`` digest, modulo 2^64.
-
-    Reads them twice; blocks until that is done.
-
-    Args:
-        content: uint8, 1-D, contiguous, a multiple of 8 bytes, on any device.
-        first_byte: Where in the payload they begin; a multiple of 8.
-    """
-    return _weighted_sum(content.view(torch.int64), first_byte // 8)
+def joined(digests: Sequence[int]) -> bytes:
+    """Digests as they are digested further: 8 bytes each, little-endian."""
+    return b"".join([digest.to_bytes(8, "little") for digest in digests])
 
 
-def tensor_digest(content: torch.Tensor, *, first_byte: int = 0) -> int:
+def tensor_digest(
+    content: torch.Tensor, *, first_byte: int = 0, going_on: Callable[[], bool] = lambda: True
+) -> int:
     """Digest of one tensor's bytes, wherever it lies: in a file, a bucket, a model.
 
-    Linear: the digests of a tensor's pieces, each with where it begins, add up (modulo
-    2^64) to that of the whole. Reads the bytes twice; blocks until that is done.
+    Reads them once from memory; blocks until that is done. On an accelerator it runs on the
+    calling thread's current stream.
 
     Args:
-        content: uint8, 1-D, contiguous, on any device.
-        first_byte: Where in its tensor a piece begins; a multiple of 32 KiB.
-
-    Source: protos/weft/v1/registry.proto, Checkpoint.digest.
+        content: uint8, 1-D, contiguous, on any device; the last word is filled up with zeros.
+        first_byte: Where in its tensor a part begins; a multiple of 8.
+        going_on: Asked now and then on a CPU; what comes of it means nothing once it says no.
     """
-    first_row, rest = divmod(first_byte, 8 * _ROW_WORDS)
-    assert not rest, f"a piece that begins at byte {first_byte}"
-    whole = content.numel() // 8 * 8
-    total = _weighted_sum(content[:whole].view(torch.int64), first_row * _ROW_WORDS)
-    if whole < content.numel():
-        last = torch.zeros(8, dtype=torch.uint8, device=content.device)
-        last[: content.numel() - whole] = content[whole:]
-        row, column = divmod(whole // 8, _ROW_WORDS)
-        weight = (
-            _rows_from(content.device, first_row + row)[0] + _column_weights(content.device)[column]
-        )
-        total += int((last.view(torch.int64) * weight).sum().item())
-    return total & _MASK
-
-
-def _weighted_sum(words: torch.Tensor, first_word: int = 0) -> int:
-    """Sum of ``words[i] * (row_weight[i // 4096] + column_weight[i % 4096])`` mod 2^64.
-
-    As two plain sums over the rows and columns of a matrix, so that nothing of the
-    payload's size is ever made: int64 arithmetic wraps around as it should.
-
-    Args:
-        words: int64, 1-D, contiguous.
-        first_word: Where they begin, where they are a piece of more.
-    """
-    columns = _column_weights(words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    first_row, column = divmod(first_word, _ROW_WORDS)
-    if column:  # the rest of a row that was begun before
-        head = words[: _ROW_WORDS - column]
-        row = _rows_from(words.device, first_row)[0]
-        total += (head * (columns[column : column + head.numel()] + row)).sum()
-        words, first_row = words[head.numel() :], first_row + 1
-    num_rows, rest = divmod(words.numel(), _ROW_WORDS)
-    done = 0
-    while done < num_rows:
-        rows = _rows_from(words.device, first_row + done)
-        count = min(rows.numel(), num_rows - done)
-        begin = done * _ROW_WORDS
-        matrix = words[begin : begin + count * _ROW_WORDS].view(count, _ROW_WORDS)
-        total += (matrix.sum(1) * rows[:count]).sum() + (matrix.sum(0) * columns).sum()
-        done += count
-    if rest:
-        tail = words[num_rows * _ROW_WORDS :]
-        row = _rows_from(words.device, first_row + num_rows)[0]
-        total += (tail * (columns[:rest] + row)).sum()
+    num, device = content.numel() // 8, content.device
+    words = content[: num * 8].view(torch.int64)
+    piece = _Piece(0, 0, num, first_byte // 8, 0, 0)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    while piece.num:
+        first_row, column = divmod(piece.first, _ROW_WORDS)
+        if column or piece.num < _ROW_WORDS:
+            now = piece.begin(min(piece.num, _ROW_WORDS - column))
+            weights = _column_weights(device)[column : column + now.num]
+            weights = weights + _rows(device, first_row)[0]
+            total += (words[now.at : now.at + now.num] * weights).sum()
+        else:
+            now = piece.begin(piece.num // _ROW_WORDS * _ROW_WORDS)
+            total += _whole_rows(words[now.at : now.at + now.num], first_row, going_on)
+        piece = piece.rest(now.num)
+    if num * 8 < content.numel():
+        last = torch.zeros(8, dtype=torch.uint8, device=device)
+        last[: content.numel() - num * 8] = content[num * 8 :]
+        row, column = divmod(piece.first, _ROW_WORDS)
+        weight = _column_weights(device)[column] + _rows(device, row)[0]
+        total += (last.view(torch.int64) * weight).sum()
     return int(total.item()) & _MASK
 
 
-def _rows_from(device: torch.device, row: int) -> torch.Tensor:
-    """Weights of ``row`` and of what follows it in its block; a view."""
+def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
+    """Digest of each part of a payload, at its place in its tensor.
+
+    Reads the payload once from memory, on an accelerator with few kernels and one copy to the
+    host; blocks until that is done. There it runs on the calling thread's current stream.
+
+    Args:
+        payload: uint8, 1-D, contiguous, on any device.
+        parts: Need not cover it.
+    """
+    words = payload.view(torch.int64)
+    small: dict[int, list[_Piece]] = {}
+    owners: list[int] = []
+    sums: list[torch.Tensor] = []
+    for index, part in enumerate(parts):
+        words_of = [num_bytes // 8 for num_bytes in part]
+        for piece in _long_rows(_Piece(index, *words_of), words.device):
+            large, rest = _large(words, piece)
+            owners += [index] * len(large)
+            sums += large
+            for piece in rest:
+                small.setdefault(_block_words(piece), []).append(piece)
+    for block_words, pieces in small.items():
+        for batch in _batches(pieces, words.device):
+            owners += [piece.part for piece in batch]
+            sums.append(_together(words, batch, block_words))
+    digests = [0] * len(parts)
+    if sums:
+        for owner, value in zip(owners, torch.cat(sums).tolist(), strict=True):
+            digests[owner] = (digests[owner] + value) & _MASK
+    return digests
+
+
+# -- what is large: few kernels for each ---------------------------------------------------
+
+
+def _long_rows(piece: _Piece, device: torch.device) -> Iterator[_Piece]:
+    """The rows of a slice that are worth summing by themselves; else the piece as it is."""
+    if piece.row < _small_words(device):
+        yield piece
+        return
+    while piece.num:
+        yield piece.begin(min(piece.row, piece.num))._replace(row=0, stride=0)
+        piece = piece.rest(min(piece.row, piece.num))
+
+
+def _large(words: torch.Tensor, piece: _Piece) -> tuple[list[torch.Tensor], list[_Piece]]:
+    """The sum of what of a piece is large, if anything; and what is left of it."""
+    small = _small_words(words.device)
+    if piece.num < small:
+        return [], [piece]
+    if piece.row:
+        period = _ROW_WORDS // gcd(piece.stride, _ROW_WORDS)
+        periods = piece.num // (period * piece.row)
+        if periods < _MIN_PERIODS or _block_words(piece) < _MIN_PERIODS:
+            return [], [piece]
+        now = piece.begin(periods * period * piece.row)
+        return [_slice(words, now, period).view(1)], _rest(piece, now.num)
+    head = -piece.first % _ROW_WORDS
+    num = (piece.num - head) // _ROW_WORDS * _ROW_WORDS
+    if num < small:
+        return [], [piece]
+    first = piece.at + head
+    large = _whole_rows(words[first : first + num], (piece.first + head) // _ROW_WORDS)
+    return [large.view(1)], [p for p in (piece.begin(head), *_rest(piece, head + num)) if p.num]
+
+
+def _rest(piece: _Piece, num: int) -> list[_Piece]:
+    return [piece.rest(num)] if num < piece.num else []
+
+
+def _whole_rows(
+    words: torch.Tensor, first_row: int, going_on: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
+    """The sum of whole rows, as two plain sums over the rows and the columns of a matrix:
+    nothing of their size is made, and int64 arithmetic wraps around as it should."""
+    matrix, device = words.view(-1, _ROW_WORDS), words.device
+    step = _CPU_ROWS if device.type == "cpu" else _ROWS
+    by_row = torch.empty(len(matrix), dtype=torch.int64, device=device)
+    by_column = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
+    for first in range(0, len(matrix), step):
+        if not going_on():
+            break
+        rows = matrix[first : first + step]
+        torch.sum(rows, 1, out=by_row[first : first + step])
+        by_column += rows.sum(0)
+    total = (by_column * _column_weights(device)).sum()
+    while len(by_row):
+        weights = _rows(device, first_row)[: len(by_row)]
+        total += (by_row[: len(weights)] * weights).sum()
+        by_row, first_row = by_row[len(weights) :], first_row + len(weights)
+    return total
+
+
+def _slice(words: torch.Tensor, piece: _Piece, period: int) -> torch.Tensor:
+    """The sum of a slice of a multiple of ``period`` rows, after which columns' weights repeat:
+    as of whole rows, but that the rows of the digest change within those of the slice."""
+    device, length, stride = words.device, piece.row, piece.stride
+    own = words[piece.at : piece.at + piece.num]
+    by_column = own.view(-1, period * length).sum(0).view(period, length)
+    begins = torch.arange(period, device=device).unsqueeze(1) * stride + piece.first
+    columns = (begins + torch.arange(length, device=device)) % _ROW_WORDS
+    total = (by_column * _column_weights(device)[columns]).sum()
+    size = _block_words(piece)
+    by_block = own.view(-1, length // size, size).sum(2)
+    begins = torch.arange(len(by_block), device=device).unsqueeze(1) * stride + piece.first
+    rows = (begins + torch.arange(0, length, size, device=device)) // _ROW_WORDS
+    last = (piece.first + len(by_block) * stride + length) // _ROW_WORDS
+    return total + (by_block * _rows_at(rows, last)).sum()
+
+
+# -- what is small: many together ------------------------------------------------------------
+
+
+def _block_words(piece: _Piece) -> int:
+    """A piece consists of blocks of so many words, each within one row of the digest and one of
+    its own."""
+    return gcd(piece.at, piece.num, piece.first, piece.row, piece.stride, ALIGN_BYTES // 8)
+
+
+def _batches(pieces: Sequence[_Piece], device: torch.device) -> Iterator[list[_Piece]]:
+    """Pieces together, up to the words of a batch; longer ones, which are slices, are cut."""
+    bound = _BATCH_WORDS if device.type == "cpu" else _BATCH_WORDS_ON_DEVICE
+    batch: list[_Piece] = []
+    room = bound
+    for piece in pieces:
+        while piece.num:
+            fits = room // piece.row * piece.row if piece.row else room
+            if piece.num > fits and len(batch):
+                yield batch
+                batch, room = [], bound
+                continue
+            now = piece.begin(min(piece.num, fits))
+            batch.append(now)
+            piece, room = piece.rest(now.num), room - now.num
+    if batch:
+        yield batch
+
+
+def _together(words: torch.Tensor, pieces: Sequence[_Piece], size: int) -> torch.Tensor:
+    """The sums of several pieces, which consist of blocks of ``size`` words."""
+    device = words.device
+    table = torch.tensor([piece[1:] for piece in pieces]).T.contiguous().to(device) // size
+    at, num, first, length, stride = table
+    total = sum(piece.num for piece in pieces) // size
+    ends = num.cumsum(0)
+    owner = torch.repeat_interleave(num, output_size=total)
+    local = torch.arange(total, device=device) - (ends - num)[owner]
+    place = first[owner] + local
+    if any(piece.row for piece in pieces):
+        row = local // length.clamp(min=1)[owner] * (length > 0)[owner]
+        place += row * (stride - length)[owner]
+    blocks = words.view(-1, size)
+    is_one = all(a.at + a.num == b.at for a, b in pairwise(pieces))
+    begin = pieces[0].at // size
+    blocks = blocks[begin : begin + total] if is_one else blocks[at[owner] + local]
+    last = max(
+        piece.first + (piece.num // piece.row + 1) * piece.stride + piece.row
+        if piece.row
+        else piece.first + piece.num
+        for piece in pieces
+    )
+    per_row = _ROW_WORDS // size
+    weights = _column_weights(device).view(-1, size)[place % per_row]
+    weights += _rows_at(place // per_row, last // _ROW_WORDS).unsqueeze(1)
+    weights *= blocks
+    up_to = weights.sum(1).cumsum(0)[ends - 1]
+    return torch.diff(up_to, prepend=up_to.new_zeros(1))
+
+
+def _small_words(device: torch.device) -> int:
+    return _SMALL_WORDS if device.type == "cpu" else _SMALL_WORDS_ON_DEVICE
+
+
+# -- weights -------------------------------------------------------------------------------
+
+
+def _rows(device: torch.device, row: int) -> torch.Tensor:
+    """Weights of ``row`` and of what follows it in its block of weights; a view."""
     return _row_weights(device, row - row % _ROWS)[row % _ROWS :]
+
+
+def _rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
+    """Weights of any rows up to ``last``."""
+    if last < _ROWS:
+        return _row_weights(rows.device, 0)[rows]
+    return _split_mix(rows) << 1
 
 
 @lru_cache(maxsize=256)
 def _row_weights(device: torch.device, first: int) -> torch.Tensor:
     """Even weights of rows ``first`` to ``first + _ROWS``; 256 KiB each."""
-    return _split_mix(first, _ROWS, device) << 1
+    return (_split_mix(torch.arange(first, first + _ROWS)) << 1).to(device)
 
 
 @lru_cache(maxsize=64)
 def _column_weights(device: torch.device) -> torch.Tensor:
     """Odd weights of the columns."""
-    return (_split_mix(2**32, _ROW_WORDS, device) << 1) + 1
+    return ((_split_mix(torch.arange(2**32, 2**32 + _ROW_WORDS)) << 1) + 1).to(device)
 
 
-def _split_mix(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Outputs ``first`` to ``first + count`` of SplitMix64 seeded with 0, as int64."""
-    state = torch.arange(first + 1, first + count + 1, dtype=torch.int64)
-    z = state * _signed(0x9E3779B97F4A7C15)
+def _split_mix(n: torch.Tensor) -> torch.Tensor:
+    """The outputs of SplitMix64 seeded with 0 that have these numbers, as int64."""
+    z = (n + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return (z ^ _shifted(z, 31)).to(device)
+    return z ^ _shifted(z, 31)
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from weft.contract.layout_runs import Run, pack_runs, unpack_runs
 from weft.contract.manifest import TRAILER_BYTES, Manifest, check_trailer, pack_trailer
-from weft.contract.runs import Run, pack_runs, unpack_runs
-from weft.transport.digest import run_digest
+from weft.transport.payload import run_digest
 
 #: A run and its digest at its place.
 DigestedRun = tuple[Run, int]

@@ -21,7 +21,7 @@ import torch
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
 from weft.contract.manifest import WSUM64, Manifest
-from weft.transport.digest import payload_digest
+from weft.transport.payload import payload_digest
 
 _log = logging.getLogger(__name__)
 

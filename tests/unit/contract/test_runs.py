@@ -1,9 +1,11 @@
-"""What buckets carry when their sender chooses: any cut of any order covers the layout once."""
+"""What buckets carry when they list it: any parts of tensors, which cover all of them once."""
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,169 +13,186 @@ from weft.contract.errors import DigestMismatchError, InvalidManifestError
 from weft.contract.manifest import (
     ALIGN_BYTES,
     TRAILER_BYTES,
-    WSUM64,
-    XXH3_64,
     Bucket,
-    Manifest,
     TensorSlot,
-    align_up,
     make_manifest,
     plan_buckets,
 )
 from weft.contract.runs import (
     Run,
-    bucket_sums,
-    check_carries_runs,
-    joined,
+    carried_sizes,
+    check_coverage,
+    check_layout,
     pack_runs,
-    run_wire_sizes,
     unpack_runs,
+    why_not,
+    wire_size,
 )
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import payload_digest, run_digest
-from weft.transport.runs import open_runs, seal_runs
 
 
-def layout(sizes: list[int], capacity: int = 1024) -> Manifest:
-    metas = [TensorMeta(f"t.{i}.w", DataType.UINT8, (size,)) for i, size in enumerate(sizes)]
-    return plan_buckets(metas, capacity, WSUM64)
+def matrix(rows: int, columns: int, name: str = "w", dtype: DataType = DataType.INT64):
+    return TensorMeta(name, dtype, (rows, columns))
 
 
-def cut(manifest: Manifest, order: list[int]) -> list[list[Run]]:
-    """What each bucket carries when tensors come in an order: cut where a payload ends."""
-    buckets: list[list[Run]] = []
-    room = [bucket.payload_bytes for bucket in manifest.buckets]
-    for slot in (manifest.tensors[i] for i in order):
-        first, left = slot.offset_bytes, align_up(slot.meta.num_bytes)
-        while left:
-            if not buckets or not room[len(buckets) - 1]:
-                buckets.append([])
-            size = min(left, room[len(buckets) - 1])
-            buckets[-1].append(Run(slot.bucket, first, size))
-            room[len(buckets) - 1] -= size
-            first, left = first + size, left - size
-    return buckets
-
-
-SIZES = st.lists(st.integers(1, 4000), min_size=1, max_size=12)
-
-
-@given(SIZES, st.sampled_from([256, 1024, 4096]), st.randoms())
-def test_any_order_fills_the_layouts_payloads_and_covers_every_byte_once(sizes, capacity, random):
-    manifest = layout(sizes, capacity)
-    order = list(range(len(sizes)))
-    random.shuffle(order)
-    buckets = cut(manifest, order)
-    assert len(buckets) == len(manifest.buckets)
-    wire_sizes = run_wire_sizes(manifest)
-    for index, runs in enumerate(buckets):
-        payload = manifest.buckets[index].payload_bytes
-        assert sum(run.num_bytes for run in runs) == payload
-        table = pack_runs(runs)
-        assert payload + TRAILER_BYTES + len(table) <= wire_sizes[index]
-        assert unpack_runs(table + b"\7" * 100, manifest, index) == runs
-    flat = [(run, 1) for runs in buckets for run in runs]
-    random.shuffle(flat)
-    assert sum(bucket_sums(manifest, flat)) == len(flat)
-    with pytest.raises(InvalidManifestError, match="did not come"):
-        bucket_sums(manifest, flat[1:])
-    with pytest.raises(InvalidManifestError, match="came twice"):
-        bucket_sums(manifest, [*flat, flat[0]])
-
-
-@given(SIZES, st.sampled_from([256, 1024]), st.randoms())
-def test_what_was_staged_digests_as_if_it_had_come_in_the_layouts_order(sizes, capacity, random):
-    """Runs are sealed, opened and put where they belong; the sums are the buckets' digests."""
-    manifest = layout(sizes, capacity)
-    generator = torch.Generator().manual_seed(random.randrange(1000))
-    payloads = [
-        torch.randint(0, 256, (b.payload_bytes,), generator=generator, dtype=torch.uint8)
-        for b in manifest.buckets
+def elements(run: Run) -> list[int]:
+    """What it holds, row by row."""
+    return [
+        run.first + row * run.stride + i for row in range(run.repeats) for i in range(run.count)
     ]
-    staged = [torch.zeros_like(payload) for payload in payloads]
-    order = list(range(len(sizes)))
-    random.shuffle(order)
-    received = []
-    wire_sizes = run_wire_sizes(manifest)
-    for index, runs in enumerate(cut(manifest, order)):
-        wire = torch.full((wire_sizes[index],), 9, dtype=torch.uint8)
-        parts = [payloads[r.bucket][r.offset_bytes : r.end_bytes] for r in runs]
-        payload = torch.cat(parts)
-        wire[: payload.numel()] = payload
-        digested = [
-            (run, run_digest(part, run.offset_bytes)) for run, part in zip(runs, parts, strict=True)
-        ]
-        sent = seal_runs(wire, payload.numel(), 5, index, joined(digested))
-        digest, opened = open_runs(wire, manifest, index, 5)
-        assert (digest, opened) == (sent, joined(digested))
-        received += opened
-        at = 0
-        for run, _ in opened:
-            staged[run.bucket][run.offset_bytes : run.end_bytes] = wire[at : at + run.num_bytes]
-            at += run.num_bytes
-    assert all(map(torch.equal, staged, payloads))
-    assert bucket_sums(manifest, received) == [payload_digest(p, WSUM64) for p in payloads]
 
 
-def test_the_layouts_own_order_makes_one_run_a_bucket() -> None:
-    manifest = layout([300, 500, 900, 10])
-    for index, runs in enumerate(cut(manifest, [0, 1, 2, 3])):
-        whole = Run(index, 0, manifest.buckets[index].payload_bytes)
-        assert joined((run, 2) for run in runs) == [(whole, 2 * len(runs))]
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[list[TensorMeta], list[Run]]:
+    """Tensors, each cut at random into contiguous runs, or into runs and slices of a grid."""
+    metas, runs = [], []
+    for index in range(draw(st.integers(1, 3))):
+        rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+        metas.append(matrix(rows, columns, f"t{index}"))
+        row_cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=2))})
+        for top, bottom in pairwise(row_cuts):
+            kind = draw(st.sampled_from(["contiguous", "columns"]))
+            first, end = top * columns, bottom * columns
+            if kind == "contiguous":
+                inside = draw(st.lists(st.integers(first, end), max_size=2))
+                cuts = sorted({first, end, *inside})
+                runs += [Run(index, a, b - a) for a, b in pairwise(cuts)]
+                continue
+            cuts = sorted({0, columns, *draw(st.lists(st.integers(0, columns), max_size=2))})
+            for a, b in pairwise(cuts):
+                if b - a == columns or bottom - top == 1:
+                    runs += [Run(index, r * columns + a, b - a) for r in range(top, bottom)]
+                else:
+                    runs.append(Run(index, first + a, b - a, columns, bottom - top))
+    return metas, runs
 
 
-def sealed(manifest: Manifest) -> torch.Tensor:
-    wire = torch.zeros(run_wire_sizes(manifest)[0], dtype=torch.uint8)
-    size = manifest.buckets[0].payload_bytes
-    wire[:size] = torch.arange(size) % 251
-    seal_runs(wire, size, 5, 0, [(Run(0, 0, size), run_digest(wire[:size], 0))])
-    return wire
+@given(tilings(), st.randoms())
+def test_any_tiling_covers_every_element_once(tiling, random) -> None:
+    metas, runs = tiling
+    random.shuffle(runs)
+    assert not any(why_not(run, metas[run.tensor]) for run in runs)
+    check_coverage(metas, runs)
+    some = random.choice(runs)
+    left = list(runs)
+    left.remove(some)
+    with pytest.raises(InvalidManifestError, match="did not come"):
+        check_coverage(metas, left)
+    with pytest.raises(InvalidManifestError, match="came twice"):
+        check_coverage(metas, [*runs, some])
 
 
-def test_a_changed_byte_of_payload_trailer_or_list_is_found() -> None:
-    manifest = layout([700])
-    size = manifest.buckets[0].payload_bytes
-    read = size + TRAILER_BYTES + len(pack_runs([Run(0, 0, size)]))
-    for place in [*range(0, size, 97), *range(size, read)]:
-        wire = sealed(manifest)
-        wire[place] ^= 1
-        with pytest.raises(DigestMismatchError):
-            open_runs(wire, manifest, 0, 5)
-    wire = sealed(manifest)
-    wire[read:] = 255  # means nothing
-    open_runs(wire, manifest, 0, 5)
-    with pytest.raises(DigestMismatchError, match="nonce"):
-        open_runs(wire, manifest, 0, 6)
+@given(st.integers(1, 40), st.integers(2, 7), st.data())
+def test_it_says_of_any_runs_what_counting_every_element_says(size, stride, data) -> None:
+    meta = matrix(1, size)
+
+    def run() -> Run:
+        first = data.draw(st.integers(0, size - 1))
+        repeats = data.draw(st.integers(1, 5))
+        count = data.draw(st.integers(1, stride - 1 if repeats > 1 else size))
+        return Run(0, first, count, stride if repeats > 1 else 0, repeats)
+
+    runs = [run() for _ in range(data.draw(st.integers(1, 5)))]
+    runs = [run for run in runs if not why_not(run, meta)]
+    counted = Counter(element for run in runs for element in elements(run))
+    wrong = {element: counted[element] for element in range(size) if counted[element] != 1}
+    if not wrong:
+        check_coverage([meta], runs)
+        return
+    with pytest.raises(InvalidManifestError) as raised:
+        check_coverage([meta], runs)
+    _, place, *_ = raised.value.message.split()
+    assert "twice" in raised.value.message if wrong[int(place)] else "not come" in str(raised.value)
+
+
+def test_rows_of_a_slice_that_reach_into_the_next_are_told() -> None:
+    meta = matrix(4, 10)
+    # columns 8, 9 and 0 of the next row, four times but for the end; and what is left
+    runs = [Run(0, 0, 8), Run(0, 8, 3, 10, 3), Run(0, 11, 7, 10, 3), Run(0, 38, 2)]
+    check_coverage([meta], runs)
+    with pytest.raises(InvalidManifestError, match="element 8 of tensor 'w' came twice"):
+        check_coverage([meta], [Run(0, 0, 12), *runs[1:]])
+
+
+def test_a_tensor_that_did_not_come_is_named() -> None:
+    metas = [matrix(2, 2, name) for name in "abc"]
+    for missing, name in enumerate("abc"):
+        runs = [Run(i, 0, 4) for i in range(3) if i != missing]
+        with pytest.raises(InvalidManifestError, match=f"element 0 of tensor '{name}' did not"):
+            check_coverage(metas, runs)
+
+
+def test_slices_of_one_tensor_have_one_stride() -> None:
+    runs = [Run(0, 0, 1, 2, 4), Run(0, 1, 1, 4, 2), Run(0, 3, 1, 4, 2)]
+    with pytest.raises(InvalidManifestError, match="strides 2 and 4"):
+        check_coverage([matrix(2, 4)], runs)
+
+
+def test_long_slices_are_not_checked_row_by_row() -> None:
+    """A trillion rows: it would never end."""
+    meta = matrix(10**12, 64)
+    check_coverage([meta], [Run(0, 0, 32, 64, 10**12), Run(0, 32, 32, 64, 10**12)])
+
+
+SIZE = 700
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    metas = [TensorMeta("a", DataType.UINT8, (SIZE,)), matrix(4, 64, "b")]
+    manifest = plan_buckets(metas)
+    runs = [Run(0, 0, 300), Run(1, 8, 8, 64, 4), Run(0, 300, 400)]
+    payload = 512 + 256 + (768 - 256)
+    assert sum(run.payload_bytes(m) for run, m in zip(runs, (1, 8, 1), strict=True)) == payload
+    table = pack_runs(runs)
+    assert unpack_runs(table + b"\7" * 100, manifest, payload, 0) == runs
+    assert payload + TRAILER_BYTES + len(table) <= wire_size(payload, 3).wire_bytes
+    assert wire_size(payload, 3).wire_bytes % ALIGN_BYTES == 0
 
 
 @pytest.mark.parametrize(
-    "runs",
+    ("runs", "why"),
     [
-        [],
-        [Run(0, 0, 256)],
-        [Run(7, 0, 768)],
-        [Run(0, 256, 768)],
-        [Run(0, 0, 768), Run(0, 0, 0)],
-        [Run(0, 0, 700), Run(0, 700, 68)],
-        [Run(0, 2**63, 768)],
+        ([], "lists 0 runs"),
+        ([Run(0, 0, 300)], "runs of 512 bytes"),
+        ([Run(7, 0, 768)], "of 2 tensors"),
+        ([Run(0, 256, SIZE)], "700 elements"),
+        ([Run(0, 0, SIZE), Run(0, 0, 0)], "700 elements"),
+        ([Run(0, 0, SIZE, 0, 0)], "700 elements"),
+        ([Run(0, 0, SIZE, 8)], "no stride"),
+        ([Run(0, 0, 8, 8, 2)], "contiguous"),
+        ([Run(0, 4, 8, 16, 2)], "multiples of 8"),
+        ([Run(0, 0, 8, 20, 2)], "multiples of 8"),
+        ([Run(0, 0, 12, 16, 2)], "multiples of 8"),
+        ([Run(0, 2**63, 768)], "700 elements"),
+        ([Run(0, 0, 8, 2**62, 2**60)], "700 elements"),
     ],
-    ids=["none", "short", "no such bucket", "behind its end", "empty", "misaligned", "huge"],
+    ids=str,
 )
-def test_a_list_that_cannot_be_right_is_refused(runs: list[Run]) -> None:
-    with pytest.raises(DigestMismatchError):
-        unpack_runs(pack_runs(runs), layout([700]), 0)
+def test_a_table_that_cannot_be_right_is_refused(runs: list[Run], why: str) -> None:
+    metas = [TensorMeta("a", DataType.UINT8, (SIZE,)), matrix(4, 64, "b")]
+    with pytest.raises(DigestMismatchError, match=why):
+        unpack_runs(pack_runs(runs), plan_buckets(metas), 768, 0)
 
 
-def test_a_list_that_is_cut_off_is_refused() -> None:
+def test_a_table_that_is_cut_off_is_refused() -> None:
+    manifest = plan_buckets([TensorMeta("a", DataType.UINT8, (SIZE,))])
     with pytest.raises(DigestMismatchError, match="room"):
-        unpack_runs(pack_runs([Run(0, 0, 768)])[:-1], layout([700]), 0)
+        unpack_runs(pack_runs([Run(0, 0, SIZE)])[:-1], manifest, 768, 0)
+
+
+def test_buckets_of_any_order_have_room_for_the_runs_of_the_smallest_tensors() -> None:
+    metas = [
+        TensorMeta(f"t.{i}.w", DataType.UINT8, (size,)) for i, size in enumerate((10, 300, 600))
+    ]
+    manifest = plan_buckets(metas, 512)
+    assert [size.payload_bytes for size in carried_sizes(manifest)] == [256, 512, 768]
+    assert carried_sizes(manifest)[1] == wire_size(512, 1 + 2)
+    assert carried_sizes(manifest)[2] == wire_size(768, 2 + 2)
 
 
 def test_a_layout_that_runs_cannot_fill_is_refused() -> None:
-    check_carries_runs(layout([700, 5]))
-    meta = TensorMeta("w", DataType.UINT8, (700,))
-    with pytest.raises(InvalidManifestError, match="wsum64"):
-        check_carries_runs(plan_buckets([meta], 1024, XXH3_64))
-    gap = make_manifest([TensorSlot(meta, 0, ALIGN_BYTES)], [Bucket(4 * ALIGN_BYTES, 1)], WSUM64)
+    meta = TensorMeta("w", DataType.UINT8, (SIZE,))
+    check_layout(plan_buckets([meta]))
+    gap = make_manifest([TensorSlot(meta, 0, ALIGN_BYTES)], [Bucket(4 * ALIGN_BYTES, 1)])
     with pytest.raises(InvalidManifestError, match="gaps"):
-        check_carries_runs(gap)
+        check_layout(gap)

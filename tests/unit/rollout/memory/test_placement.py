@@ -15,7 +15,7 @@ from weft.contract.errors import DigestMismatchError
 from weft.contract.manifest import WSUM64, pack_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import payload_digest
+from weft.transport.payload import payload_digest
 
 MANIFEST = plan_buckets(
     [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096, WSUM64

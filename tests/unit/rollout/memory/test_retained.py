@@ -12,7 +12,7 @@ from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
 from weft.contract.manifest import TRAILER_BYTES, check_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import payload_digest
+from weft.transport.payload import payload_digest
 
 MANIFEST = plan_buckets(
     [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], capacity_bytes=4096

@@ -15,8 +15,8 @@ from weft.contract.errors import CapacityError
 from weft.contract.manifest import pack_trailer, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import payload_digest
 from weft.transport.group import CPU
+from weft.transport.payload import payload_digest
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
 MANIFEST = plan_buckets(METAS, 256)

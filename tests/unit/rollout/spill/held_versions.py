@@ -9,7 +9,8 @@ from rollout_side.memory.versions import StagedVersion, bucket_starts
 from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import content_digest, payload_digest
+from weft.transport.digest import content_digest
+from weft.transport.payload import payload_digest
 
 FINGERPRINT = "f" * 64
 CONFIG = '{"peft_type": "LORA", "r": 4}'

@@ -12,7 +12,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.frozen import replace
-from weft.contract.runs import check_carries_runs
+from weft.contract.layout_runs import check_carries_runs
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer

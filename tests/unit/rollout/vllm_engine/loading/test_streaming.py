@@ -33,7 +33,7 @@ from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnav
 from weft.contract.manifest import WSUM64, Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import Reference
-from weft.transport.digest import payload_digest
+from weft.transport.payload import payload_digest
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))
 NUM_BUCKETS = len(MANIFEST.buckets)
