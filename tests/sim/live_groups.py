@@ -65,10 +65,10 @@ class LiveGroups:
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
         elif live is not None and mark is not None and mark.transfer_id == transfer_id:
             if kind == "verified":
-                if mark.report(rank, *rest) and 0 in live.links:
-                    live.links[0].down(("released", transfer_id, mark.num_verified))
+                if mark.report(rank, *rest):
+                    self._release(live, transfer_id, mark.num_verified)
             elif kind == "staged":
-                assert rank == 0 or mark.is_through(rank)
+                assert rank in live.group.senders or mark.is_through(rank)
                 self._post(events.RankStaged(group_id, transfer_id, rank, *rest))
 
     def take_progress(self) -> list[events.RanksHeard]:
@@ -95,28 +95,40 @@ class LiveGroups:
                 for link in live.links.values() if live else ():
                     link.end(StaleEpochError(f"the group was dropped: {why}"))
             case effects.SendPrepare(group_id=group_id, transfer=transfer, time_left=left):
-                self._send(group_id, ("prepare", transfer.transfer_id, transfer, left), first=1)
+                live = self.live.get(group_id)
+                for rank in live.group.receivers if live is not None else ():
+                    if rank in live.links:
+                        live.links[rank].down(("prepare", transfer.transfer_id, transfer, left))
             case effects.SendStart(group_id=group_id, transfer_id=transfer_id):
                 first = effect.first_bucket
-                if group_id in self.live:
-                    self.live[group_id].watermark = Watermark(
-                        transfer_id, effect.num_receivers, effect.num_buckets, first
-                    )
-                    self.live[group_id].num_told = {}
-                self._send(group_id, ("start", transfer_id, first))
                 live = self.live.get(group_id)
-                if first and live is not None and 0 in live.links:
-                    live.links[0].down(("released", transfer_id, first))
+                if live is not None:
+                    live.watermark = Watermark(
+                        transfer_id,
+                        effect.num_receivers,
+                        effect.num_buckets,
+                        first,
+                        live.group.num_senders,
+                    )
+                    live.num_told = {}
+                self._send(group_id, ("start", transfer_id, first))
+                if first and live is not None:
+                    self._release(live, transfer_id, first)
             case effects.SendReform(group_id=group_id, transfer_id=transfer_id):
                 live = self.live.get(group_id)
-                if live is not None and 0 in live.links:
-                    live.links[0].down(("reform", transfer_id, effect.renewed))
+                for rank in live.group.senders if live is not None else ():
+                    if rank in live.links:
+                        live.links[rank].down(("reform", transfer_id, effect.renewed))
             case effects.SendAbort(group_id=group_id, transfer_id=transfer_id, failure=failure):
                 error: WeftError = failure.error()
                 self._send(group_id, ("abort", transfer_id, error))
 
-    def _send(self, group_id: str, message: tuple[Any, ...], *, first: int = 0) -> None:
+    def _send(self, group_id: str, message: tuple[Any, ...]) -> None:
         live = self.live.get(group_id)
-        for rank, link in live.links.items() if live else ():
-            if rank >= first:
-                link.down(message)
+        for link in live.links.values() if live else ():
+            link.down(message)
+
+    def _release(self, live: _LiveGroup, transfer_id: str, num_buckets: int) -> None:
+        for rank in live.group.senders:
+            if rank in live.links:
+                live.links[rank].down(("released", transfer_id, num_buckets))

@@ -123,7 +123,8 @@ class Change:
         else:
             self.touched_all = True
         self.drop_transfer(transfer.transfer_id)
-        transfer = replace(transfer, layout=replace(transfer.layout, manifest=None))
+        layout = replace(transfer.layout, manifest=None)
+        transfer = replace(transfer, layout=layout, send_plan=None)
         history = {**self.state.history, transfer.transfer_id: transfer}
         while len(history) > MAX_HISTORY:
             del history[next(iter(history))]

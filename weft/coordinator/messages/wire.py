@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.errors import InvalidAdapterError, InvalidRequestError
@@ -116,19 +117,18 @@ def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
     )
 
 
-def group_to_proto(group: Group, rank: int) -> publish_pb2.GroupPlan:
-    """A group as its member that begins at ``rank`` must know it, with the tokens of that
-    member's ranks alone."""
-    num_ranks = next((m.num_receivers for m in group.members if m.first_rank == rank), 1)
-    token, *further = [group.token_of(rank + i) for i in range(num_ranks)]
+def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
+    """A group as who has ``ranks`` of it must know it, with the tokens of those alone."""
+    token, *further = map(group.token_of, ranks)
     return publish_pb2.GroupPlan(
         group_id=group.group_id,
         token=token,
         further_tokens=further,
         epoch=group.epoch,
-        rank=rank,
+        rank=ranks[0],
         size=group.size,
         backend=group.backend,
+        num_senders=group.num_senders,
     )
 
 
@@ -137,7 +137,7 @@ def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
     return publish_pb2.BeginTransferResponse(
         transfer_id=answer.transfer_id,
         version=version_to_proto(answer.version),
-        group=group_to_proto(answer.group, 0) if answer.group else None,
+        group=group_to_proto(answer.group, answer.group.senders) if answer.group else None,
         nonce=answer.nonce,
         replica_ids=answer.replica_ids,
     )

@@ -45,7 +45,7 @@ class RankLink:
         self._wake.set()
 
     def release(self, transfer_id: str, num_buckets: int) -> None:
-        """Tell the sender how far it may reuse memory; only the newest count is kept."""
+        """Tell a sender how far it may reuse memory; only the newest count is kept."""
         released = rendezvous_pb2.Released(transfer_id=transfer_id, num_buckets=num_buckets)
         self._released = rendezvous_pb2.AttendResponse(released=released)
         self._wake.set()
@@ -81,9 +81,14 @@ class Watermark:
     """Counts, for one transfer, the buckets that every receiver has verified."""
 
     def __init__(
-        self, transfer_id: str, num_receivers: int, num_buckets: int, first_bucket: int = 0
+        self,
+        transfer_id: str,
+        num_receivers: int,
+        num_buckets: int,
+        first_bucket: int = 0,
+        num_senders: int = 1,
     ) -> None:
-        self.transfer_id = transfer_id
+        self.transfer_id, self._num_senders = transfer_id, num_senders
         self.num_verified = self._first = first_bucket
         self._num_receivers = num_receivers
         self._reports = [0] * num_buckets
@@ -101,7 +106,7 @@ class Watermark:
             InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
         """
         expected = self._next.get(rank, self._first)
-        if bucket != expected or bucket >= len(self._reports) or rank == 0:
+        if bucket != expected or bucket >= len(self._reports) or rank < self._num_senders:
             raise InvalidRequestError(
                 f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
             )
@@ -127,15 +132,20 @@ class LiveGroup:
         self.group_id = group.group_id
         # By digest, so that how long a look-up takes tells nothing of a token.
         self.ranks = {token_digest(group.token_of(rank)): rank for rank in range(group.size)}
-        self.size = group.size
+        self.size, self.num_senders = group.size, group.num_senders
         self.store = KeyValueStore()
         self.links: dict[int, RankLink] = {}
         self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
-        #: Buckets that the sender keeps, as it has said when it came.
-        self.num_in_flight = 0
+        #: Buckets that each sender keeps, as it has said when it came.
+        self.num_in_flight: dict[int, int] = {}
         self.words: dict[int, Word] = {}
         self.num_told: dict[int, int] = {}
+
+    @property
+    def senders(self) -> list[RankLink]:
+        """The streams of those senders that attend."""
+        return [self.links[rank] for rank in range(self.num_senders) if rank in self.links]
 
     def take_progress(self) -> events.RanksHeard | None:
         """What its ranks have said, and verified, since this was asked last; None if nothing."""

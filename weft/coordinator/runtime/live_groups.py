@@ -25,7 +25,7 @@ from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layo
 from weft.coordinator.messages.wire import group_to_proto
 from weft.coordinator.runtime.key_value_store import KeyValueStore
 from weft.coordinator.runtime.live_group import LiveGroup, RankLink, Watermark, token_digest
-from weft.rpc.codec import duration_to_proto, version_to_proto
+from weft.rpc.codec import duration_to_proto, send_plan_to_proto, version_to_proto
 from weft.tracing import untraced
 from weft.v1 import rendezvous_pb2, types_pb2
 
@@ -97,11 +97,11 @@ class LiveGroups:
         """Open a rank's stream.
 
         Args:
-            num_in_flight: Buckets that the sender keeps.
+            num_in_flight: Buckets that a sender keeps.
 
         Raises:
             NotAllowedError, StaleEpochError: Not the rank's own token; no such group.
-            InvalidRequestError: ``PROTOCOL``: the group has no such rank, or the sender does
+            InvalidRequestError: ``PROTOCOL``: the group has no such rank, or a sender does
                 not say how many buckets it keeps.
             RequestConflictError: The rank attends already.
         """
@@ -116,13 +116,13 @@ class LiveGroups:
             )
         if rank in live.links:
             raise RequestConflictError(f"rank {rank} attends already")
-        if rank == 0:
+        if rank < live.num_senders:
             if not num_in_flight:
                 raise InvalidRequestError(
-                    "rank 0 sends, and says how many buckets it keeps in flight: at least 1",
+                    f"rank {rank} sends, and says how many buckets it keeps in flight: at least 1",
                     reason="PROTOCOL",
                 )
-            live.num_in_flight = num_in_flight
+            live.num_in_flight[rank] = num_in_flight
         link = live.links[rank] = RankLink(group_id, rank)
         welcome = rendezvous_pb2.Welcome(num_attending=len(live.links))
         link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
@@ -177,8 +177,9 @@ class LiveGroups:
         mark = live.watermark if live else None
         if live is None or mark is None or mark.transfer_id != report.transfer_id:
             return  # of a transfer that has ended meanwhile
-        if mark.report(link.rank, report.bucket) and 0 in live.links:
-            live.links[0].release(mark.transfer_id, mark.num_verified)
+        if mark.report(link.rank, report.bucket):
+            for sender in live.senders:
+                sender.release(mark.transfer_id, mark.num_verified)
 
     def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
         live = self._live.get(link.group_id)
@@ -197,9 +198,9 @@ class LiveGroups:
     def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
         live = self._live.get(link.group_id)
         mark = live.watermark if live else None
-        if mark is None or mark.transfer_id != staged.transfer_id:
+        if live is None or mark is None or mark.transfer_id != staged.transfer_id:
             return
-        if link.rank and not mark.is_through(link.rank):
+        if link.rank >= live.num_senders and not mark.is_through(link.rank):
             raise InvalidRequestError(
                 f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
             )
@@ -227,9 +228,10 @@ class LiveGroups:
             nonce=transfer.ids.nonce,
             kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
             timeout=duration_to_proto(time_left),
-            num_buckets_in_flight=live.num_in_flight,
+            num_buckets_in_flight=min(live.num_in_flight.values()),
             trace_context=self._trace_context(transfer.transfer_id),
             carries_runs=transfer.purpose.carries_runs,
+            send_plan=send_plan_to_proto(transfer.send_plan) if transfer.send_plan else None,
         )
         self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
 
@@ -244,21 +246,25 @@ class LiveGroups:
         """Notify every rank that bytes may flow, and count from here."""
         live = self._live.get(group_id)
         if live is not None:
-            live.watermark = Watermark(transfer_id, num_receivers, num_buckets, first_bucket)
+            live.watermark = Watermark(
+                transfer_id, num_receivers, num_buckets, first_bucket, live.num_senders
+            )
             live.num_told = {}
             start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
             self._send(live, rendezvous_pb2.AttendResponse(start=start))
-            if first_bucket and 0 in live.links:
-                live.links[0].release(transfer_id, first_bucket)
+            for sender in live.senders if first_bucket else ():
+                sender.release(transfer_id, first_bucket)
 
     def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
-        """Notify the sender that it is to resume in another group."""
+        """Notify each sender that it is to resume in another group, at the same rank."""
         live = self._live.get(group_id)
-        if live is not None and 0 in live.links:
+        for link in live.senders if live is not None else ():
             reform = rendezvous_pb2.Reform(
-                transfer_id=transfer_id, group=group_to_proto(renewed, 0), message=message[:2000]
+                transfer_id=transfer_id,
+                group=group_to_proto(renewed, [link.rank]),
+                message=message[:2000],
             )
-            live.links[0].send(rendezvous_pb2.AttendResponse(reform=reform))
+            link.send(rendezvous_pb2.AttendResponse(reform=reform))
 
     def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
         """Notify every rank that it is to give the transfer up."""
@@ -277,7 +283,7 @@ class LiveGroups:
         receivers_only: bool = False,
     ) -> None:
         for rank, link in live.links.items():
-            if rank or not receivers_only:
+            if rank >= live.num_senders or not receivers_only:
                 link.send(message)
 
     def num_verified(self, group_id: str, transfer_id: str) -> int:

@@ -163,7 +163,7 @@ class ReplicaCaller:
         request = replica_pb2.JoinGroupRequest(
             coordinator_generation=self._generation(),
             trainer_id=call.group.trainer_id,
-            group=group_to_proto(call.group, call.first_rank),
+            group=group_to_proto(call.group, call.group.ranks_from(call.first_rank)),
             is_probe=call.group.is_probe,
         )
         failure = None
@@ -269,7 +269,7 @@ class ReplicaCaller:
             coordinator_generation=self._generation(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
-            group=group_to_proto(call.group, 0),
+            group=group_to_proto(call.group, call.group.senders),
             nonce=call.nonce,
             timeout=duration_to_proto(call.timeout_seconds),
         )

@@ -33,7 +33,7 @@ from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fres
 from weft.coordinator.runtime.traces import TransferTraces
 from weft.coordinator.services.uploads import Uploads
 from weft.rpc.bounds import check_revision
-from weft.rpc.codec import dtype_to_proto, duration_from_proto
+from weft.rpc.codec import dtype_to_proto, duration_from_proto, send_plan_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
 from weft.tracing import parent_in
 from weft.v1 import publish_pb2, publish_pb2_grpc
@@ -179,6 +179,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         check_revision(request.protocol_revision, "the trainer")
         check_name(request.policy, "policy")
         adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
+        plan = send_plan_from_proto(request.send_plan) if request.HasField("send_plan") else None
         timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0
         timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         deadline = self._driver.now() + timeout
@@ -206,6 +207,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 check_finite=request.check_finite,
                 refuse_other_base=request.refuse_other_base,
                 carries_runs=request.carries_runs,
+                send_plan=plan,
             ),
             until=answer_by,
         )

@@ -305,7 +305,7 @@ class Machine:
 
     def prepare_all(self, ticket: int) -> None:
         transfer = self.transfer(ticket)
-        for rank in range(1, self.state.groups[transfer.group_id].size):
+        for rank in self.state.groups[transfer.group_id].receivers:
             self.do(events.RankPrepared(transfer.group_id, transfer.transfer_id, rank))
 
     def stage(self, ticket: int, rank: int, digest: ContentDigest = DIGEST) -> None:

@@ -56,7 +56,7 @@ def test_tokens_are_a_ranks_own_in_one_epoch() -> None:
     assert len(tokens) == 9
     guessed = dataclasses.replace(group, secret="guess")
     assert not tokens & {guessed.token_of(rank) for rank in range(3)}, "they need the secret"
-    sent = [group_to_proto(group, rank) for rank in range(group.size)]
+    sent = [group_to_proto(group, [rank]) for rank in range(group.size)]
     assert {plan.token for plan in sent} == {group.token_of(0), group.token_of(1)}
     assert not any(group.secret in text for text in (*tokens, *map(str, sent), repr(group)))
 

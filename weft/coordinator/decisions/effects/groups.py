@@ -45,7 +45,7 @@ class SendStart:
 
 @dataclass(frozen=True)
 class SendReform:
-    """To the sender of a group that is about to be dropped: resume in another."""
+    """To each sender of a group that is about to be dropped: resume in another."""
 
     group_id: str
     transfer_id: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.contract.send_plan import SendPlan
 from weft.coordinator.decisions.state.pool import UNKNOWN_PROCESS, TrainerProcess
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import AdapterSpec, Layout, PolicyKind, VersionRecord
@@ -82,6 +83,7 @@ class BeginTransfer:
     check_finite: bool = False
     refuse_other_base: bool = False
     carries_runs: bool = False
+    send_plan: SendPlan | None = None
 
 
 @dataclass(frozen=True)

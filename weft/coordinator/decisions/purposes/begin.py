@@ -13,6 +13,7 @@ from weft.contract.errors import (
 )
 from weft.contract.frozen import replace
 from weft.contract.layout_runs import check_carries_runs
+from weft.contract.send_plan import check_send_plan
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer
@@ -44,6 +45,11 @@ def _answer_again(change: Change, event: events.BeginTransfer, lease: Lease) -> 
     for known in (*state.transfers.values(), *state.history.values()):
         if (known.trainer_id, known.purpose.request_id) == (lease.trainer_id, event.request_id):
             _check_same(event, known.policy, known.layout.digest)
+            if known.uncommitted and known.send_plan != event.send_plan:
+                raise RequestConflictError(
+                    f"request id {event.request_id!r} was used for a push with another send plan: "
+                    "a new push needs a new id"
+                )
             if known.phase is Phase.WAITING:
                 tickets = (*known.begin_tickets, event.ticket)
                 change.put_transfer(replace(known, begin_tickets=tickets))
@@ -87,8 +93,13 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
             "call PutManifest first",
             reason="MANIFEST_UNKNOWN",
         )
-    if event.carries_runs and event.layout.manifest is not None:
-        check_carries_runs(event.layout.manifest)
+    if event.carries_runs and event.send_plan is not None:
+        raise InvalidRequestError("a push has a send plan, or carries_runs, or neither; not both")
+    if event.layout.manifest is not None:
+        if event.carries_runs or event.send_plan is not None:
+            check_carries_runs(event.layout.manifest)
+        if event.send_plan is not None:
+            check_send_plan(event.send_plan, event.layout.manifest)
     under_way = sum(
         t.policy == policy.name and t.purpose.fencing_token is not None
         for t in state.transfers.values()
@@ -103,7 +114,10 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
 def _new_transfer(
     now: float, event: events.BeginTransfer, policy: Policy, lease: Lease
 ) -> Transfer:
-    assert event.layout is not None
+    layout, plan = event.layout, event.send_plan
+    assert layout is not None
+    if plan is not None:
+        layout = replace(layout, num_buckets=len(plan.buckets))
     return Transfer(
         ids=event.ids,
         purpose=Push(
@@ -121,7 +135,8 @@ def _new_transfer(
         policy=policy.name,
         kind=policy.kind,
         trainer_id=lease.trainer_id,
-        layout=event.layout,
+        layout=layout,
+        send_plan=plan,
         adapter=event.adapter,
         backend=event.backend,
         begin_at=now,

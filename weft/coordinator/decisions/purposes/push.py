@@ -206,7 +206,8 @@ class Push(Purpose):
             and (group.trainer_id, group.session_id) == (transfer.trainer_id, self.session_id)
             and group.backend == transfer.backend
             and group.complete
-            and group.members == seats(replicas)
+            and group.num_senders == transfer.num_senders
+            and group.members == seats(replicas, transfer.num_senders)
         ):
             return group
         return None
@@ -225,7 +226,8 @@ class Push(Purpose):
             transfer.trainer_id,
             self.session_id,
             transfer.backend,
-            seats(replicas),
+            seats(replicas, transfer.num_senders),
+            num_senders=transfer.num_senders,
         )
         change.put_group(group)
         return group

@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from weft.contract.names import PolicyVersion
+from weft.contract.send_plan import SendPlan
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
@@ -52,28 +53,33 @@ class Member:
     num_receivers: int
 
 
-def members_of(replicas: Iterable[tuple[str, str, int]]) -> tuple[Member, ...]:
-    """Places in a group: the sender is rank 0, receivers follow in the given order.
+def members_of(
+    replicas: Iterable[tuple[str, str, int]], num_senders: int = 1
+) -> tuple[Member, ...]:
+    """Places in a group: senders are ranks 0 and up, receivers follow in the given order.
 
     Args:
         replicas: Replica id, incarnation and number of receivers of each.
     """
     members: list[Member] = []
-    rank = 1
+    rank = num_senders
     for replica_id, incarnation, num_receivers in replicas:
         members.append(Member(replica_id, incarnation, rank, num_receivers))
         rank += num_receivers
     return tuple(members)
 
 
-def seats(replicas: Iterable[Replica]) -> tuple[Member, ...]:
+def seats(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ...]:
     """The places of replicas in a new group."""
-    return members_of((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas)
+    return members_of(
+        ((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas),
+        num_senders,
+    )
 
 
 @dataclass(frozen=True)
 class Group:
-    """A side group: the sender (rank 0) and the receivers of its members.
+    """A side group: its senders (ranks 0 and up) and the receivers of its members.
 
     All that is decided on, for all ranks; a member learns of it no more than its own
     ``weft.contract.group.GroupTicket``.
@@ -91,11 +97,32 @@ class Group:
     is_probe: bool = False
     """Whether its receivers are only asked whether they answer (see suspects.py); then
     nobody is rank 0."""
+    num_senders: int = 1
 
     @cached_property
     def size(self) -> int:
         """Number of ranks."""
-        return 1 + sum(member.num_receivers for member in self.members)
+        return self.num_senders + self.num_receivers
+
+    @cached_property
+    def num_receivers(self) -> int:
+        """Ranks that receive, which follow those that send."""
+        return sum(member.num_receivers for member in self.members)
+
+    @property
+    def senders(self) -> range:
+        """Ranks that send."""
+        return range(self.num_senders)
+
+    @property
+    def receivers(self) -> range:
+        """Ranks that receive."""
+        return range(self.num_senders, self.size)
+
+    def ranks_from(self, first_rank: int) -> range:
+        """The ranks of the member whose first is this."""
+        count = next(m.num_receivers for m in self.members if m.first_rank == first_rank)
+        return range(first_rank, first_rank + count)
 
     def token_of(self, rank: int) -> str:
         """What authorises one rank, in this epoch; it tells nothing of another's."""
@@ -109,12 +136,17 @@ class Group:
 
     def member_name(self, rank: int) -> str:
         """Who a rank is, for people: a replica's id or the trainer's."""
-        if rank == 0:
+        if rank < self.num_senders:
             return self.trainer_id
         for member in self.members:
             if member.first_rank <= rank < member.first_rank + member.num_receivers:
                 return member.replica_id
         return f"rank {rank}"
+
+    def rank_name(self, rank: int) -> str:
+        """As ``member_name``, and which of several senders it is."""
+        name = self.member_name(rank)
+        return f"{name} (sender {rank})" if rank < self.num_senders > 1 else name
 
 
 @dataclass(frozen=True)
@@ -266,6 +298,8 @@ class Transfer:
     trainer_id: str
     """Who sends: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
     layout: Layout = NOTHING
+    send_plan: SendPlan | None = field(default=None, repr=False)
+    """Who sends what, where several do. Not kept once it has ended."""
     adapter: AdapterSpec | None = None
     backend: str = ""
     begin_at: float
@@ -320,6 +354,21 @@ class Transfer:
         if self.targets and self.source and self.uncommitted:
             return (*self.targets, self.source)
         return self.targets
+
+    @property
+    def num_senders(self) -> int:
+        """Ranks that send."""
+        return self.send_plan.num_senders if self.send_plan else 1
+
+    def sent_by(self, sender: int) -> Sequence[int]:
+        """The buckets that a rank sends, ascending."""
+        if self.send_plan is None:
+            return range(self.layout.num_buckets)
+        return self.send_plan.sent_by(sender)
+
+    def sender_of(self, bucket: int) -> int:
+        """The rank that sends a bucket."""
+        return self.send_plan.buckets[bucket].sender if self.send_plan else 0
 
     @property
     def transfer_id(self) -> str:

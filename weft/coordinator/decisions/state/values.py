@@ -131,6 +131,7 @@ class Layout:
     total_bytes: int
     wire_bytes: int
     num_buckets: int
+    """That are sent of it: its own, or the wire buckets of a send plan."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Layout:

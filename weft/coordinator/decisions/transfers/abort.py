@@ -38,6 +38,6 @@ def close_group(change: Change, group_id: str, why: str) -> None:
         change.emit(DropGroup(group_id, why))
 
 
-def peer_gone(member: str, why: str) -> Failure:
-    """The failure of a transfer that lost a member."""
-    return Failure("PEER_GONE", f"{member} is gone: {why}", {"member": member})
+def peer_gone(member: str, why: str, who: str = "") -> Failure:
+    """The failure of a transfer that lost a member; ``who`` of its ranks, for people."""
+    return Failure("PEER_GONE", f"{who or member} is gone: {why}", {"member": member})

@@ -81,19 +81,19 @@ def prepare_if_complete(change: Change, transfer: Transfer) -> None:
 def rank_prepared(change: Change, event: events.RankPrepared) -> None:
     """Once all receivers are ready, bytes may flow."""
     found = _named(change.state, event.group_id, event.transfer_id)
-    if found is None or not found[0].attempt.prepare_sent or event.rank == 0:
+    if found is None or not found[0].attempt.prepare_sent or event.rank in found[1].senders:
         return
     transfer, group = found
     prepared = {**transfer.attempt.prepared, event.rank: event.num_verified}
     transfer = replace(transfer, attempt=replace(transfer.attempt, prepared=prepared))
-    if transfer.phase is Phase.FORMING and len(prepared) == group.size - 1:
+    if transfer.phase is Phase.FORMING and len(prepared) == group.num_receivers:
         start_at = transfer.start_at or change.now
         transfer = replace(transfer, phase=Phase.STAGING, start_at=start_at)
         change.emit(
             SendStart(
                 group.group_id,
                 transfer.transfer_id,
-                group.size - 1,
+                group.num_receivers,
                 transfer.layout.num_buckets,
                 min(min(prepared.values()), transfer.layout.num_buckets),
             )
@@ -131,16 +131,15 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
     if found is None or found[0].phase is not Phase.STAGING:
         return
     transfer, group = found
-    member = group.member_name(event.rank)
     known = next(iter(transfer.attempt.staged.items()), None)
     if wrong := _not_of_its_layout(transfer, event.digest):
-        abort.abort(change, transfer, _mismatch(member, wrong))
+        abort.abort(change, transfer, _mismatch(group, event.rank, wrong))
     elif known and known[1] != event.digest:
         what = (
-            f"the digest {event.digest.value.hex()}, {group.member_name(known[0])} "
+            f"the digest {event.digest.value.hex()}, {group.rank_name(known[0])} "
             f"{known[1].value.hex()}"
         )
-        abort.abort(change, transfer, _mismatch(member, what))
+        abort.abort(change, transfer, _mismatch(group, event.rank, what))
     else:
         staged = {**transfer.attempt.staged, event.rank: event.digest}
         attempt = replace(transfer.attempt, staged=staged)
@@ -161,8 +160,9 @@ def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
     return ""
 
 
-def _mismatch(member: str, what: str) -> Failure:
-    return Failure("DIGEST_MISMATCH", f"{member} has {what}", {"member": member})
+def _mismatch(group: Group, rank: int, what: str) -> Failure:
+    metadata = {"member": group.member_name(rank)}
+    return Failure("DIGEST_MISMATCH", f"{group.rank_name(rank)} has {what}", metadata)
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
@@ -172,10 +172,11 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
         return
     transfer, group = found
     member = group.member_name(event.rank)
-    failure = Failure(event.reason or "INTERNAL", f"{member}: {event.message}", {"member": member})
+    why = f"{group.rank_name(event.rank)}: {event.message}"
+    failure = Failure(event.reason or "INTERNAL", why, {"member": member})
     if failure.reason != "PEER_GONE":
         may_do_without = transfer.loading or not transfer.purpose.requires(member)
-        if event.rank and may_do_without:
+        if event.rank in group.receivers and may_do_without:
             reform.lose_replica(change, transfer, member, failure)
         else:
             abort.abort(change, transfer, failure)
@@ -197,13 +198,14 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
     member = group.member_name(event.rank)
     transfer = transfer_of(change.state, event.group_id)
     if transfer is None or not transfer.uncommitted:
-        abort.close_group(change, event.group_id, f"{member} left it: {event.why}")
+        who = group.rank_name(event.rank)
+        abort.close_group(change, event.group_id, f"{who} left it: {event.why}")
         return
     change.put_group(replace(group, attending=group.attending - {event.rank}))
     if event.rank in transfer.attempt.accusations:
         return  # it gave up because of another; judge() will tell
-    failure = abort.peer_gone(member, event.why)
-    if event.rank == 0:  # without its sender no push continues
+    failure = abort.peer_gone(member, event.why, group.rank_name(event.rank))
+    if event.rank in group.senders:  # without one of them no push continues
         abort.abort(change, transfer, failure)
     else:
         reform.lose_replica(change, transfer, member, failure)
@@ -227,10 +229,11 @@ def _deadline(state: PoolState, transfer: Transfer) -> Failure:
     if not transfer.attempt.prepare_sent:
         what, missing = "did not join the group", everyone - group.attending
     elif transfer.phase is Phase.FORMING:
-        what, missing = "did not get ready", everyone - frozenset(transfer.attempt.prepared) - {0}
+        ready = frozenset(transfer.attempt.prepared)
+        what, missing = "did not get ready", frozenset(group.receivers) - ready
     else:
         what, missing = "did not finish", everyone - frozenset(transfer.attempt.staged)
-    names = list(dict.fromkeys(group.member_name(rank) for rank in sorted(missing)))
+    names = list(dict.fromkeys(group.rank_name(rank) for rank in sorted(missing)))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     why = transfer.purpose.time_is_up(state, transfer)
     return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})

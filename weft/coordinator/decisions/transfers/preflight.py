@@ -140,13 +140,14 @@ def check_room(
                 "adapter_fingerprint": spec.base_fingerprint,
             },
         )
-    need, size = transfer.layout.wire_bytes, 1
+    need, size = transfer.layout.wire_bytes, transfer.num_senders
+    lists_runs = carries_runs or transfer.send_plan is not None
     for replica in replicas:
         size += replica.capabilities.num_receivers
         if size > MAX_GROUP_SIZE:
             raise CapacityError(
-                f"the replicas in contact have more than {MAX_GROUP_SIZE - 1} receivers, which "
-                "is all that a side group holds beside its sender",
+                f"the replicas in contact have more than {MAX_GROUP_SIZE - transfer.num_senders} "
+                "receivers, which is all that a side group holds beside its senders",
                 reason="GROUP_TOO_LARGE",
             )
         capabilities = replica.capabilities
@@ -157,18 +158,14 @@ def check_room(
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
+        if lists_runs and not capabilities.takes_runs:
+            raise _too_old(replica, carries_runs=carries_runs)
         if replica.loads_in_place(transfer.kind):
             if check_finite:
                 raise _checked_too_late(replica)
             if carries_runs:
                 raise _in_no_order(replica)
             continue
-        if carries_runs and not capabilities.takes_runs:
-            raise UnsupportedError(
-                f"replica {replica.replica_id!r} is too old for tensors that come in an order of "
-                "their own: update it, or push with metadata=",
-                metadata={"replica": replica.replica_id},
-            )
         if transfer.kind is PolicyKind.BASE:
             room = capabilities.staging_capacity_bytes - replica.pinned_bytes
             what = "staging"
@@ -209,6 +206,15 @@ def _checked_too_late(replica: Replica) -> UnsupportedError:
         f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
         "NaN in a later bucket would leave it with mixed weights; check the model before the push "
         "and push without check_finite, or start the replicas with --staging device or host",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _too_old(replica: Replica, *, carries_runs: bool) -> UnsupportedError:
+    what = "tensors that come in an order of their own" if carries_runs else "several senders"
+    instead = "metadata=" if carries_runs else "max_senders=1"
+    return UnsupportedError(
+        f"replica {replica.replica_id!r} is too old for {what}: update it, or push with {instead}",
         metadata={"replica": replica.replica_id},
     )
 

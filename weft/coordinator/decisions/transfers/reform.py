@@ -1,6 +1,6 @@
 """Groups of a transfer: opened for its members, and again without those that it lost.
 
-The sender keeps every bucket until all have verified it, so in a new group the survivors
+A sender keeps every bucket until all have verified it, so in a new group the survivors
 resume from the oldest bucket that one of them lacks and no source is rewound. Whether a
 transfer continues without some of its members is its purpose's choice.
 """
@@ -62,7 +62,9 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
         group_id=name,
         secret=secret,
         epoch=epoch,
-        members=members_of((m.replica_id, m.incarnation, m.num_receivers) for m in survivors),
+        members=members_of(
+            ((m.replica_id, m.incarnation, m.num_receivers) for m in survivors), group.num_senders
+        ),
         attending=frozenset(),
     )
     transfer = replace(

@@ -14,7 +14,7 @@ receivers prepare     a receiver that was told             Prepared
 bytes flow            a receiver that was sent more than   BucketVerified
                       it has reported
 bytes flow            a receiver that has reported all     Staged
-bytes flow            the sender, if all have reported     a further bucket, Staged
+bytes flow            a sender, if all have reported       a further bucket, Staged
                       what it has sent
 ====================  ===================================  =======================
 
@@ -25,6 +25,7 @@ until the push's deadline.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from weft.contract.frozen import replace
@@ -38,8 +39,6 @@ from weft.coordinator.decisions.state.transfer import Group, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import reform
 
-_SENDER = 0
-
 
 def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
     """The ranks that owe the next step, and that step for people."""
@@ -47,29 +46,39 @@ def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
     if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
         return {rank: "join the group" for rank in ranks if rank not in group.attending}
     if transfer.phase is Phase.FORMING:
-        return {rank: "get ready" for rank in ranks[1:] if rank not in transfer.attempt.prepared}
+        prepared = transfer.attempt.prepared
+        return {rank: "get ready" for rank in group.receivers if rank not in prepared}
     if transfer.phase is not Phase.STAGING:
         return {}
     return _owed_while_bytes_flow(transfer, group)
 
 
 def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
-    num_buckets, receivers = transfer.layout.num_buckets, range(1, group.size)
-    attempt = transfer.attempt
+    num_buckets, attempt = transfer.layout.num_buckets, transfer.attempt
+    words = attempt.watch.words
     first = min(attempt.prepared.values(), default=0)
-    verified = {rank: attempt.watch.num_verified.get(rank, first) for rank in receivers}
-    word = attempt.watch.words.get(_SENDER)
-    num_sent = max(word.bucket if word else 0, *verified.values())
+    verified = {rank: attempt.watch.num_verified.get(rank, first) for rank in group.receivers}
+    least, most = min(verified.values()), max(verified.values())
+    # Each has handed over its own buckets below this.
+    num_sent = {r: max(words[r].bucket if r in words else 0, most) for r in group.senders}
     steps = {}
     for rank, count in verified.items():
         if rank in attempt.staged or group.member_name(rank) in attempt.pausing:
             continue  # while its engine is told to pause generation, it can do nothing
         if count >= num_buckets:
             steps[rank] = "stage what it has"
-        elif count < num_sent:
+        elif count < num_sent[transfer.sender_of(count)]:
             steps[rank] = f"verify bucket {count}"
-    if _SENDER not in attempt.staged and min(verified.values()) >= num_sent:
-        steps[_SENDER] = f"send bucket {num_sent}" if num_sent < num_buckets else "end"
+    for rank in group.senders:
+        if rank in attempt.staged:
+            continue
+        own = transfer.sent_by(rank)
+        nth = bisect_left(own, num_sent[rank])
+        if nth == len(own):
+            if least >= num_buckets:
+                steps[rank] = "end"
+        elif nth == 0 or least > own[nth - 1]:
+            steps[rank] = f"send bucket {own[nth]}"
     return steps
 
 
@@ -124,17 +133,18 @@ def order_not_taken(change: Change, transfer: Transfer, replica_id: str, why: st
 def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
     settings = change.state.settings
     ranks = stalled(transfer, group, change.now, settings.stall_seconds)
-    if _SENDER in ranks:
-        ranks.remove(_SENDER)
-        failure = _failure(
-            transfer.source or transfer.trainer_id, _what(transfer, _SENDER, change.now)
-        )
+    sender = next((rank for rank in ranks if rank in group.senders), None)
+    if sender is not None:
+        what = _what(transfer, sender, change.now)
+        who = transfer.source or group.rank_name(sender)
+        failure = _failure(transfer.source or transfer.trainer_id, what, who)
         transfer.purpose.on_sender_stalled(change, transfer, failure)
         if transfer.transfer_id not in change.state.transfers:
             return
     lost = {
         name: _failure(name, _what(transfer, rank, change.now))
         for rank in reversed(ranks)
+        if rank in group.receivers
         for name in (group.member_name(rank),)
     }
     if lost := _spared(transfer, group, lost):
@@ -159,7 +169,8 @@ def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> No
 def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
     """Whether a trainer that stalls is given up: it has had its time, and another
     transfer waits for a replica that it occupies."""
-    silence = transfer.attempt.watch.silence(_SENDER, change.now)
+    watch = transfer.attempt.watch
+    silence = max(watch.silence(rank, change.now) for rank in range(transfer.num_senders))
     if silence < change.state.settings.sender_stall_seconds:
         return False
     occupied = set(transfer.occupied)
@@ -185,5 +196,6 @@ def _what(transfer: Transfer, rank: int, now: float) -> str:
     return f"it was to {debt.step} and has been silent for {silence:.1f} s{said}"
 
 
-def _failure(member: str, what: str) -> Failure:
-    return Failure("STALLED", f"{member} makes no progress: {what}", {"member": member})
+def _failure(member: str, what: str, who: str = "") -> Failure:
+    why = f"{who or member} makes no progress: {what}"
+    return Failure("STALLED", why, {"member": member})

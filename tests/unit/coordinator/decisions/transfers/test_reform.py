@@ -84,7 +84,7 @@ def test_no_secret_is_shown_or_sent() -> None:
     transfer = m.transfer(ticket)
     told = [repr(effect) for effect in (*m.ever(effects.CallJoin), *m.ever(effects.SendReform))]
     shown = [*map(repr, groups), repr(transfer), *told]
-    sent = [group_to_proto(g, rank) for g in groups for rank in range(g.size)]
+    sent = [group_to_proto(g, [rank]) for g in groups for rank in range(g.size)]
     assert len(told) > 3
     for secret in (transfer.ids.secret, *(group.secret for group in groups)):
         assert not any(secret in text for text in (*shown, *map(str, sent)))
