@@ -15,6 +15,7 @@ from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
 from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.walk import walk
 from trainer_side.params.zero3 import of_zero3
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
 from weft.contract.errors import InvalidRequestError
@@ -56,14 +57,14 @@ def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Ope
 def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
-    modules, parameters = _walk(module)
+    modules, parameters = _walked(module)
     if wrapper == "FSDP1" or _has_fsdp1(modules):
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     if _has_fsdp2(modules):
         from trainer_side.params.dtensor import reshard
 
         reshard(modules)
-        _, parameters = _walk(module)
+        _, parameters = _walked(module)
     named = {unwrapped_name(name): param for name, param in parameters.items()}
     places = _Places(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}
@@ -113,33 +114,11 @@ class _Places:
         return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
 
 
-def _walk(
+def _walked(
     module: torch.nn.Module,
 ) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter]]:
-    """All modules, and all parameters as ``named_parameters`` names them, in its order.
-
-    In one go: a PEFT model has thousands of modules, and torch's own generators take
-    longer to walk it thrice than its adapter takes to be sent.
-    """
-    modules: list[torch.nn.Module] = []
-    named: dict[str, torch.nn.Parameter] = {}
-    seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        prefix, part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        modules.append(part)
-        for name, param in part._parameters.items():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                named[prefix + name] = param
-        children = [(f"{prefix}{name}.", c) for name, c in part._modules.items() if c is not None]
-        waiting.extend(reversed(children))
-    if type(module).named_parameters is not torch.nn.Module.named_parameters:
-        named = dict(module.named_parameters())  # the user's own word counts
-    return modules, named
+    found = walk(module)
+    return found.modules, found.named
 
 
 def _is_dtensor(param: torch.nn.Parameter) -> bool:

@@ -1,0 +1,80 @@
+"""All modules and parameters of a model, found once and looked at again with each push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import cast
+
+import torch
+
+Table = dict[str, object]
+_KEPT = "_weft_walk"
+
+
+class Walk:
+    """What a model consists of. It lies in the model itself, so that it lives as long; a copy or
+    a pickle of the model is without it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.modules, self.named, self._tables = _walk(module)
+        self._seen = _state(self._tables)
+
+    def is_true(self) -> bool:
+        """Whether every module still has the same children and parameters, by the same names."""
+        return _state(self._tables) == self._seen
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def walk(module: torch.nn.Module) -> Walk:
+    """All modules, and all parameters as ``named_parameters`` names them, in its order; each
+    once.
+
+    A PEFT model has thousands of modules: to walk it takes longer than to send its adapter, to
+    see that it is what it was a fifth of that.
+    """
+    found = module.__dict__.get(_KEPT)
+    if isinstance(found, Walk) and found.modules[0] is module and found.is_true():
+        return found
+    found = Walk(module)
+    if type(module).named_parameters is torch.nn.Module.named_parameters:
+        module.__dict__[_KEPT] = found
+    else:
+        found.named = dict(module.named_parameters())  # the user's own word counts
+    return found
+
+
+def _walk(
+    module: torch.nn.Module,
+) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter], list[Table]]:
+    """In one go: torch's own generators would walk it thrice."""
+    modules: list[torch.nn.Module] = []
+    named: dict[str, torch.nn.Parameter] = {}
+    tables: list[Table] = []
+    seen: set[int] = set()
+    waiting = [("", module)]
+    while waiting:
+        prefix, part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        modules.append(part)
+        tables += [cast(Table, part._parameters), cast(Table, part._modules)]
+        for name, param in part._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                named[prefix + name] = param
+        children = [(f"{prefix}{name}.", c) for name, c in part._modules.items() if c is not None]
+        waiting.extend(reversed(children))
+    return modules, named, tables
+
+
+def _state(tables: Sequence[Table]) -> tuple[list[int], list[str], list[int]]:
+    """Sizes, keys and identities of all entries; without a step of Python for each."""
+    return (
+        [*map(len, tables)],
+        [*chain.from_iterable(tables)],
+        [*map(id, chain.from_iterable(map(dict.values, tables)))],
+    )
