@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -144,6 +146,37 @@ def _fingerprint(model: Any, params: Params) -> str:
     LoRA pairs are checked against the served base all the same.
     """
     base = model.get_base_model()
+    architectures = getattr(getattr(base, "config", None), "architectures", None)
+    architecture = architectures[0] if architectures else type(base).__name__
+    kept = _FINGERPRINTS.get(base)
+    if kept is None or not kept.is_of(architecture, params.metas):
+        fingerprint = _fingerprint_of(base, architecture, params)
+        kept = _FINGERPRINTS[base] = _Fingerprint(architecture, dict(params.metas), fingerprint)
+    return kept.fingerprint
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    """A fingerprint, and what it was made of."""
+
+    architecture: str
+    metas: dict[str, torch.Tensor]
+    fingerprint: str
+
+    def is_of(self, architecture: str, metas: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it would be the same of these; a meta tensor stands for all of its kind."""
+        return (
+            self.architecture == architecture
+            and [*self.metas] == [*metas]
+            and all(map(is_, self.metas.values(), metas.values()))
+        )
+
+
+# To see that nothing has changed takes a tenth of making it anew.
+_FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, _Fingerprint] = WeakKeyDictionary()
+
+
+def _fingerprint_of(base: torch.nn.Module, architecture: str, params: Params) -> str:
     metas = {
         name: meta
         for raw, meta in params.metas.items()
@@ -151,8 +184,6 @@ def _fingerprint(model: Any, params: Params) -> str:
     }
     if any(not meta.is_floating_point() for meta in metas.values()):
         return ""
-    architectures = getattr(getattr(base, "config", None), "architectures", None)
-    architecture = architectures[0] if architectures else type(base).__name__
     _, outputs = cached_conversions(base, metas, reverter(base))
     return base_fingerprint(architecture, make_metas(outputs, CastRule(enabled=False)))
 

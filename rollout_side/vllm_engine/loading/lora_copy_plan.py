@@ -59,9 +59,8 @@ class _Piece:
         begin = self.stacked.storage_offset() + slot * self.stacked.stride(0) + self.within
         return self.stacked.as_strided(self.shape, self.target_stride, begin)
 
-    def source(self, data: torch.Tensor) -> torch.Tensor:
-        """The view that is copied from."""
-        typed = data.view(self.stacked.dtype)
+    def source(self, typed: torch.Tensor) -> torch.Tensor:
+        """The view that is copied from; of the adapter's bytes as elements of its dtype."""
         begin = typed.storage_offset() + self.offset
         return typed.as_strided(self.shape, self.source_stride, begin)
 
@@ -74,6 +73,7 @@ class SlotPlan:
         self._views: Lru[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = Lru(
             _MAX_SLOTS_OF_VIEWS
         )
+        self._dtypes = {piece.stacked.dtype for piece in pieces}
         self._scaled: dict[float, list[int]] = {}
         for index, piece in enumerate(pieces):
             if piece.scale != 1:
@@ -95,9 +95,11 @@ class SlotPlan:
             views = made, [stacked[slot] for stacked in self._cleared]
             self._views.put(slot, views)
         targets, cleared = views
+        typed = {dtype: data.view(dtype) for dtype in self._dtypes}
+        sources = [piece.source(typed[piece.stacked.dtype]) for piece in self._pieces]
         with torch.no_grad():
             torch._foreach_zero_(cleared)
-            torch._foreach_copy_(targets, [piece.source(data) for piece in self._pieces])
+            torch._foreach_copy_(targets, sources)
             for scale, indices in self._scaled.items():
                 scaled = [targets[i] for i in indices]
                 if scaled[0].device.type == "cpu":  # there _foreach_mul_ rounds the scale first
