@@ -51,6 +51,17 @@ def config_of(kind: str) -> Any:
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     }
+    if kind == "odd":
+        return transformers.LlamaConfig(
+            vocab_size=1003,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=3,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+        )
     if kind == "moe":
         return transformers.Qwen3MoeConfig(
             **common,
@@ -137,7 +148,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
     model = make_model(kind, 1)
     path = save(model, work / "weights")
     began_with = save(make_model(kind, 0), work / "other")
-    lora = LORA if kind == "dense" else ()
+    lora = LORA if kind in ("dense", "odd") else ()
     adapter, fresh_lora = None, []
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -168,7 +179,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         for pool in pools[2:]:
             options = ("--staging", "in-place", *verbose)
             pool.launch("pushed", gpus, began_with, *args, options=options)
-            if lora and not DRY:
+            if kind == "dense" and tp == 1 and not DRY:
                 pool.launch("late", "0", began_with, *args, options=options)
             pushed.append(Pushed(pool, pool.url("pushed")))
         late = pools[-1].url("late") if "late" in pools[-1].replicas else ""
@@ -188,7 +199,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
             each.stop()
 
 
-@pytest.fixture(scope="module", params=["dense", "moe", "fp8"])
+@pytest.fixture(scope="module", params=["dense", "odd", "moe", "fp8"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Place]:
     """Of one GPU each."""
     yield from _place(request.param, 1, tmp_path_factory.mktemp(request.param))
@@ -217,6 +228,17 @@ def check_base(place: Place, pushed: Pushed, **settings: Any) -> str:
         assert answers(pushed.url, "base-model") == expected
     tokens = sum(len(found) for found, _ in expected)
     return f"{tokens} tokens and log-probabilities bitwise a fresh engine's; {pushed.how()}"
+
+
+def test_a_fresh_engine_repeats_itself(place: Place, note: Note) -> None:
+    """What is compared below can be: who is asked the same thing again answers the same."""
+    names = ["base-model", *(["math"] if place.adapter else [])]
+    for name in names:
+        first = answers(place.fresh, name)
+        others = [answers(place.fresh, name) for _ in range(5)]
+        same = sum(other == first for other in others)
+        note(place.kind, f"nothing; {name} asked 6 times", f"{same + 1} answers are the same")
+        assert same == len(others), name
 
 
 def check_how(place: Place, pushed: Pushed) -> None:
