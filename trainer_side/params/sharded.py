@@ -1,6 +1,6 @@
 """Parameters sharded over ranks, gathered to the sender in bounded chunks.
 
-FSDP1, FSDP2 and ZeRO-3 all give each rank one contiguous run of a parameter's
+FSDP1, FSDP2, ZeRO-3 and tensor parallelism all give each rank runs of a parameter's
 row-major elements. So one gather serves them: each rank casts its runs of many
 parameters into one message to the sender, which copies them to where they belong.
 Only the sender ever holds a parameter whole, in the caller's memory; a message holds
@@ -9,13 +9,15 @@ at most ``CHUNK_BYTES`` over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 import torch
 
 from trainer_side.params.params import copy_into, meta_tensor
 from trainer_side.ranks import SENDER, Ranks
+from weft.contract.runs import SLICE_ALIGN_BYTES
 
 #: Of all messages of one chunk; less where the largest parameter is smaller.
 CHUNK_BYTES = 32 * 2**20
@@ -25,13 +27,34 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Contiguous elements of a parameter that one rank holds."""
+    """Elements of a parameter that one rank holds: contiguous, or a regular slice."""
 
     rank: int
     """Who holds them, as the trainer counts its ranks."""
     begin: int
     """First element in the row-major order of the whole parameter."""
     numel: int
+    """Elements of each row."""
+    stride: int = 0
+    """Elements from the beginning of one row to that of the next, more than a row has; 0
+    where there is but one."""
+    repeats: int = 1
+    """Rows."""
+
+    @property
+    def size(self) -> int:
+        """Elements of all rows."""
+        return self.numel * self.repeats
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and elements of each."""
+        return self.repeats, self.numel
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Where it lies in a contiguous parameter: a view of its rows."""
+        begin = whole.storage_offset() + self.begin
+        return whole.as_strided(self.shape, (self.stride, 1), begin)
 
 
 @dataclass(frozen=True)
@@ -41,9 +64,21 @@ class Sharded:
     shape: torch.Size
     dtype: torch.dtype
     runs: tuple[Run, ...]
+    """A rank may have several, in the order of its local elements. All slices have one stride."""
     local: torch.Tensor | None
-    """The elements of this rank's run (or more, with those first), any shape; None
-    where this rank has none. By reference."""
+    """The elements of this rank's runs, one run behind the other (or more, with those
+    first), any shape; None where this rank has none. A replica that is not the one to
+    give them has them, too. By reference."""
+
+    def is_aligned(self, itemsize: int) -> bool:
+        """Whether its slices can travel as they are, in a dtype of this size: contiguous
+        runs always can."""
+        return all(
+            n * itemsize % SLICE_ALIGN_BYTES == 0
+            for run in self.runs
+            if run.repeats > 1
+            for n in (run.begin, run.numel, run.stride)
+        )
 
 
 @dataclass(frozen=True)
@@ -138,13 +173,13 @@ class ShardedParams:
         offsets, size = [], 0
         for piece in pieces:
             offsets.append(size)
-            size += -(-piece.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            size += _aligned(piece.num_bytes)
         buffer = self._buffers.get(rank)
         if buffer is None or buffer.numel() < size:
             # zeros, not empty: touched memory is filled and sent twice as fast
             buffer = self._buffers[rank] = torch.zeros(size, dtype=torch.uint8)
         views = [
-            buffer[offset : offset + piece.num_bytes].view(piece.dtype)
+            buffer[offset : offset + piece.num_bytes].view(piece.dtype).view(piece.run.shape)
             for offset, piece in zip(offsets, pieces, strict=True)
         ]
         return buffer[:size], views
@@ -158,9 +193,9 @@ class _Piece:
     dtype: torch.dtype
     """What it is cast to before it travels."""
     run: Run
+    """The part alone, as a run."""
     first: int
-    """Its first element, counted from the begin of the run."""
-    numel: int
+    """Its first element in the local elements of its rank."""
     out: torch.Tensor | None
 
     @property
@@ -169,16 +204,16 @@ class _Piece:
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.run.size * self.dtype.itemsize
 
     def source(self) -> torch.Tensor:
         assert self.param.local is not None
-        return self.param.local.detach().reshape(-1)[self.first : self.first + self.numel]
+        flat = self.param.local.detach().reshape(-1)
+        return flat[self.first : self.first + self.run.size].view(self.run.shape)
 
     def target(self) -> torch.Tensor:
         assert self.out is not None
-        begin = self.run.begin + self.first
-        return self.out.view(-1)[begin : begin + self.numel]
+        return self.run.of(self.out)
 
 
 def _chunks(
@@ -194,18 +229,39 @@ def _chunks(
     chunk: list[_Piece] = []
     used = 0
     for param, dtype, out in params:
-        longest = max((run.numel for run in param.runs), default=0)
         window = max(1, share // dtype.itemsize)
-        for first in range(0, longest, window):
-            size = min(window, longest - first) * dtype.itemsize
+        by_rank = groupby(sorted(param.runs, key=lambda run: run.rank), lambda run: run.rank)
+        parts = [list(_parts(runs, window)) for _, runs in by_rank]
+        for beside in zip_longest(*parts):
+            found = [part for part in beside if part is not None]
+            pieces = [_Piece(param, dtype, run, first, out) for run, first in found]
+            size = max(_aligned(piece.num_bytes) for piece in pieces)
             if used + size > share and chunk:
                 yield chunk
                 chunk, used = [], 0
             used += size
-            chunk += [
-                _Piece(param, dtype, run, first, min(window, run.numel - first), out)
-                for run in param.runs
-                if run.numel > first
-            ]
+            chunk += pieces
     if chunk:
         yield chunk
+
+
+def _parts(runs: Iterable[Run], window: int) -> Iterator[tuple[Run, int]]:
+    """One rank's runs in parts of at most ``window`` elements, and where each part begins
+    in its local elements: whole rows of slices, or parts of one row."""
+    first = 0
+    for run in runs:
+        rows = max(1, min(run.repeats, window // run.numel)) if run.numel else run.repeats
+        for row in range(0, run.repeats, rows):
+            begin, repeats = run.begin + row * run.stride, min(rows, run.repeats - row)
+            if repeats > 1:
+                yield Run(run.rank, begin, run.numel, run.stride, repeats), first
+                first += run.numel * repeats
+                continue
+            for position in range(0, run.numel, window):
+                numel = min(window, run.numel - position)
+                yield Run(run.rank, begin + position, numel), first
+                first += numel
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
