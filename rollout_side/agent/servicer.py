@@ -253,7 +253,8 @@ class ReplicaServicer(ReplicaServiceServicer):
             InvalidRequestError: It is no such place.
         """
         last = group.rank + (receives.num_receivers - 1 if receives else 0)
-        if (group.rank == 0) is not (receives is None) or last >= group.size:
+        num_senders = group.num_senders or 1
+        if (group.rank < num_senders) is not (receives is None) or last >= group.size:
             raise InvalidRequestError(
                 f"rank {group.rank} of a group of {group.size} is no place for "
                 f"{f'{receives.num_receivers} receivers' if receives else 'a sender'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,16 @@ from rollout_side.memory.placement import Memory
 from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
+from weft.contract.runs import Run
 from weft.transport.group import Speak
 from weft.transport.runs import DigestedRun
+
+
+class Carried(NamedTuple):
+    """What a wire bucket carried: its runs, and the digest of each."""
+
+    runs: list[Run]
+    digests: list[int]
 
 
 class Sendable(Protocol):
@@ -85,6 +93,8 @@ class StagedVersion:
     adopted."""
     runs: tuple[list[DigestedRun], ...] | None = None
     """What each bucket carried, where the transfer carried runs."""
+    carried: tuple[Carried, ...] | None = None
+    """What each wire bucket carried, where it had a send plan."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
     """At most one, of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -114,6 +124,7 @@ class StagedVersion:
             self.segment,
             list(self.bucket_digests),
             None if self.runs is None else list(self.runs),
+            None if self.carried is None else list(self.carried),
         )
 
     def take_device_copy(self) -> torch.Tensor | None:
@@ -173,6 +184,8 @@ class PartialTransfer:
     """Of the trailers of the verified buckets."""
     runs: list[list[DigestedRun]] | None = None
     """What each of them carried; None where they come as the manifest lays them out."""
+    carried: list[Carried] | None = None
+    """The same of a send plan's wire buckets; None where there is none."""
     settled: bool = False
     """Whether no abandoned operation can write to the segment any more."""
 
@@ -187,7 +200,7 @@ class PartialTransfer:
         num_bytes = self.segment.num_bytes
         fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: len(self.digests)])
-        if self.runs is not None:
+        if self.runs is not None or self.carried is not None:
             end = num_bytes  # they may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))

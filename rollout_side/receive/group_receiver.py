@@ -31,6 +31,8 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion, is_replica_sender
+from weft.contract.send_plan import SendPlan, check_send_plan
+from weft.rpc.codec import send_plan_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer
 from weft.transport.group import Operation, Speak, on_device
 from weft.transport.member import FetchedManifests, Membership
@@ -91,7 +93,7 @@ class GroupReceiver:
         """End the thread soon; a receive under way is abandoned."""
         self._left.set()
         if (membership := self._membership) is not None:
-            membership.group.abort(TransferAbortedError("the replica left the side group"))
+            membership.abort(TransferAbortedError("the replica left the side group"))
         self._wake()
         with contextlib.suppress(queue.Full):  # it looks at ``_left`` after each
             self._directions.put_nowait(None)
@@ -110,7 +112,7 @@ class GroupReceiver:
             abort = response.abort
             error = error_from_reason(abort.reason, abort.message)
             if self._membership is not None:
-                self._membership.group.abort(error)
+                self._membership.abort(error)
             self._wake()
         self._directions.put_nowait(response)
 
@@ -251,31 +253,37 @@ class GroupReceiver:
                 pb.ACTIVITY_ALLOCATING, prepare.transfer_id, done=done, total=total
             )
 
+        plan = send_plan_from_proto(prepare.send_plan) if prepare.HasField("send_plan") else None
+
         def manifest() -> Manifest:
-            return self._manifests.get(
+            layout = self._manifests.get(
                 prepare.layout_digest,
                 membership.stub,
                 membership.credential,
                 timeout_seconds,
                 lambda: allocating(0, 0),
             )
+            if plan is not None:
+                check_send_plan(plan, layout)
+            return layout
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):
-            if prepare.carries_runs:  # refused at begin
+            if prepare.carries_runs or plan is not None:  # refused at begin
                 raise UnsupportedError("what is loaded in place comes in the manifest's order")
             transfer = self._load_in_place(
                 membership, prepare.transfer_id, version, manifest, deadline
             )
         else:
             runs = prepare.carries_runs
-            transfer = self._stage(prepare.transfer_id, version, manifest, runs, allocating)
+            transfer = self._stage(prepare.transfer_id, version, manifest, plan, runs, allocating)
         return Prepared(
             transfer_id=prepare.transfer_id,
             version=version,
             nonce=prepare.nonce,
             deadline=deadline,
             num_in_flight=prepare.num_buckets_in_flight,
+            plan=plan,
             transfer=transfer,
             span=span,
         )
@@ -285,6 +293,7 @@ class GroupReceiver:
         transfer_id: str,
         version: PolicyVersion,
         manifest: Callable[[], Manifest],
+        plan: SendPlan | None,
         carries_runs: bool,
         speak: Speak,
     ) -> IncomingTransfer:
@@ -299,9 +308,15 @@ class GroupReceiver:
                 speak=speak,
             )
             partial = PartialTransfer(
-                transfer_id, self._trainer_id, layout, segment, [], [] if carries_runs else None
+                transfer_id,
+                self._trainer_id,
+                layout,
+                segment,
+                [],
+                [] if carries_runs else None,
+                [] if plan is not None else None,
             )
-        return StagingTransfer(self._store, version, partial)
+        return StagingTransfer(self._store, version, partial, plan)
 
     def _load_in_place(
         self,
@@ -325,7 +340,7 @@ class GroupReceiver:
         if prepared is None or prepared.transfer_id != transfer_id:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
-        check, manifest = membership.group.check, prepared.transfer.manifest
+        check, manifest = membership.check, prepared.transfer.manifest
         buffers = prepared.transfer.receive_buffers(
             first_bucket, self._device, prepared.num_in_flight, check
         )
@@ -333,7 +348,7 @@ class GroupReceiver:
         # Waits for the loader where it is loaded in place, so it may still be woken.
         digest = prepared.transfer.finish(check)
         self._prepared = None
-        prepared.span.set(bytes=manifest.total_bytes, buckets=len(manifest.buckets))
+        prepared.span.set(bytes=manifest.total_bytes, buckets=prepared.num_buckets)
         prepared.span.end()  # before the coordinator hears of it, and may end the transfer
         content = types_pb2.ContentDigest(
             algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
@@ -354,30 +369,39 @@ class GroupReceiver:
         self, membership: Membership, prepared: Prepared, buffers: ReceiveBuffers, first_bucket: int
     ) -> None:
         """Receive, verify in order, report each bucket."""
-        num_buckets = len(prepared.transfer.manifest.buckets)
+        num_buckets = prepared.num_buckets
         say = membership.progress.say
         forming = partial(say, pb.ACTIVITY_FORMING, prepared.transfer_id)
         posted: deque[Operation] = deque()
-        num_posted = first_bucket
+        num_posted = num_reported = first_bucket
+        from_sender = dict.fromkeys(membership.lanes, 0)  # receives that are posted
         waited = verified = 0.0
         for index in range(first_bucket, num_buckets):
             self._notify_if_due(membership, prepared, buffers)
-            # Never further: a receive that waits for its sender may hold up the device, and
-            # with it what the sender itself waits for.
-            end = min(index + buffers.ahead, num_buckets)
-            while num_posted < end and buffers.make_room(num_posted, wait=not posted):
+            while num_posted < num_buckets:
+                # In the order of all receivers, and never further: a receive that waits for its
+                # sender may hold up the device, and with it what the sender itself waits for.
+                sender = prepared.sender_of(num_posted)
+                if from_sender[sender] == buffers.ahead:
+                    break
+                if not buffers.make_room(num_posted, wait=not posted):
+                    break
                 seconds = max(1.0, prepared.deadline - time.monotonic())
                 wire = buffers.wire(num_posted)
-                posted.append(membership.group.broadcast(wire, seconds, forming))
+                posted.append(membership.lanes[sender].broadcast(wire, seconds, forming))
+                from_sender[sender] += 1
                 num_posted += 1
             waiting = partial(say, pb.ACTIVITY_WAITING, prepared.transfer_id, index)
             began = time.perf_counter()
             posted.popleft().wait(prepared.deadline, waiting)
             came = time.perf_counter()
             buffers.accept(index, prepared.nonce)
+            from_sender[prepared.sender_of(index)] -= 1
             waited, verified = waited + came - began, verified + time.perf_counter() - came
-            report = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=index)
-            membership.attendance.send(pb.AttendRequest(bucket_verified=report))
+            while num_reported < min(buffers.num_kept, index + 1):
+                report = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=num_reported)
+                membership.attendance.send(pb.AttendRequest(bucket_verified=report))
+                num_reported += 1
         prepared.span.set(wait_seconds=waited, verify_seconds=verified)
         self._notify_if_due(membership, prepared, buffers)
 

@@ -119,6 +119,7 @@ class InPlaceBuffers:
         self._was_due = False
         self._began = time.monotonic()
         self._num_accepted = 0
+        self.num_kept = len(handoff.digests)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: the bucket that was in the buffer must have been loaded."""
@@ -139,6 +140,7 @@ class InPlaceBuffers:
         wire = self.wire(index)
         self._handoff.put(index, wire, verify_bucket(wire, self._handoff.manifest, index, nonce))
         self._num_accepted += 1
+        self.num_kept = max(self.num_kept, index + 1)
         seconds = time.monotonic() - self._began
         num_buckets = len(self._handoff.manifest.buckets)
         due = is_load_due(self._num_accepted, len(self._buffers), num_buckets, seconds)

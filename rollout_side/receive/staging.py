@@ -16,9 +16,12 @@ from rollout_side.memory.versions import (
     is_adapter,
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
+from rollout_side.receive.wire_buckets import PlannedBuffers
 from weft.contract.layout_runs import bucket_sums, run_wire_sizes
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.contract.send_plan import SendPlan
+from weft.transport.buckets import tensor_sums
 from weft.transport.digest import content_digest
 from weft.transport.payload import verify_bucket
 from weft.transport.runs import DigestedRun, open_runs
@@ -31,12 +34,17 @@ class StagingTransfer:
         store: Where it is put.
         version: What arrives.
         partial: What has arrived before; taken from the store.
+        plan: Who sends what, where several do.
     """
 
     def __init__(
-        self, store: WorkerStore, version: PolicyVersion, partial: PartialTransfer
+        self,
+        store: WorkerStore,
+        version: PolicyVersion,
+        partial: PartialTransfer,
+        plan: SendPlan | None = None,
     ) -> None:
-        self._store, self._version, self._partial = store, version, partial
+        self._store, self._version, self._partial, self._plan = store, version, partial, plan
         self._device_copy: list[torch.Tensor] = []
 
     @property
@@ -47,7 +55,8 @@ class StagingTransfer:
     @property
     def num_verified(self) -> int:
         """See ``IncomingTransfer``."""
-        return len(self._partial.digests)
+        partial = self._partial
+        return len(partial.digests if partial.carried is None else partial.carried)
 
     def receive_buffers(
         self,
@@ -58,6 +67,9 @@ class StagingTransfer:
     ) -> ReceiveBuffers:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
+        if self._plan is not None and partial.carried is not None:
+            del partial.carried[first_bucket:]
+            return PlannedBuffers(partial, partial.carried, self._plan, device, num_in_flight)
         del partial.digests[first_bucket:]
         if partial.runs is not None:
             del partial.runs[first_bucket:]
@@ -77,6 +89,11 @@ class StagingTransfer:
         if partial.runs is not None:
             runs = tuple(partial.runs)
             digests = bucket_sums(partial.manifest, itertools.chain.from_iterable(runs))
+        carried = None if partial.carried is None else tuple(partial.carried)
+        if carried is not None:
+            runs_of = [run for bucket in carried for run in bucket.runs]
+            digests_of = [digest for bucket in carried for digest in bucket.digests]
+            digests = tensor_sums(partial.manifest, runs_of, digests_of)
         digest = content_digest(digests)
         self._store.put_staged(
             StagedVersion(
@@ -87,6 +104,7 @@ class StagingTransfer:
                 digest,
                 tuple(partial.digests),
                 runs,
+                carried,
                 self._device_copy,
             )
         )
@@ -135,6 +153,11 @@ class StagingBuffers:
         self.ahead = ahead
         if segment.data.device != device:
             self._buffers = make_buffers([b.wire_bytes for b in manifest.buckets], ahead, device)
+
+    @property
+    def num_kept(self) -> int:
+        """See ``ReceiveBuffers``."""
+        return len(self._digests)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: what was accepted is done with."""
@@ -188,6 +211,11 @@ class RunBuffers:
         self._sizes = run_wire_sizes(partial.manifest)
         self._buffers = make_buffers(self._sizes, ahead, device)
         self.ahead = ahead
+
+    @property
+    def num_kept(self) -> int:
+        """See ``ReceiveBuffers``."""
+        return len(self._partial.digests)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: what was accepted is done with."""

@@ -17,6 +17,7 @@ import torch
 from weft.contract.errors import CapacityError
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.contract.send_plan import SendPlan
 from weft.tracing import Span
 
 
@@ -42,7 +43,7 @@ class IncomingTransfer(Protocol):
 
         Args:
             device: Of the side group.
-            num_in_flight: Buckets that the sender keeps: no more receives may be posted.
+            num_in_flight: Buckets that a sender keeps: no more receives from it may be posted.
             check: Raises if the group has ended; asked after ``wake``.
         """
 
@@ -75,16 +76,32 @@ class Prepared:
     nonce: int
     deadline: float
     num_in_flight: int
+    plan: SendPlan | None
+    """Who sends what; None where one rank sends the manifest's buckets."""
     transfer: IncomingTransfer
     span: Span
     """Of receiving it; ended with it."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets that come."""
+        return len(self.plan.buckets if self.plan else self.transfer.manifest.buckets)
+
+    def sender_of(self, index: int) -> int:
+        """The rank that a bucket comes from."""
+        return self.plan.buckets[index].sender if self.plan else 0
 
 
 class ReceiveBuffers(Protocol):
     """Memory that buckets are received in, one after the other, in one side group."""
 
     ahead: int
-    """Buckets whose receives may be posted before the first of them was accepted."""
+    """Buckets of one sender whose receives may be posted before the first of them was
+    accepted."""
+
+    @property
+    def num_kept(self) -> int:
+        """Buckets, from the first, that need not come again, whatever becomes of this group."""
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """Whether a receive to ``wire(index)`` may be posted now, every one before it having

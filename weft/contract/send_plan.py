@@ -16,13 +16,11 @@ from typing import Final
 
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import MAX_SENDERS
-from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, Manifest, align_up
+from weft.contract.manifest import ALIGN_BYTES, Manifest
+from weft.contract.runs import wire_size
 
 #: Wire buckets of one transfer.
 MAX_WIRE_BUCKETS: Final = 65_536
-# A list of runs: how many, then five numbers each; see docs/protocol.md.
-_COUNT_BYTES: Final = 8
-_RUN_BYTES: Final = 40
 # What a run's first and last block may hold beside it.
 _MAX_LOST_BYTES: Final = 2 * ALIGN_BYTES
 
@@ -42,8 +40,7 @@ class WireBucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes on the wire: payload, trailer and list of runs, up to ``ALIGN_BYTES``."""
-        table_bytes = _COUNT_BYTES + _RUN_BYTES * self.num_runs
-        return align_up(self.payload_bytes + TRAILER_BYTES + table_bytes)
+        return wire_size(self.payload_bytes, self.num_runs).wire_bytes
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""A side group: the processes between which one trainer's bytes flow; and how a thread that works
-or waits for long speaks in between (see ``member.Progress``)."""
+"""A lane of a side group: one sender, and all receivers, which its bytes flow to; and how a
+thread that works or waits for long speaks in between (see ``member.Progress``)."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ class Operation:
 
 
 class SideGroup:
-    """One rank's membership of a side group.
+    """One rank's membership of one lane of a side group: all of it where one rank sends.
 
     Args:
-        store: The group's rendezvous store; kept referenced here.
-        rank: Of this process; the sender is 0.
+        store: The lane's rendezvous store; kept referenced here.
+        rank: Of this process in the lane; its sender is 0.
         size: Number of members.
         backend: One of ``backends.available_backends(device)``.
         host: Address of this machine that peers connect to (gloo).

@@ -19,6 +19,7 @@ import torch
 from weft.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,
+    TransferAbortedError,
     TransferTimeoutError,
     WeftError,
 )
@@ -176,6 +177,10 @@ _SETTLE_SECONDS = 5.0
 class Membership:
     """One rank's place in a side group, from joining to leaving.
 
+    Each sender has a lane: a group of its own with all receivers, so that no sender's bytes go
+    to another. A sender is in its own lane; a receiver is in all, and must send and receive
+    nothing in them but in the order of the transfer's buckets, as all others do.
+
     Args:
         ticket: The place; a channel of its own to the coordinator is opened.
         device: Where this rank's buffers lie.
@@ -201,17 +206,14 @@ class Membership:
         self._channel: grpc.Channel = open_channel(ticket.coordinator, credentials)
         self.stub = RendezvousServiceStub(self._channel)
         self._user_on_closed = on_closed
-        store = RendezvousStore(self.stub, self.credential, _FORMING_SECONDS)
+        is_sender = ticket.rank < ticket.num_senders
+        #: By the rank of the sender.
+        self.lanes: dict[int, SideGroup] = {}
         try:
-            self.group = SideGroup(
-                store,
-                ticket.rank,
-                ticket.size,
-                backend=ticket.backend,
-                host=ticket.host,
-                device=device,
-            )
+            for sender in (ticket.rank,) if is_sender else range(ticket.num_senders):
+                self.lanes[sender] = self._open_lane(ticket, sender, device)
         except RuntimeError as error:  # what torch makes of a store that does not answer
+            self._close_lanes()
             self._channel.close()
             raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
         self.attendance = Attendance(
@@ -220,23 +222,52 @@ class Membership:
             ticket.rank,
             on_message=on_message,
             on_closed=self._closed,
-            num_in_flight=window(device) if ticket.rank == SENDER_RANK else 0,
+            num_in_flight=window(device) if is_sender else 0,
         )
         self.progress = Progress(self.attendance)
 
+    def abort(self, error: WeftError) -> None:
+        """Make every wait in the group, now and later, raise ``error``; never blocks."""
+        for lane in self.lanes.values():
+            lane.abort(error)
+
+    def check(self) -> None:
+        """Raise what ``abort`` was called with, if it was."""
+        for lane in self.lanes.values():
+            lane.check()
+
     def leave(self) -> bool:
-        """Close the stream, the group and the channel; blocks at most 10 s.
+        """Close the stream, the lanes and the channel; blocks at most 10 s.
 
         Returns:
             Whether the memory of operations that were under way is safe to use again.
         """
         self.attendance.close()
-        settled = self.group.close(_SETTLE_SECONDS)
+        settled = self._close_lanes()
         self._channel.close()
         return settled
 
+    def _open_lane(self, ticket: GroupTicket, sender: int, device: torch.device) -> SideGroup:
+        others = ticket.num_senders - 1  # senders that are not in this lane
+        return SideGroup(
+            RendezvousStore(self.stub, self.credential, _FORMING_SECONDS, f"{sender}/"),
+            SENDER_RANK if ticket.rank == sender else ticket.rank - others,
+            ticket.size - others,
+            backend=ticket.backend,
+            host=ticket.host,
+            device=device,
+        )
+
+    def _close_lanes(self) -> bool:
+        self.abort(TransferAbortedError("this rank left the side group"))  # all at once
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        settled = [
+            lane.close(max(0.0, deadline - time.monotonic())) for lane in self.lanes.values()
+        ]
+        return all(settled)
+
     def _closed(self, error: WeftError) -> None:
-        self.group.abort(error)
+        self.abort(error)
         self._user_on_closed(error)
 
 

@@ -24,7 +24,7 @@ _SLACK_SECONDS = 5.0
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A ``torch.distributed.Store`` of one group.
+    """A ``torch.distributed.Store`` of one group, or of what has its own ``prefix`` there.
 
     Keep a reference to this object as long as the group: torch holds only its C++
     half, and calls into a collected Python half crash. Every method blocks for one
@@ -38,50 +38,56 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
         stub: RendezvousServiceStub,
         credential: pb.GroupCredential,
         timeout_seconds: float,
+        prefix: str = "",
     ) -> None:
         super().__init__()
+        self._prefix = prefix
         self._stub = stub
         self._credential = credential
         self._timeout_seconds = timeout_seconds
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._call(set=pb.StoreSet(keys=[key], values=[_bytes(value)]))
+        self._call(set=pb.StoreSet(keys=self._keys([key]), values=[_bytes(value)]))
 
     def get(self, key: str) -> bytes:
-        keys = pb.StoreKeys(keys=[key], timeout=_duration(self._timeout_seconds))
+        keys = pb.StoreKeys(keys=self._keys([key]), timeout=_duration(self._timeout_seconds))
         return self._call(wait_seconds=self._timeout_seconds, get=keys).values[0]
 
     def add(self, key: str, value: int) -> int:
-        return self._call(add=pb.StoreAdd(key=key, amount=value)).number
+        return self._call(add=pb.StoreAdd(key=self._prefix + key, amount=value)).number
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
-        self._call(wait_seconds=seconds, wait=pb.StoreKeys(keys=keys, timeout=_duration(seconds)))
+        request = pb.StoreKeys(keys=self._keys(keys), timeout=_duration(seconds))
+        self._call(wait_seconds=seconds, wait=request)
 
     def check(self, keys: list[str]) -> bool:
-        return self._call(check=pb.StoreKeys(keys=keys)).number == 1
+        return self._call(check=pb.StoreKeys(keys=self._keys(keys))).number == 1
 
     def delete_key(self, key: str) -> bool:
-        return self._call(delete=pb.StoreKeys(keys=[key])).number > 0
+        return self._call(delete=pb.StoreKeys(keys=self._keys([key]))).number > 0
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        request = pb.StoreCompareSet(key=key, expected=_bytes(expected), desired=_bytes(desired))
+        request = pb.StoreCompareSet(
+            key=self._prefix + key, expected=_bytes(expected), desired=_bytes(desired)
+        )
         return self._call(compare_set=request).values[0]
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._call(append=pb.StoreSet(keys=[key], values=[_bytes(value)]))
+        self._call(append=pb.StoreSet(keys=self._keys([key]), values=[_bytes(value)]))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        request = pb.StoreKeys(keys=keys, timeout=_duration(self._timeout_seconds))
+        request = pb.StoreKeys(keys=self._keys(keys), timeout=_duration(self._timeout_seconds))
         return list(self._call(wait_seconds=self._timeout_seconds, get=request).values)
 
     def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        self._call(set=pb.StoreSet(keys=keys, values=[_bytes(v) for v in values]))
+        self._call(set=pb.StoreSet(keys=self._keys(keys), values=[_bytes(v) for v in values]))
 
     def has_extended_api(self) -> bool:
         return True
 
     def num_keys(self) -> int:
+        """Keys of the whole group, whatever the prefix."""
         return self._call(count=pb.StoreCount()).number
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -93,6 +99,9 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def clone(self) -> RendezvousStore:
         return self
+
+    def _keys(self, keys: list[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
 
     def _call(self, *, wait_seconds: float = 0.0, **operation: Any) -> pb.CallStoreResponse:
         request = pb.CallStoreRequest(credential=self._credential, **operation)

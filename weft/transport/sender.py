@@ -1,9 +1,12 @@
-"""Rank 0 of a side group: sends buckets, keeps each until all receivers have verified it.
+"""A sender of a side group: sends buckets, keeps each until all receivers have verified it.
 
 A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
 model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
 How far a transfer is outlives a membership (``Sending``): a push whose members are lost is
-sent on by another rank 0, in another group; a clone never is.
+sent on by another membership, in another group; a clone never is.
+
+Where a transfer has several senders, each sends its wire buckets of the send plan, in their
+order, and counts in that order what receivers have verified of all.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -26,6 +30,7 @@ from weft.contract.errors import (
 )
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import Manifest
+from weft.contract.send_plan import SendPlan
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.digest import content_digest
@@ -55,6 +60,7 @@ class Buckets(Protocol):
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
 
         Args:
+            index: Of those that this sender sends, from 0; see ``Sending.indices``.
             speak: Called now and then by what may take long.
 
         Returns:
@@ -78,6 +84,10 @@ class Sending:
     deadline: float
     """``time.monotonic()`` at which to give up."""
     progress: Progress | None = None
+    plan: SendPlan | None = None
+    """Who sends what; None where one rank sends the manifest's buckets."""
+    sender: int = 0
+    """Which of its senders this is: its rank."""
     digests: list[int] = field(default_factory=list)
     """Of the trailers of the buckets made so far, in order."""
     num_released: int = 0
@@ -85,8 +95,13 @@ class Sending:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the version, released or not."""
-        return len(self.buckets.manifest.buckets)
+        """Buckets of the transfer, whoever sends them, released or not."""
+        return len(self.plan.buckets if self.plan else self.buckets.manifest.buckets)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Of the transfer's buckets, those that are sent here, ascending."""
+        return self.plan.sent_by(self.sender) if self.plan else range(self.num_buckets)
 
 
 class Reformed(Exception):
@@ -105,7 +120,7 @@ class _Direction:
 
 
 class SendingRank:
-    """One membership as rank 0, kept across transfers while membership stays.
+    """One membership as a sender, kept across transfers while membership stays.
 
     Used by one thread, but for ``abort``; the group's stream has a thread of its own.
 
@@ -201,7 +216,7 @@ class SendingRank:
         with self._condition:
             self._broken = self._broken or error
             self._condition.notify_all()
-        self._membership.group.abort(error)
+        self._membership.abort(error)
 
     def leave(self) -> bool:
         """Leave the group; blocks at most 10 s.
@@ -225,22 +240,23 @@ class SendingRank:
                 "held here; push again"
             )
         self._num_sent = first
+        indices, lane = sending.indices, self._membership.lanes[self.ticket.rank]
+        to_send = bisect_left(indices, first)
         operations: dict[int, Operation] = {}
-        for index in range(min(first, len(sending.digests)), sending.num_buckets):
-            if index >= len(sending.digests):
-                reused = index - num_buffers
-                if reused >= first:
-                    self._await_released(sending, reused + 1)
+        for nth in range(min(to_send, len(sending.digests)), len(indices)):
+            if nth >= len(sending.digests):
+                reused = nth - num_buffers
+                if reused >= to_send:
+                    self._await_released(sending, indices[reused] + 1)
                     self._await_sent(operations.pop(reused), sending.deadline)
                 self._make(sending)
-            if index < first:
+            if nth < to_send:
                 self._raise_end()
                 continue
             seconds = max(1.0, sending.deadline - time.monotonic())
             forming = partial(self._say, pb.ACTIVITY_FORMING)
-            group = self._membership.group
-            operations[index] = group.broadcast(buckets.wire(index), seconds, forming)
-            self._num_sent = index + 1
+            operations[nth] = lane.broadcast(buckets.wire(nth), seconds, forming)
+            self._num_sent = indices[nth] + 1
         for operation in operations.values():
             self._await_sent(operation, sending.deadline)
         self._await_released(sending, sending.num_buckets)
@@ -319,14 +335,14 @@ class SendingRank:
                 self._follow(abort.transfer_id).error = error
                 # Other ranks leave with operations under way: the group is over.
                 self._broken = error
-                self._membership.group.abort(error)
+                self._membership.abort(error)
             elif kind == "reform":
                 reform = response.reform
                 _log.warning("resuming in epoch %d: %s", reform.group.epoch, reform.message)
                 self.successor = ticket_from_proto(
                     reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
                 )
-                self._membership.group.abort(WeftError("resuming in another group"))
+                self._membership.abort(WeftError("resuming in another group"))
             self._condition.notify_all()
 
     def _follow(self, transfer_id: str) -> _Direction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import plan_buckets
+from weft.contract.send_plan import WireBucket, make_send_plan
 from weft.contract.tensors import DataType, TensorMeta
 from weft.transport import sender
 from weft.transport.digest import content_digest
@@ -35,10 +37,13 @@ class Group:
         self.on_message = told["on_message"]
         self.sent: list[int] = []
         self.reports: list[rendezvous_pb2.AttendRequest] = []
-        self.group = SimpleNamespace(broadcast=self.broadcast, abort=lambda error: None)
+        self.lanes = {ticket.rank: self}
         self.attendance = SimpleNamespace(send=self.reports.append)
         self.progress = SimpleNamespace(say=lambda *args: None)
         self.lost = False
+
+    def abort(self, error: WeftError) -> None:
+        pass
 
     def broadcast(self, wire: torch.Tensor, seconds: float, speak: Any) -> Any:
         self.sent.append(int(wire[0]))
@@ -179,3 +184,53 @@ def test_a_broken_connection_waits_for_the_coordinators_word(rank: SendingRank) 
     group.say(abort=abort)
     with pytest.raises(WeftError, match="r1 died"):
         future.result(10)
+
+
+#: Sender 1 of 2 has the wire buckets 1, 3, 5 and 6, which are its 0 to 3.
+PLAN = make_send_plan(
+    2,
+    [
+        WireBucket(sender, bucket, 256, 1)
+        for sender, bucket in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (1, 3), (0, 4))
+    ],
+)
+
+
+def test_one_of_several_senders_sends_its_own_and_counts_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "Membership", Group)
+    ticket = replace(TICKET, rank=1, size=4, num_senders=2)
+    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets()
+    sending = Sending("t1", buckets, time.monotonic() + 20, None, PLAN, 1)
+    group: Any = rank._membership
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(rank.send, sending)
+        group.start()
+        _until(lambda: group.sent == [0, 1])
+        group.release(1)  # the other's first
+        time.sleep(0.05)
+        assert group.sent == [0, 1], "its own first was not released"
+        group.release(2)
+        _until(lambda: group.sent == [0, 1, 2])
+        group.release(4)
+        _until(lambda: group.sent == [0, 1, 2, 3])
+        group.release(7)
+        time.sleep(0.05)
+        assert not future.done(), "the other's last was not released"
+        group.release(8)
+        assert future.result(10) == content_digest([10, 11, 12, 13])
+
+
+def test_it_resumes_with_its_next_from_the_first_that_a_receiver_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "Membership", Group)
+    ticket = replace(TICKET, rank=1, size=4, num_senders=2)
+    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets()
+    sending = Sending("t1", buckets, time.monotonic() + 20, None, PLAN, 1)
+    group: Any = rank._membership
+    group.start(first_bucket=4)  # after its 1 and 3
+    group.release(8)
+    assert rank.send(sending) == content_digest([10, 11, 12, 13])
+    assert (buckets.made, group.sent) == ([0, 1, 2, 3], [2, 3])
