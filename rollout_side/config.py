@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weft.contract.capabilities import BackendChoice
+from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import check_name
 from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
@@ -71,6 +71,8 @@ class RolloutConfig:
     """Where bases are staged on a GPU host; "in-place" loads them as they arrive."""
     backend: BackendChoice = "auto"
     """Which side groups to join."""
+    running_requests: RunningRequests = "recompute"
+    """What becomes of requests that run when the base changes."""
     drain_seconds: float = 30.0
     """How long running requests and transfers may take to end once the process is told
     to stop; 0 cuts them."""

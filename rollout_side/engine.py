@@ -52,6 +52,8 @@ class SwitchTimes:
     pause_seconds: float = 0.0
     """How long generation was paused."""
     load_seconds: float = 0.0
+    num_begun: int = 0
+    """Requests that had tokens when the base changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +134,9 @@ class Engine(Protocol):
     async def apply_base(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """Load a staged base under a pause that keeps running requests, reset the
-        KV cache, keep every adapter served. The copy is retained, as far as
+        """Load a staged base under a pause; what becomes of running requests says
+        ``Capabilities.running_requests``. No request that begins uses a block of the KV
+        cache that is older; every adapter stays served. The copy is retained, as far as
         retention allows. One that was loaded in place is only made to be served; one
         that is being loaded in place for another transfer is given up before.
 

@@ -41,6 +41,8 @@ class BaseSpan:
     version: int
     start: int
     end: int
+    older_cache: bool = False
+    """Whether the sample's cache was kept from an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         retain_base=config.retain_base,
         spill=_spill_settings(config),
         vllm_defaults=config.vllm_defaults,
+        running_requests=config.running_requests,
         traced_as=config.agent.replica_id if config.telemetry.traces else "",
         allow_unversioned_changes=config.allow_unversioned_changes,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from rollout_side.agent.agent import Agent
 from rollout_side.config import RolloutConfig
 from rollout_side.engine import SwitchTimes
+from weft.contract.capabilities import RunningRequests
 from weft.contract.names import BASE_POLICY
 from weft.telemetry.process import process_registry
 
@@ -26,6 +27,11 @@ SPILL_LOOK_SECONDS: Final = 15.0
 _SECONDS_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 )  # fmt: skip
+_BECAME: Final[Mapping[RunningRequests, str]] = {
+    "recompute": "recomputed",
+    "keep": "kept",
+    "abort": "aborted",
+}
 
 
 class ReplicaMetrics(Collector):
@@ -52,6 +58,14 @@ class ReplicaMetrics(Collector):
             registry=self.registry,
             buckets=_SECONDS_BUCKETS,
         )
+        self._met = Counter(
+            "weft_requests_at_switch",
+            "Requests that had tokens when the base changed, by what became of them.",
+            ["became"],
+            registry=self.registry,
+        )
+        for became in _BECAME.values():
+            self._met.labels(became)
         for kind in ("base", "adapter"):
             self._switches.labels(kind)
             self._load.labels(kind)
@@ -65,6 +79,8 @@ class ReplicaMetrics(Collector):
             self._load.labels(kind).observe(times.load_seconds)
         if times.pause_seconds:
             self._pause.observe(times.pause_seconds)
+        if times.num_begun:
+            self._met.labels(_BECAME[self._config.running_requests]).inc(times.num_begun)
 
     async def watch_spill(self, measure: Callable[[], int]) -> None:
         """Look now and then how full the spill directory is, until cancelled.

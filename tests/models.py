@@ -214,6 +214,29 @@ class Referee:
         begin = len(prompt) - 1
         return [float(log_probs[begin + i, token]) for i, token in enumerate(tokens)]
 
+    def logprobs_over_kept_cache(
+        self,
+        old: Path,
+        new: Path,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        num_old: int,
+        adapter: Path | None = None,
+    ) -> list[float]:
+        """Log-probability of each token behind the first ``num_old``, by the new model over the
+        keys and values that the old one has computed of what it had sampled."""
+        ids = torch.tensor([[*prompt, *tokens]])
+        self.logprobs(new, prompt, tokens[:1], adapter)
+        self.logprobs(old, prompt, tokens[:1], adapter)  # both are loaded
+        at = len(prompt) + num_old - 1  # the last one that was sampled goes in with the next
+        with torch.no_grad():
+            cache = self._models[old, adapter](input_ids=ids[:, :at], use_cache=True)
+            logits = self._models[new, adapter](
+                input_ids=ids[:, at:], past_key_values=cache.past_key_values
+            ).logits[0]
+        log_probs = torch.log_softmax(logits.float(), dim=-1)
+        return [float(log_probs[i, token]) for i, token in enumerate(tokens[num_old:])]
+
 
 def load_hf(model: Path) -> Any:
     """A saved model, by transformers."""

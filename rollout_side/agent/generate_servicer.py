@@ -114,5 +114,10 @@ def _response(
             if adapter is not None:
                 made.adapter.CopyFrom(version_to_proto(adapter))
             for span in chunk.base_spans:
-                made.base_spans.add(version=span.version, start=span.start, end=span.end)
+                made.base_spans.add(
+                    version=span.version,
+                    start=span.start,
+                    end=span.end,
+                    older_cache=span.older_cache,
+                )
     return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import grpc
@@ -111,6 +112,44 @@ async def test_a_strict_answer_ends_with_the_tokens_so_far(served: Served) -> No
     assert last.finish_reason == pb.FINISH_REASON_ABORT
     assert _spans(last) == [(1, 0, len(tokens))]
     assert tokens == [token(1, 0, 0, at) for at in range(len(tokens))]
+
+
+async def test_an_answer_that_keeps_its_cache_says_where_that_is_older(served: Served) -> None:
+    _choose(served, "keep")
+    await served.commit("base@1")
+    call, _ = await _begun(served, _request("base@1", max_tokens=200))
+    await served.commit("base@2")
+    served.engine.stepping.set()
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    before, after = _last(responses).base_spans
+    assert [(span.version, span.older_cache) for span in (before, after)] == [(1, False), (2, True)]
+
+
+async def test_an_answer_is_aborted_where_it_has_tokens(served: Served) -> None:
+    _choose(served, "abort")
+    await served.commit("base@1")
+    call, first = await _begun(served, _request("base@1", max_tokens=200))
+    waiting = served.generate.Generate(_request("base@1", max_tokens=5))
+    async with asyncio.timeout(10):
+        while served.engine.num_requests() < 2:
+            await asyncio.sleep(0.001)
+    await served.commit("base@2")
+    served.engine.stepping.set()
+    responses = [first]
+    while not (responses[-1].chunks and responses[-1].chunks[0].finish_reason):
+        responses.append(await call.read())
+    await fails(call, "ABORTED", "VERSION_CHANGED")
+    assert _spans(_last(responses)) == [(1, 0, len(_tokens(responses)))]
+    assert _tokens([r async for r in waiting]) == [token(2, 0, 0, at) for at in range(5)]
+
+
+def _choose(served: Served, running_requests: str) -> None:
+    engine = served.engine
+    engine.capabilities = dataclasses.replace(
+        engine.capabilities, running_requests=running_requests
+    )
 
 
 async def _no_requests(served: Served) -> bool:

@@ -60,11 +60,14 @@ async def test_switches_are_counted_by_kind(counted: Counted) -> None:
 
 
 async def test_what_a_switch_cost(counted: Counted) -> None:
-    counted.metrics.switched("base", SwitchTimes(pause_seconds=0.5, load_seconds=0.25))
+    times = SwitchTimes(pause_seconds=0.5, load_seconds=0.25, num_begun=3)
+    counted.metrics.switched("base", times)
     counted.metrics.switched("math", SwitchTimes(load_seconds=0.125))
     counted.metrics.switched("base", SwitchTimes())  # it was served already
     assert counted.value("replica_pause_seconds_sum") == 0.5
     assert counted.value("replica_pause_seconds_count") == 1
+    assert counted.value("requests_at_switch_total", became="recomputed") == 3
+    assert counted.value("requests_at_switch_total", became="kept") == 0
     assert counted.value("load_seconds_sum", kind="base") == 0.25
     assert counted.value("load_seconds_sum", kind="adapter") == 0.125
     assert counted.value("load_seconds_count", kind="base") == 1

@@ -43,7 +43,8 @@ class AnswerDouble:
             await self._engine.stepping.wait()
             await asyncio.sleep(0)
             base, position = self._engine.base_version, self.num_steps
-            if order.strict and base != self.base:
+            aborts = self._engine.capabilities.running_requests == "abort" and position
+            if base != (bases[0] if aborts else self.base) and (order.strict or aborts):
                 yield self._last(bases, FinishReason.ABORT, held)
                 raise VersionChangedError(f"the base is base@{base} by now")
             bases.append(base)
@@ -65,7 +66,11 @@ class AnswerDouble:
     ) -> list[SampleChunk]:
         firsts = [i for i, base in enumerate(bases) if i == 0 or base != bases[i - 1]]
         ends = [*firsts[1:], len(bases)]
-        spans = tuple(BaseSpan(bases[i], i, end) for i, end in zip(firsts, ends, strict=False))
+        keeps = self._engine.capabilities.running_requests == "keep"
+        spans = tuple(
+            BaseSpan(bases[i], i, end, keeps and i > 0)
+            for i, end in zip(firsts, ends, strict=False)
+        )
         return [
             self._chunk(i, held, finish_reason=reason, base_spans=spans)
             for i in range(self._order.sampling.num_samples)

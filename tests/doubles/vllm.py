@@ -12,11 +12,12 @@ from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft.contract.capabilities import Capabilities
+from weft.contract.capabilities import Capabilities, RunningRequests
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, Reference
@@ -55,6 +56,7 @@ class FakeEngine:
     """Records what is called; answers as told, per method."""
 
     errored = False
+    generate: Any = None
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.calls: list[str] = []
@@ -94,6 +96,10 @@ class FakeEngine:
     async def update_weight_version(self, text: str) -> None:
         self.calls.append(text)
 
+    async def call_utility_async(self, method: str) -> None:
+        self.calls.append(method)
+        await self._answer(method)
+
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         assert reset_running_requests
         self.calls.append("reset")
@@ -116,6 +122,9 @@ class GeneratingEngine(FakeEngine):
         self._states: dict[tuple[str, int], Any] = self.output_processor.request_states
         self._handler = asyncio.ensure_future(self._take_outputs())
         self.prompts: list[Any] = []
+        #: Of the KV cache: what requests come with, and what they are sent with.
+        self.given_salt: str | None = None
+        self.salts: list[str] = []
         #: Raised by the next request.
         self.refusal: Exception | None = None
 
@@ -153,11 +162,12 @@ class GeneratingEngine(FakeEngine):
         self._collectors[request_id].put_nowait(output)
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncGenerator[Any, None]:
         self.prompts.append(prompt)
         if self.refusal is not None:
             raise self.refusal
+        await self.add_request_async(SimpleNamespace(cache_salt=self.given_salt))
         for i in range(params.num_samples):
             state = SimpleNamespace(
                 external_req_id=request_id,
@@ -185,6 +195,10 @@ class GeneratingEngine(FakeEngine):
             if request_id in request_ids:
                 self._take(request_id, index, [], "abort")
 
+    async def add_request_async(self, request: Any) -> None:
+        """Of ``engine_core``."""
+        self.salts.append(request.cache_salt)
+
     def close(self) -> None:
         """End its task."""
         self._handler.cancel()
@@ -198,6 +212,7 @@ def make_replica(
     spills: bool = False,
     in_place: bool = False,
     holdings: HoldingsPage | None = None,
+    running_requests: RunningRequests = "recompute",
 ) -> VllmReplica:
     serving = SimpleNamespace(
         lora_requests={},
@@ -210,6 +225,7 @@ def make_replica(
         models=ServedModels(serving),
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
+        requests=RequestsAtSwitch(engine, running_requests),
         started_with=StartedWith("dummy"),
         cleanup=contextlib.AsyncExitStack(),
     )
@@ -226,6 +242,7 @@ def make_replica(
             adapter_dtype=DataType.FLOAT32,
             tensor_parallel_size=engine.num_ranks,
             loads_in_place=in_place,
+            running_requests=running_requests,
         ),
         reference=Reference("", ()),
         model_name="tiny",

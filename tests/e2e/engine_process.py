@@ -26,6 +26,7 @@ from rollout_side.engine import SwitchTimes
 from tests.e2e.generations import Generations
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
+from weft.contract.capabilities import RunningRequests
 from weft.contract.names import PolicyVersion
 
 _ENVIRONMENT = {
@@ -63,6 +64,7 @@ class EngineProcess:
     model: Path
     args: tuple[str, ...] = ()
     staging: Staging = RolloutConfig.staging
+    running_requests: RunningRequests = RolloutConfig.running_requests
     process: Any = None
     port: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +77,9 @@ class EngineProcess:
         self._lock = threading.Lock()
         argv = [str(self.model), *_ARGS, *self.args]
         self.process = context.Process(
-            target=_child, args=(theirs, argv, self.staging), name="engine"
+            target=_child,
+            args=(theirs, argv, self.staging, self.running_requests),
+            name="engine",
         )
         self.process.start()
         theirs.close()
@@ -217,12 +221,16 @@ class EngineProcess:
                 future.set_exception(ConnectionError("the engine's process has ended"))
 
 
-def _child(pipe: Connection, argv: list[str], staging: Staging) -> None:
+def _child(
+    pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
+) -> None:
     os.environ.update(_ENVIRONMENT)
-    asyncio.run(_serve(pipe, argv, staging))
+    asyncio.run(_serve(pipe, argv, staging, running_requests))
 
 
-async def _serve(pipe: Connection, argv: list[str], staging: Staging) -> None:
+async def _serve(
+    pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
+) -> None:
     from rollout_side.vllm_engine.server.launch import open_engine
 
     try:
@@ -234,6 +242,7 @@ async def _serve(pipe: Connection, argv: list[str], staging: Staging) -> None:
             staging_memory_bytes=2**26,
             staging=staging,
             retain_base=2,
+            running_requests=running_requests,
             receiver_factory=FACTORY,
         )
         await replica.start_http()

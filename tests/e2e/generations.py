@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_side.generation import Answer, BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from weft.contract.capabilities import RunningRequests
 from weft.contract.errors import WeftError
 
 
@@ -50,6 +52,13 @@ class Generations:
         finally:
             answer.end()
         return found, None
+
+    async def choose(self, running_requests: RunningRequests) -> None:
+        """What becomes of running requests from now on. To keep them the engine must have been
+        started so; it can do all else then, too."""
+        replica = self._replica
+        replica.engine.generate = replica.requests.generate
+        replica.requests = RequestsAtSwitch(replica.engine, running_requests)
 
     async def end(self, number: int) -> None:
         """End one."""

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from rollout_side.engine import SwitchTimes
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from tests.e2e.arriving_file import arriving_digest
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
-from tests.e2e.logprobs import PROMPT, check
+from tests.e2e.generations import Generated, joined
+from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
-from weft.contract.errors import NotReadyError
+from weft.contract.errors import NotReadyError, VersionChangedError
 from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
 
 WAIT_SECONDS = 30.0
+#: Of the KV cache, of 128 tokens each: three requests of 400 tokens fit, and not four.
+NUM_BLOCKS = 14
+LONG = [3 + (7 * i) % 250 for i in range(300)]
 
 
 @pytest.fixture(scope="module")
 def engine(qwen2: TinyModels) -> Iterator[EngineProcess]:
     """It serves ``qwen2.base``; leave it so."""
-    running = EngineProcess(qwen2.base, tuple(LORA_ARGS), staging="in-place").start()
+    args = (*LORA_ARGS, "--num-gpu-blocks-override", str(NUM_BLOCKS))
+    running = EngineProcess(qwen2.base, args, staging="in-place", running_requests="keep").start()
+    running.call("generations.choose", "recompute")
     yield running
     running.stop()
 
@@ -140,6 +150,156 @@ def test_a_commit_may_come_late(engine: EngineProcess, qwen2: TinyModels, refere
     assert engine.call("dirty_reason") == ""
     check(referee, engine.complete("tiny", PROMPT), qwen2.other)
     push(engine, "base@42", qwen2.base)
+
+
+@dataclass
+class _Running:
+    """A request to GenerateService that runs."""
+
+    number: int
+    first: Sequence[SampleChunk]
+    adapter: Path | None = None
+
+    def whole(self, engine: EngineProcess, num_samples: int = 1) -> list[Generated]:
+        chunks, error = engine.call("generations.read", self.number)
+        assert error is None
+        return joined([*self.first, *chunks], num_samples)
+
+
+def _begin(
+    engine: EngineProcess,
+    adapter: Path | None = None,
+    prompt: list[int] = PROMPT,
+    *,
+    num_samples: int = 1,
+    max_tokens: int = 300,
+) -> _Running:
+    sampling = Sampling(num_samples=num_samples, max_tokens=max_tokens, ignore_eos=True, seed=3)
+    order = GenerateOrder(
+        prompt=prompt, adapter=PolicyVersion("cut", 1) if adapter else None, sampling=sampling
+    )
+    return _Running(*engine.call("generations.begin", order), adapter)
+
+
+def _furthest(errors: list[float]) -> int:
+    """How many of the first are within the bound."""
+    return next((at for at, error in enumerate(errors) if error > MAX_ERROR), len(errors))
+
+
+def _errors(want: list[float], got: Sequence[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(want, got, strict=True)]
+
+
+def test_kept_requests_go_on_over_their_old_cache_and_no_other_uses_it(
+    engine: EngineProcess, qwen2: TinyModels, referee: Referee
+) -> None:
+    engine.push_adapter("cut@1", qwen2.adapters[0])
+    asked = [("tiny", PROMPT), ("tiny", LONG), ("cut", PROMPT), ("cut", LONG)]
+    push(engine, "base@60", qwen2.other)
+    fresh = [engine.complete(name, prompt, 12) for name, prompt in asked]
+    engine.call("generations.choose", "keep")
+    push(engine, "base@61", qwen2.base)
+    for name, prompt in asked:  # all prompts lie in the cache, by the old base
+        engine.complete(name, prompt, 12)
+    running = [_begin(engine), _begin(engine, qwen2.adapters[0], LONG, max_tokens=200)]
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        http = pool.submit(engine.http.post, "/v1/completions", json=body)
+        while engine.call("tracker.num_running") < 3:
+            time.sleep(0.001)
+        times = push(engine, "base@62", qwen2.other)
+        assert times.num_begun >= 2
+        assert [engine.complete(name, prompt, 12) for name, prompt in asked] == fresh
+        headers = http.result(60).headers
+    assert (headers["weft-base"], headers["weft-last-base"]) == ("base@61", "base@62")
+    assert headers["weft-older-cache"] == "true"
+    for request, prompt in zip(running, (PROMPT, LONG), strict=True):
+        (sample,) = request.whole(engine)
+        before, after = sample.base_spans
+        assert (before.version, before.older_cache) == (61, False)
+        assert (after.version, after.older_cache) == (62, True)
+        old = referee.logprobs(qwen2.base, prompt, sample.tokens, request.adapter)
+        cut = before.end
+        assert max(_errors(old[:cut], sample.logprobs[:cut])) <= MAX_ERROR
+        kept = referee.logprobs_over_kept_cache(
+            qwen2.base, qwen2.other, prompt, sample.tokens, cut, request.adapter
+        )
+        assert max(_errors(kept, sample.logprobs[cut:])) <= MAX_ERROR
+        anew = referee.logprobs(qwen2.other, prompt, sample.tokens, request.adapter)[cut:]
+        assert max(_errors(anew, sample.logprobs[cut:])) > 100 * MAX_ERROR, "no difference is seen"
+    push(engine, "base@63", qwen2.base)
+    engine.call("generations.choose", "recompute")
+
+
+def _num_preemptions(engine: EngineProcess) -> int:
+    lines = engine.http.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:num_preemptions_total")]
+    return int(float(line.rpartition(" ")[2]))
+
+
+def test_a_kept_request_that_is_preempted_is_computed_anew(
+    engine: EngineProcess, qwen2: TinyModels, referee: Referee
+) -> None:
+    engine.call("generations.choose", "keep")
+    push(engine, "base@70", qwen2.base)
+    num_before = _num_preemptions(engine)
+    running = [_begin(engine, max_tokens=450) for _ in range(5)]
+    push(engine, "base@71", qwen2.other)
+    ends = []
+    for request in running:
+        (sample,) = request.whole(engine)
+        before, after = sample.base_spans
+        got = sample.logprobs[before.end :]
+        kept = _errors(
+            referee.logprobs_over_kept_cache(
+                qwen2.base, qwen2.other, PROMPT, sample.tokens, before.end
+            ),
+            got,
+        )
+        anew = _errors(referee.logprobs(qwen2.other, PROMPT, sample.tokens)[before.end :], got)
+        at = _furthest(kept)
+        assert max(anew[at:], default=0.0) <= MAX_ERROR, (at, after.end)
+        ends.append(after.end - before.end - at)
+    preempted = _num_preemptions(engine) - num_before
+    assert len([end for end in ends if end > 20]) == preempted > 1, ends
+    assert ends.count(0) == len(ends) - preempted > 1
+    push(engine, "base@72", qwen2.base)
+    engine.call("generations.choose", "recompute")
+
+
+def test_aborted_requests_end_with_a_reason(
+    engine: EngineProcess, qwen2: TinyModels, referee: Referee
+) -> None:
+    engine.call("generations.choose", "abort")
+    push(engine, "base@80", qwen2.base)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 450, "ignore_eos": True}
+    request = _begin(engine, num_samples=2)
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(engine.http.post, "/v1/completions", json=body)
+        with engine.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            while engine.call("tracker.num_running") < 3:
+                time.sleep(0.001)
+            time.sleep(0.05)  # so that the second has tokens, too
+            assert push(engine, "base@81", qwen2.other).num_begun == 3
+            events = [line.removeprefix("data: ") for line in lines if line]
+        refused = whole.result(60)
+    assert (refused.status_code, refused.headers["weft-reason"]) == (503, "VERSION_CHANGED")
+    assert refused.json()["error"]["message"].startswith("VERSION_CHANGED: ")
+    assert events[-1] == "[DONE]"
+    error = json.loads(events[-2])["error"]
+    assert (error["code"], error["message"][:16]) == (503, "VERSION_CHANGED:")
+    chunks, failure = engine.call("generations.read", request.number)
+    assert isinstance(failure, VersionChangedError)
+    for sample in joined([*request.first, *chunks], 2):
+        assert sample.finish_reason is FinishReason.ABORT
+        assert list(sample.base_spans) == [BaseSpan(80, 0, len(sample.tokens))]
+        want = referee.logprobs(qwen2.base, PROMPT, sample.tokens)
+        assert max(_errors(want, sample.logprobs)) <= MAX_ERROR
+    check(referee, engine.complete("tiny", PROMPT), qwen2.other)
+    push(engine, "base@82", qwen2.base)
+    engine.call("generations.choose", "recompute")
 
 
 def test_the_end_does_not_wait_for_what_never_comes(

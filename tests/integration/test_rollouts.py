@@ -4,6 +4,7 @@ their tokens name the versions that made them. tests/e2e has the same over real 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import socket
@@ -216,6 +217,24 @@ def test_a_base_that_changes_is_told_or_refused(
         assert isinstance(sample.error, VersionChangedError)
         assert 0 < len(sample.token_ids) < 5000
         assert set(sample.versions.tolist()) == {0}
+
+
+def test_what_a_replica_aborts_is_made_anew_by_the_new_base(
+    pool: Pool, engines: list[EngineDouble], rollouts: RolloutClient, publisher: Publisher
+) -> None:
+    for engine in engines:
+        engine.capabilities = dataclasses.replace(engine.capabilities, running_requests="abort")
+    asked = _generate_beside(rollouts, sampling=Sampling(max_tokens=2000))
+    _half_way(engines, 4)
+    for engine in engines:
+        pool.call(engine.stepping.clear)
+    publisher.push_base(Model())
+    for engine in engines:
+        pool.call(engine.stepping.set)
+    for group in asked.result(20):
+        (sample,) = group.samples
+        assert sample.token_ids.tolist() == [token(1, 0, 0, at) for at in range(2000)]
+        assert (sample.finish_reason, sample.error) == ("length", None)
 
 
 async def test_cancelling_ends_it_in_the_engine(

@@ -25,6 +25,8 @@ class Next(enum.Enum):
     """This replica will never have it; another one may."""
     WAIT = "wait"
     """The replica is well; it is asked, or another one, a moment later."""
+    AGAIN = "again"
+    """The replica is well, and ended what ran: it starts again, wherever there is room."""
     LEAVE = "leave"
     """It starts again elsewhere; the replica is left alone for a while."""
     RESTART = "restart"
@@ -35,19 +37,21 @@ _FINAL = (
     InvalidRequestError,
     NotAllowedError,
     UnsupportedError,
-    VersionChangedError,
 )
 
 
-def after(error: WeftError, *, has_begun: bool, was_failing: bool) -> Next:
+def after(error: WeftError, *, strict: bool, has_begun: bool, was_failing: bool) -> Next:
     """What follows from a failed request.
 
     Args:
+        strict: Whether it was to end when the base changes.
         has_begun: Whether the replica had begun to answer.
         was_failing: Whether its last request had failed, too.
     """
     if isinstance(error, _FINAL):
         return Next.END
+    if isinstance(error, VersionChangedError):
+        return Next.END if strict else Next.AGAIN
     if isinstance(error, NotFoundError):
         return Next.ASK_OTHERS
     if error.reason == "VERSION_AHEAD":

@@ -31,6 +31,9 @@ class Sample:
     """int64: which version of the policy that was asked made each token."""
     base_versions: torch.Tensor
     """int64: which version of the base each token was sampled over."""
+    older_cache: torch.Tensor
+    """bool: which tokens were sampled over a cache that was kept from an earlier version of the
+    base (``weft rollout --running-requests keep``)."""
     adapter: PolicyVersion | None
     """The exact version that made all of it; None: the base model itself."""
     finish_reason: str
@@ -79,8 +82,10 @@ class Draft:
         adapter = version_from_proto(last.adapter) if last.HasField("adapter") else None
         count = len(self.token_ids)
         base_versions = torch.full((count,), -1, dtype=torch.int64)
+        older_cache = torch.zeros(count, dtype=torch.bool)
         for span in last.base_spans:
             base_versions[span.start : span.end] = span.version
+            older_cache[span.start : span.end] = span.older_cache
         versions = base_versions
         if adapter is not None:
             versions = torch.full((count,), adapter.version, dtype=torch.int64)
@@ -89,6 +94,7 @@ class Draft:
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=versions,
             base_versions=base_versions,
+            older_cache=older_cache,
             adapter=adapter,
             finish_reason=_REASONS[last.finish_reason],
             error=error,

@@ -174,14 +174,19 @@ class Sampler:
         finally:
             self._dispatch.release(target, course.left_tokens)
             self._pump()
-        if not isinstance(failure, VersionChangedError):
+        what = after(
+            failure,
+            strict=course.ask.strict,
+            has_begun=course.has_begun,
+            was_failing=was_failing,
+        )
+        if not (isinstance(failure, VersionChangedError) and what is Next.END):
             for index in missing:
                 if not course.drafts[index].is_whole:
                     course.drafts[index] = Draft()
         if isinstance(failure, TransferTimeoutError):
             raise course.too_late(f"{target.replica_id} was at it") from failure
         course.failure = failure
-        what = after(failure, has_begun=course.has_begun, was_failing=was_failing)
         place, name = course.place, target.replica_id
         if what is Next.RESTART:
             course.num_restarts += 1
@@ -196,7 +201,7 @@ class Sampler:
             await asyncio.sleep(min(_WAIT_SECONDS, max(0.0, deadline - clock.time())))
         elif what is Next.END:
             raise failure
-        else:
+        elif what is not Next.AGAIN:
             target.failed(clock.time())
             course.place = replace(place, avoid=place.avoid | {name})
 

@@ -12,6 +12,9 @@ GLOO = "gloo"
 NCCL = "nccl"
 #: What one end may be told to use: the best that both have, or this one and no other.
 BackendChoice = Literal["auto", "nccl", "gloo"]
+#: What becomes of requests that run when the base changes: their cache is computed anew, they
+#: go on over the one that they have, or they end.
+RunningRequests = Literal["recompute", "keep", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class Capabilities:
     """What its log-probabilities are, as vLLM names it; empty where it is not told."""
     logprobs_truncated: bool = field(default=False, compare=False)
     """Whether they are of the distribution that is left after top-k, top-p and min-p."""
+    running_requests: str = field(default="recompute", compare=False)
+    """A ``RunningRequests``, or what a later version of Weft calls so."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

@@ -67,6 +67,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         logprobs_mode=value.logprobs_mode,
         logprobs_truncated=value.logprobs_truncated,
         takes_runs=value.takes_runs,
+        running_requests=value.running_requests,
     )
 
 
@@ -99,6 +100,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         logprobs_mode=message.logprobs_mode,
         logprobs_truncated=message.logprobs_truncated,
         takes_runs=message.takes_runs,
+        running_requests=message.running_requests or "recompute",
     )
 
 

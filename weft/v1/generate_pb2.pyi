@@ -347,22 +347,30 @@ class BaseSpan(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    OLDER_CACHE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Of the base."""
     start: _builtins.int
     """The first of them."""
     end: _builtins.int
     """Behind the last one."""
+    older_cache: _builtins.bool
+    """Whether they were sampled over keys and values of which some were computed under an earlier
+    version of the base: the replica keeps the cache of running requests
+    (Capabilities.running_requests). It stays true where the engine ran out of cache and
+    computed the sample's anew.
+    """
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        older_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "older_cache", b"older_cache", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,9 +61,10 @@ class GenerateServiceServicer(object):
         (nothing of that name is served; metadata `versions`); UNAVAILABLE/VERSION_AHEAD (a number
         above the newest that the replica has heard of: it may come), REFUSING (the replica takes
         no new requests), COORDINATOR_AWAY (a bare name, which nobody can tell the meaning of),
-        PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (`strict`: the base has changed;
-        all tokens that came are of the version that was asked for, and each sample's last chunk
-        has come, too).
+        PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed, and it was
+        `strict`, or had tokens at a replica that aborts such, see Capabilities.running_requests;
+        all tokens that came are of one version, with `strict` of the one that was asked for, and
+        each sample's last chunk has come, too).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,9 +48,10 @@ class GenerateServiceStub:
     (nothing of that name is served; metadata `versions`); UNAVAILABLE/VERSION_AHEAD (a number
     above the newest that the replica has heard of: it may come), REFUSING (the replica takes
     no new requests), COORDINATOR_AWAY (a bare name, which nobody can tell the meaning of),
-    PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (`strict`: the base has changed;
-    all tokens that came are of the version that was asked for, and each sample's last chunk
-    has come, too).
+    PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed, and it was
+    `strict`, or had tokens at a replica that aborts such, see Capabilities.running_requests;
+    all tokens that came are of one version, with `strict` of the one that was asked for, and
+    each sample's last chunk has come, too).
     """
 
 @_typing.type_check_only
@@ -73,9 +74,10 @@ class GenerateServiceAsyncStub(GenerateServiceStub):
     (nothing of that name is served; metadata `versions`); UNAVAILABLE/VERSION_AHEAD (a number
     above the newest that the replica has heard of: it may come), REFUSING (the replica takes
     no new requests), COORDINATOR_AWAY (a bare name, which nobody can tell the meaning of),
-    PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (`strict`: the base has changed;
-    all tokens that came are of the version that was asked for, and each sample's last chunk
-    has come, too).
+    PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed, and it was
+    `strict`, or had tokens at a replica that aborts such, see Capabilities.running_requests;
+    all tokens that came are of one version, with `strict` of the one that was asked for, and
+    each sample's last chunk has come, too).
     """
 
 class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,9 +103,10 @@ class GenerateServiceServicer(metaclass=_abc_1.ABCMeta):
         (nothing of that name is served; metadata `versions`); UNAVAILABLE/VERSION_AHEAD (a number
         above the newest that the replica has heard of: it may come), REFUSING (the replica takes
         no new requests), COORDINATOR_AWAY (a bare name, which nobody can tell the meaning of),
-        PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (`strict`: the base has changed;
-        all tokens that came are of the version that was asked for, and each sample's last chunk
-        has come, too).
+        PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed, and it was
+        `strict`, or had tokens at a replica that aborts such, see Capabilities.running_requests;
+        all tokens that came are of one version, with `strict` of the one that was asked for, and
+        each sample's last chunk has come, too).
         """
 
 def add_GenerateServiceServicer_to_server(servicer: GenerateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
-from weft.contract.capabilities import BackendChoice
+from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
 from weft_cli.servers.descriptors import allow_descriptors
@@ -91,6 +91,15 @@ def rollout(
             max=100,
         ),
     ] = RolloutConfig.retain_base,
+    running_requests: Annotated[
+        RunningRequests,
+        typer.Option(
+            help="What becomes of requests that run when the base changes. recompute: they go on, "
+            "and what they have in the KV cache is computed anew. keep: they go on over the cache "
+            "that they have, as soon as the weights are there; later requests use none of it. "
+            "abort: those that have tokens end with VERSION_CHANGED, to be asked again.",
+        ),
+    ] = RolloutConfig.running_requests,
     spill_dir: Annotated[
         str,
         typer.Option(
@@ -164,6 +173,7 @@ def rollout(
         staging=staging,
         backend=backend,
         retain_base=retain_base,
+        running_requests=running_requests,
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * _GIB),
         drain_seconds=drain_seconds,

@@ -33,7 +33,6 @@ OLDEST = (0, 26)
 TOO_NEW = (0, 33)
 SUPPORTED_RANGE = ">=0.26,<0.33"
 
-_POLL_SECONDS = 0.001
 # A parameter of one expert: "...experts.3.gate_proj.weight".
 _EXPERT = re.compile(r"(?:^|.*\.)(?P<group>[^.]+)\.\d+\.[^.]+$")
 
@@ -238,28 +237,6 @@ def sampled_logprobs(completion: Any) -> list[float]:
     # 0.26 hands over all of a sample's once more with the output that ends it without a token.
     pairs = zip(completion.token_ids, completion.logprobs or (), strict=False)
     return [float(logprobs[token].logprob) for token, logprobs in pairs]
-
-
-async def tokens_before(engine: Any) -> dict[tuple[str, int], int]:
-    """How many tokens each unfinished sample has, by its request and its index, at a pause;
-    nothing where outputs name the weights behind their tokens (0.32 and later).
-
-    Returns once what the engine had put out before the pause has been taken in: its answer
-    to the pause comes behind that, in the same queue.
-    """
-    states = engine.output_processor.request_states
-    if not states or hasattr(next(iter(states.values())), "weight_version_starts"):
-        return {}
-    queue = engine.engine_core.outputs_queue
-    while queue.qsize() or not queue._getters:  # until its one reader waits for more
-        await asyncio.sleep(_POLL_SECONDS)
-    for _ in range(3):  # who waits for one of these outputs has it then
-        await asyncio.sleep(0)
-    return {
-        (state.external_req_id, state.request_index): state.detokenizer.num_output_tokens()
-        for state in states.values()
-        if state.detokenizer is not None
-    }
 
 
 # -- the model, in a worker -------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from typing import Any
 
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
-from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from weft.contract.errors import PeerUnavailableError, VersionChangedError
@@ -23,12 +23,20 @@ class Answers:
 
     Args:
         engine: vLLM's ``AsyncLLM``.
+        generate: Its method, which raises nothing where an answer is aborted.
         tracker: Refuses new requests, and counts those that run, as over HTTP.
         models: What can be asked.
     """
 
-    def __init__(self, engine: Any, tracker: RequestTracker, models: ServedModels) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        generate: Callable[..., AsyncGenerator[Any, None]],
+        tracker: RequestTracker,
+        models: ServedModels,
+    ) -> None:
         self._engine, self._tracker, self._models = engine, tracker, models
+        self._generate = generate
         self._numbers = itertools.count(1)
         self._running: set[VllmAnswer] = set()
         self._aborts: set[asyncio.Future[None]] = set()
@@ -48,7 +56,7 @@ class Answers:
         prompt = (
             order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}
         )
-        outputs = self._engine.generate(prompt, params, request_id, lora_request=lora)
+        outputs = self._generate(prompt, params, request_id, lora_request=lora)
         ended = contextlib.ExitStack()
         answer = VllmAnswer(request_id, order, self._models.base.version, outputs, ended)
         ended.enter_context(self._tracker.running())
@@ -68,14 +76,29 @@ class Answers:
         if not abort.cancelled():
             abort.exception()  # of an engine that has died, which ends the process elsewhere
 
-    async def switch_base(self, version: PolicyVersion) -> None:
+    def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
+        """Know of the answers that are about to be ended because the base changes.
+
+        Args:
+            version: To this one.
+            aborted: Their requests.
+        """
+        for answer in self._running:
+            if answer.request_id in aborted:
+                answer.changed_to = version.version
+
+    async def switch_base(self, version: PolicyVersion, *, kept: bool) -> None:
         """Note, while generation is paused, that tokens are of another base from now on, and
-        end the answers that insist on the one before."""
-        before = await bridges.tokens_before(self._engine)
+        end the answers that insist on the one before.
+
+        Args:
+            kept: Whether the others go on over the cache that they have.
+        """
+        before = await requests.tokens_before(self._engine)
         is_other = version != self._models.base
         self._models.set_base(version)
         for answer in self._running:
-            answer.note_base(version.version, before)
+            answer.note_base(version.version, before, kept=kept)
         strict = [answer.request_id for answer in self._running if answer.strict]
         if strict and is_other:
             # What they have sampled by now still comes, behind it that they were ended.
@@ -102,27 +125,30 @@ class VllmAnswer:
         self.prompt_token_ids: Sequence[int] = ()
         #: Whether the engine has nothing more to do for it.
         self.is_over = False
+        #: The base that it is ended for.
+        self.changed_to: int | None = None
         self._is_text = isinstance(order.prompt, str)
         self._outputs, self._ended = outputs, ended
         self._num_tokens = [0] * order.sampling.num_samples
         #: By sample, where a version of the base began, as long as vLLM does not say so.
         self._starts = [[(base, 0)] for _ in self._num_tokens]
         self._has_begun = False
-        self._changed_to: int | None = None
-        self._is_void = self._was_aborted = False
+        self._is_void = self._was_aborted = self._is_kept = False
 
-    def note_base(self, version: int, before: Mapping[tuple[str, int], int]) -> None:
+    def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> None:
         """Take in that tokens are of another base from now on.
 
         Args:
-            before: See ``bridges.tokens_before``.
+            before: See ``requests.tokens_before``.
+            kept: Whether what has tokens goes on over the cache of those.
         """
+        self._is_kept |= kept
         for index, starts in enumerate(self._starts):
             count = before.get((self.request_id, index))
             if count is not None or not self._has_begun:  # else the sample has ended
                 starts.append((version, count or 0))
         if self.strict and version != self.base and not self.is_over:
-            self._changed_to = version
+            self.changed_to = version
             # vLLM may not have it yet: then its tokens would be of the new base.
             self._is_void = not self._has_begun
 
@@ -144,9 +170,9 @@ class VllmAnswer:
                 SampleChunk(index=i, token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
                 for i in range(len(self._num_tokens))
             ]
-        if self._is_void or (self._changed_to is not None and self._was_aborted):
+        if self._is_void or (self.changed_to is not None and self._was_aborted):
             raise VersionChangedError(
-                f"the base was {BASE_POLICY}@{self.base} and is {BASE_POLICY}@{self._changed_to} "
+                f"the base was {BASE_POLICY}@{self.base} and is {BASE_POLICY}@{self.changed_to} "
                 "by now, and the answer was to be of one version"
             )
 
@@ -168,22 +194,23 @@ class VllmAnswer:
 
     def _spans(self, completion: Any) -> tuple[BaseSpan, ...]:
         """Of a sample that has ended: as vLLM says, or as was noted at each switch."""
+        starts = [
+            (version, start, end) for version, start, end in self._named(completion) if end > start
+        ]
+        spans: list[BaseSpan] = []
+        for version, start, end in starts:
+            if spans and spans[-1].version == version:
+                start = spans.pop().start
+            spans.append(BaseSpan(version, start, end, self._is_kept and start > 0))
+        return tuple(spans)
+
+    def _named(self, completion: Any) -> list[tuple[int, int, int]]:
         named = getattr(completion, "weight_versions", None)
         if named is not None:
-            return tuple(
-                BaseSpan(PolicyVersion.parse(span.version).version, span.start, span.end)
-                for span in named
-                if span.end > span.start
-            )
+            return [(PolicyVersion.parse(s.version).version, s.start, s.end) for s in named]
         starts = self._starts[completion.index]
         ends = [start for _, start in starts[1:]] + [self._num_tokens[completion.index]]
-        spans: list[BaseSpan] = []
-        for (version, start), end in zip(starts, ends, strict=True):
-            if end > start:
-                if spans and spans[-1].version == version:
-                    start = spans.pop().start
-                spans.append(BaseSpan(version, start, end))
-        return tuple(spans)
+        return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
 
     def end(self) -> None:
         """See ``Answer``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.contract.capabilities import Capabilities
+from weft.contract.capabilities import Capabilities, RunningRequests
 from weft.contract.tensors import DataType, Reference
 
 
@@ -43,6 +43,7 @@ def make_capabilities(
     staging_capacity_bytes: int,
     adapter_capacity_bytes: int,
     loads_in_place: bool = False,
+    running_requests: RunningRequests = "recompute",
     served_names: Iterable[str] = (),
 ) -> Capabilities:
     """Gather what a replica declares.
@@ -56,6 +57,7 @@ def make_capabilities(
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
         loads_in_place: Whether bases are loaded as they arrive.
+        running_requests: What becomes of them when the base changes.
         served_names: That vLLM's OpenAI server has by its arguments.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
@@ -79,5 +81,6 @@ def make_capabilities(
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),
+        running_requests=running_requests,
         served_names=tuple(served_names),
     )

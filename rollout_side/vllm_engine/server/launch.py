@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.compat import bridges, engine_core
 from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer, bind
@@ -22,12 +22,13 @@ from rollout_side.vllm_engine.http.version_headers import name_versions
 from rollout_side.vllm_engine.server import model_reference, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.checkpoints.files import local_model_dir
-from weft.contract.capabilities import BackendChoice
+from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.contract.errors import InvalidRequestError, UnsupportedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.contract.tensors import Reference
@@ -57,6 +58,7 @@ async def open_engine(
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
+    running_requests: RunningRequests = RolloutConfig.running_requests,
     vllm_defaults: bool = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
     traced_as: str = "",
@@ -77,6 +79,7 @@ async def open_engine(
             ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
+        running_requests: What becomes of them when the base changes.
         vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
         allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
             change weights.
@@ -104,6 +107,9 @@ async def open_engine(
         refusals.refuse_in_place(args)
         _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
         retain_base = 0
+    if running_requests == "keep":
+        refusals.refuse_keep(args)
+        args.scheduler_cls = engine_core.SCHEDULER
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(http_host, http_port)
@@ -113,10 +119,12 @@ async def open_engine(
         started_with.read(args.model, args.revision)  # while the engine warms up
         engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
+        requests = RequestsAtSwitch(engine, running_requests)
         app = await _build_app(parts, args, engine)
         models = ServedModels(app.state.openai_serving_models)
         explaining = explain_unknown_models(app, models.explain_unknown)
-        http = _http_server(app, name_versions(explaining, models), args, sock, tracker)
+        naming = name_versions(explaining, models, kept=running_requests == "keep")
+        http = _http_server(app, naming, args, sock, tracker)
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         started_with.read(model, revision, is_loaded=True)
@@ -156,6 +164,7 @@ async def open_engine(
                 models=models,
                 http=http,
                 tracker=tracker,
+                requests=requests,
                 started_with=started_with,
                 cleanup=stack.pop_all(),
             ),
@@ -168,6 +177,7 @@ async def open_engine(
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
                 loads_in_place=in_place,
+                running_requests=running_requests,
                 served_names=models.own_names,
             ),
             reference=described,

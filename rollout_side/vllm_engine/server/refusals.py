@@ -92,6 +92,22 @@ def refuse_in_place(args: Namespace) -> None:
         )
 
 
+def refuse_keep(args: Namespace) -> None:
+    """Refuse to keep running requests where their blocks could be found elsewhere, or where
+    another scheduler is asked for than vLLM's.
+
+    Raises:
+        UnsupportedError: Names the argument and the way out.
+    """
+    for name in ("scheduler_cls", "kv_transfer_config", "kv_offloading_size"):
+        if getattr(args, name, None):
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} with --running-requests keep: blocks of the KV cache "
+                "that running requests keep are told apart by vLLM's own scheduler, in the "
+                "engine's own cache; use --running-requests recompute"
+            )
+
+
 def refuse_experts_without_triton(args: Namespace) -> None:
     """Refuse LoRA on a mixture of experts where vLLM's engine would fail minutes later:
     its layers for that need Triton, which CPU builds lack. Reads the model's config.

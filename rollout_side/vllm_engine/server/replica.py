@@ -21,6 +21,7 @@ from rollout_side.vllm_engine.server.answers import Answers
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
@@ -28,7 +29,6 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
 from weft.contract.errors import (
     DigestMismatchError,
-    LoadFailedError,
     NotReadyError,
     PeerUnavailableError,
     WeftError,
@@ -57,6 +57,7 @@ class EngineParts:
     """What its OpenAI server answers for."""
     http: HttpServer
     tracker: RequestTracker
+    requests: RequestsAtSwitch
     started_with: StartedWith
     cleanup: contextlib.AsyncExitStack
     """Ends the engine's processes."""
@@ -95,7 +96,8 @@ class VllmReplica(HeldVersions):
         self._cleanup = parts.cleanup
         self._gate = RequestGate(parts.engine, workers, parts.tracker)
         self._in_place = LoadsInPlace(workers, self._gate)
-        self._answers = Answers(parts.engine, parts.tracker, parts.models)
+        self.requests = parts.requests
+        self._answers = Answers(parts.engine, self.requests.generate, parts.tracker, parts.models)
 
     # -- the process ----------------------------------------------------------
 
@@ -255,7 +257,7 @@ class VllmReplica(HeldVersions):
                     await self._workers.apply_base(transfer_id, content_digest)
                     load_seconds = time.perf_counter() - load_begin
                 loaded = time.perf_counter()
-                await self._forget_old_base(version)
+                num_begun = await self._forget_old_base(version)
                 forgotten = time.perf_counter()
             except BaseException as error:
                 await self._gate.recover(error, f"switching to {version}")
@@ -277,7 +279,9 @@ class VllmReplica(HeldVersions):
             max(0.0, loaded - begin - load_seconds),
             forgotten - loaded,
         )
-        return SwitchTimes(pause_seconds=pause_seconds, load_seconds=load_seconds)
+        return SwitchTimes(
+            pause_seconds=pause_seconds, load_seconds=load_seconds, num_begun=num_begun
+        )
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -343,16 +347,15 @@ class VllmReplica(HeldVersions):
 
     # -- steps ------------------------------------------------------------------
 
-    async def _forget_old_base(self, version: PolicyVersion) -> None:
-        """After a load: name the version, drop every KV block of the old weights."""
-        await self._workers.bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
-        reset = await self._workers.bounded(
-            self.engine.reset_prefix_cache(reset_running_requests=True), "resetting the KV cache"
-        )
-        if reset is not True:
-            raise LoadFailedError(
-                "the engine could not reset its KV cache; old blocks would be used under new "
-                "weights",
-                metadata={"dirty": "true"},
-            )
-        await self._workers.bounded(self._answers.switch_base(version), "noting the switch")
+    async def _forget_old_base(self, version: PolicyVersion) -> int:
+        """After a load: name the version, have nothing that begins use a KV block of the old
+        weights. Returns how many requests had tokens."""
+        bounded, requests = self._workers.bounded, self.requests
+        await bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
+        begun = await bounded(requests.begun(), "asking what runs")
+        if requests.choice == "abort":
+            self._answers.expect_aborts(version, begun)
+        await bounded(requests.switch(version, begun), "forgetting the old KV cache")
+        switched = self._answers.switch_base(version, kept=requests.choice == "keep")
+        await bounded(switched, "noting the switch")
+        return len(begun)

@@ -116,6 +116,8 @@ class WorkerCalls:
             raise LoadFailedError(late, metadata={"dirty": "true"})
         try:
             return task.result()
+        except LoadFailedError:
+            raise
         except Exception as error:
             raise LoadFailedError(
                 f"the engine failed at {what}: {type(error).__name__}: {error}",

@@ -78,7 +78,12 @@ def test_capabilities() -> None:
         lora_on_experts=True,
         staging_capacity_bytes=2**40,
         adapter_capacity_bytes=2**30,
+        running_requests="keep",
     )
+    again = codec.capabilities_from_proto(codec.capabilities_to_proto(value))
+    assert again.running_requests == "keep"
+    old = registry_pb2.Capabilities(num_receivers=1, base_dtype=1, adapter_dtype=1)
+    assert codec.capabilities_from_proto(old).running_requests == "recompute"
     assert codec.capabilities_from_proto(codec.capabilities_to_proto(value)) == value
     with pytest.raises(InvalidRequestError):
         codec.capabilities_from_proto(registry_pb2.Capabilities(num_receivers=1))

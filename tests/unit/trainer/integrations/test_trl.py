@@ -59,6 +59,7 @@ class Rollouts:
                     logprobs=-ids / 1024,
                     versions=versions,
                     base_versions=versions,
+                    older_cache=versions < 0,
                     adapter=None,
                     finish_reason="stop",
                 )

@@ -146,13 +146,17 @@ def test_a_sample_knows_the_versions_of_its_tokens() -> None:
             token_ids=[7],
             logprobs=[-3],
             finish_reason=pb.FINISH_REASON_STOP,
-            base_spans=[pb.BaseSpan(version=3, end=2), pb.BaseSpan(version=4, start=2, end=3)],
+            base_spans=[
+                pb.BaseSpan(version=3, end=2),
+                pb.BaseSpan(version=4, start=2, end=3, older_cache=True),
+            ],
         )
     )
     assert draft.is_whole
     sample = draft.sample()
     assert (sample.token_ids.tolist(), sample.logprobs.tolist()) == ([5, 6, 7], [-1, -2, -3])
     assert sample.versions.tolist() == sample.base_versions.tolist() == [3, 3, 4]
+    assert sample.older_cache.tolist() == [False, False, True]
     assert sample.finish_reason == "stop"
     assert draft.last is not None
     draft.last.adapter.CopyFrom(types_pb2.PolicyVersion(policy="math", version=9))
@@ -184,4 +188,9 @@ def test_one_that_was_ended_from_elsewhere_is_not_whole() -> None:
 def test_a_failure_decides_what_is_next(
     error: WeftError, has_begun: bool, was_failing: bool, what: Next
 ) -> None:
-    assert after(error, has_begun=has_begun, was_failing=was_failing) is what
+    assert after(error, strict=True, has_begun=has_begun, was_failing=was_failing) is what
+
+
+def test_what_was_ended_for_another_base_is_asked_again_unless_it_insists() -> None:
+    ended = VersionChangedError("x")
+    assert after(ended, strict=False, has_begun=True, was_failing=False) is Next.AGAIN

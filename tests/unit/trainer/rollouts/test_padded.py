@@ -17,6 +17,7 @@ def _sample(tokens: list[int], version: int, error: NotFoundError | None = None)
         logprobs=-torch.tensor(tokens, dtype=torch.float32),
         versions=versions,
         base_versions=versions,
+        older_cache=versions < 0,
         adapter=None,
         finish_reason="stop",
         error=error,

@@ -9,26 +9,30 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.version_headers import name_versions
+from rollout_side.vllm_engine.http.version_headers import name_versions, note_reason
 from weft.contract.names import PolicyVersion
 
 
 class _App:
     """Looks its request's model up as vLLM does, then answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: bool = False, switches: bool = False, reason: str = "") -> None:
+        self.switches, self.reason = switches, reason
         self.base_model_paths = [SimpleNamespace(name="tiny")]
         request = SimpleNamespace(lora_name="math@2", lora_path="weft://math@2")
         self.lora_requests: dict[str, Any] = {"math": request, "math@2": request}
         self.models = ServedModels(self)
-        self.app = name_versions(self._answer, self.models)
+        self.app = name_versions(self._answer, self.models, kept=kept)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         model = scope["model"]
         await asyncio.sleep(0)
         if model in self.lora_requests:
             assert self.lora_requests[model].lora_name
-        self.models.set_base(PolicyVersion("base", 9))  # meanwhile
+        if self.switches:  # meanwhile
+            self.models.set_base(PolicyVersion("base", 9))
+        if self.reason:
+            note_reason(self.reason)
         head = {"type": "http.response.start", "status": scope["status"]}
         await send({**head, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
@@ -53,6 +57,7 @@ async def test_an_answer_names_what_was_asked_as_it_was_taken(model: str) -> Non
 async def test_the_base_has_no_adapter_and_failures_name_nothing() -> None:
     app = _App()
     assert await app.ask("tiny") == {"weft-base": "base@0"}
+    app.models.set_base(PolicyVersion("base", 9))
     assert await app.ask("base") == {"weft-base": "base@9"}
     assert await app.ask("math", status=400) == {}
     assert await app.ask("math", method="GET") == {}
@@ -62,3 +67,23 @@ async def test_requests_do_not_take_each_others_names() -> None:
     app = _App()
     answers = await asyncio.gather(*(app.ask(m) for m in ("math", "tiny", "math@2", "tiny")))
     assert ["weft-adapter" in answer for answer in answers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_an_answer_under_which_the_base_changed_says_so(kept: bool) -> None:
+    app = _App(kept=kept, switches=True)
+    assert await app.ask("tiny") == {
+        "weft-base": "base@0",
+        "weft-last-base": "base@9",
+        **({"weft-older-cache": "true"} if kept else {}),
+    }
+    # The same number again is a switch, too: by way of another one, or of a repair.
+    assert (await app.ask("tiny"))["weft-last-base"] == "base@9"
+
+
+async def test_a_failure_has_its_reason_and_no_other() -> None:
+    app = _App(reason="VERSION_CHANGED")
+    assert await app.ask("tiny", status=503) == {"weft-reason": "VERSION_CHANGED"}
+    app.reason = ""
+    assert await app.ask("tiny", status=503) == {}
+    note_reason("of no request")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rollout_side.vllm_engine.server.refusals import (
     close_endpoints,
     num_experts,
     refuse_environment,
+    refuse_keep,
 )
 from weft.contract.errors import UnsupportedError
 
@@ -29,6 +31,13 @@ def test_both_variables_are_named_at_once() -> None:
     with pytest.raises(UnsupportedError) as refused:
         refuse_environment(environ, allow=False)
     assert all(name in refused.value.message for name in environ)
+
+
+@pytest.mark.parametrize("name", ["scheduler_cls", "kv_transfer_config", "kv_offloading_size"])
+def test_running_requests_are_not_kept_in_another_cache(name: str) -> None:
+    refuse_keep(Namespace(scheduler_cls=None, kv_transfer_config=None))
+    with pytest.raises(UnsupportedError, match=f"--{name.replace('_', '-')} with"):
+        refuse_keep(Namespace(**{name: "something"}))
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "False"])

@@ -1,0 +1,49 @@
+"""What a replica that keeps running requests adds to vLLM's EngineCore, in that process.
+
+``EngineCore`` imports the scheduler that ``--scheduler-cls`` names, and calls its own methods
+by the names that the API process sends: the one is the door for the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import time
+from typing import Any
+
+#: ``--scheduler-cls``.
+SCHEDULER = f"{__name__}.make_scheduler"
+#: What ``EngineCore`` can be asked for then; see ``keep_requests``.
+KEEP_REQUESTS = "weft_keep_requests"
+
+
+def make_scheduler(*args: Any, vllm_config: Any, **settings: Any) -> Any:
+    """vLLM's own scheduler, the one that it would have chosen, beside an ``EngineCore`` that
+    can keep requests."""
+    core: Any = importlib.import_module("vllm.v1.engine.core").EngineCore
+    setattr(core, KEEP_REQUESTS, keep_requests)
+    own = copy.copy(vllm_config.scheduler_config)
+    own.scheduler_cls = None
+    return own.get_scheduler_cls()(*args, vllm_config=vllm_config, **settings)
+
+
+def keep_requests(core: Any) -> None:
+    """While generation is paused, behind a load: let requests go on over the blocks that they
+    hold, and none find an old block in the cache.
+
+    New requests have another salt. Those that are here take no block from the cache any more, so
+    one that is preempted is computed anew under the weights of that time. What has no token yet,
+    and so is of no version, gives its blocks back: all of it is computed under the new weights.
+    """
+    scheduler = core.scheduler
+    for request in scheduler.requests.values():
+        request.skip_reading_prefix_cache = True
+    begun = [request for request in scheduler.running if request.num_output_tokens]
+    others = [request for request in scheduler.running if not request.num_output_tokens]
+    scheduler.running[:] = begun
+    for request in reversed(others):  # each goes to the front of those that wait
+        scheduler._preempt_request(request, time.monotonic())
+    # The workers are to take them out of their batch, as those of the step before.
+    scheduler.prev_step_scheduled_req_ids.difference_update(
+        request.request_id for request in others
+    )

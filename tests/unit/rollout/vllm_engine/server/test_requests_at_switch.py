@@ -1,0 +1,189 @@
+"""What becomes of requests that run when the base changes, over vLLM's double."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.vllm_engine.compat import bridges, requests
+from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
+from rollout_side.vllm_engine.server.replica import VllmReplica
+from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
+from weft.contract.errors import LoadFailedError, VersionChangedError
+from weft.contract.names import PolicyVersion
+from weft.contract.sampling import Sampling
+
+
+class Again(Exception):
+    """In the place of vLLM's."""
+
+
+@pytest_asyncio.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GeneratingEngine]:
+    monkeypatch.setattr(bridges, "sampling_params", lambda sampling, chunk_tokens: sampling)
+    monkeypatch.setattr(requests, "retryable", Again)
+    made = GeneratingEngine()
+    yield made
+    made.close()
+
+
+class _Http:
+    """A request of vLLM's server: what it gets from the engine."""
+
+    def __init__(self, engine: GeneratingEngine, request_id: str, num_samples: int = 1) -> None:
+        self._outputs = engine.generate([1], Sampling(num_samples=num_samples), request_id)
+        self.tokens: list[int] = []
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for output in self._outputs:
+            self.tokens += output.outputs[0].token_ids
+
+
+async def _generate(replica: VllmReplica) -> list[SampleChunk]:
+    answer = replica.generate(
+        GenerateOrder(prompt=[1], adapter=None, sampling=Sampling(num_samples=1))
+    )
+    found: list[SampleChunk] = []
+    try:
+        async for chunks in answer.chunks():
+            found += chunks
+    except VersionChangedError as error:
+        found.append(error)  # type: ignore[arg-type]
+    finally:
+        answer.end()
+    return found
+
+
+async def _begun(engine: GeneratingEngine, number: int) -> None:
+    async with asyncio.timeout(5):
+        while len(engine.prompts) < number:
+            await asyncio.sleep(0)
+
+
+async def test_kept_requests_go_on_and_nothing_is_reset(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="keep")
+    answer = asyncio.create_task(_generate(replica))
+    await _begun(engine, 1)
+    engine.emit("weft-1", [10, 11])
+    times = await replica.apply_base("t", BASE, b"")
+    assert engine.calls == [
+        "pause", "weft_apply_base", "base@3", KEEP_REQUESTS, "weft_keep_base", "resume",
+    ]  # fmt: skip
+    engine.emit("weft-1", [12], finish="stop")
+    assert (await answer)[-1].base_spans == (BaseSpan(0, 0, 2), BaseSpan(3, 2, 3, True))
+    assert times.num_begun == 1
+
+
+async def test_what_has_no_token_is_of_the_new_base_alone(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="keep")
+    answer = asyncio.create_task(_generate(replica))
+    await _begun(engine, 1)
+    times = await replica.apply_base("t", BASE, b"")
+    engine.emit("weft-1", [10], finish="stop")
+    assert (await answer)[-1].base_spans == (BaseSpan(3, 0, 1),)
+    assert times.num_begun == 0
+
+
+async def test_no_two_switches_have_one_salt(engine: GeneratingEngine) -> None:
+    """Nor where a base comes back, by a rollback or a repair."""
+    replica = make_replica(engine, running_requests="keep")
+    http: list[_Http] = []
+    for at, (given, version) in enumerate(
+        ((None, 3), ("mine", 4), ("mine", 3), ("mine", 3), (None, 3), (None, 3))
+    ):
+        engine.given_salt = given
+        http.append(_Http(engine, f"r{at}"))
+        await _begun(engine, at + 1)
+        await asyncio.sleep(0)
+        if at < 4:
+            await replica.apply_base("t", PolicyVersion("base", version), b"")
+    assert engine.salts[0].split() == ["base@0", "0"]
+    assert len(set(engine.salts)) == 5
+    assert engine.salts[4] == engine.salts[5]  # of one base, and without one of their own
+    assert [salt.endswith("mine") for salt in engine.salts] == [False, True, True, True] + 2 * [
+        False
+    ]
+    for request in http:
+        request.task.cancel()
+
+
+async def test_a_salt_changes_before_the_engine_keeps_its_requests(
+    engine: GeneratingEngine,
+) -> None:
+    """Who has the old one is there by then; with the new one nobody finds what is older."""
+    replica = make_replica(engine, running_requests="keep")
+    engine.hang[KEEP_REQUESTS] = asyncio.Event()
+    switch = asyncio.create_task(replica.apply_base("t", BASE, b""))
+    while KEEP_REQUESTS not in engine.calls:
+        await asyncio.sleep(0)
+    request = _Http(engine, "r0")
+    await _begun(engine, 1)
+    await asyncio.sleep(0)
+    assert engine.salts[0].startswith("base@3 1 ")
+    engine.hang[KEEP_REQUESTS].set()
+    await switch
+    request.task.cancel()
+
+
+async def test_an_engine_that_cannot_keep_them_is_dirty(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="keep", call_seconds=0.02)
+    engine.hang[KEEP_REQUESTS] = asyncio.Event()
+    with pytest.raises(LoadFailedError, match="forgetting the old KV cache"):
+        await replica.apply_base("t", BASE, b"")
+    assert replica.dirty_reason
+    assert "resume" not in engine.calls
+    engine.hang[KEEP_REQUESTS].set()
+
+
+async def test_what_has_tokens_is_aborted_with_a_reason(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="abort")
+    answer = asyncio.create_task(_generate(replica))
+    begun, group = _Http(engine, "h1"), _Http(engine, "h2", num_samples=2)
+    waiting = _Http(engine, "h3")
+    await _begun(engine, 4)
+    for name in ("weft-1", "h1", "h2"):  # all of it waits as generation is paused
+        engine.emit(name, [10])
+    times = await replica.apply_base("t", BASE, b"")
+    assert engine.calls == [
+        "pause", "weft_apply_base", "base@3", "abort h1 h2 weft-1", "reset", "weft_keep_base",
+        "resume",
+    ]  # fmt: skip
+    assert times.num_begun == 3
+    for ended in (begun, group):
+        with pytest.raises(Again, match=r"VERSION_CHANGED: .* ask again"):
+            await ended.task
+        assert ended.tokens == [10]
+    *_, last, error = await answer
+    assert (last.finish_reason, last.base_spans) == (FinishReason.ABORT, (BaseSpan(0, 0, 1),))
+    assert isinstance(error, VersionChangedError)
+    engine.emit("h3", [20], finish="stop")
+    await waiting.task  # it is of the new base
+    assert waiting.tokens == [20]
+
+
+async def test_what_ends_in_time_is_whole(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="abort")
+    request = _Http(engine, "h1")
+    await _begun(engine, 1)
+    engine.emit("h1", [10], finish="stop")
+    await replica.apply_base("t", BASE, b"")
+    await request.task
+    assert request.tokens == [10]
+    assert not [call for call in engine.calls if call.startswith("abort")]
+
+
+async def test_aborting_closes_what_a_client_leaves(engine: GeneratingEngine) -> None:
+    replica = make_replica(engine, running_requests="abort")
+    outputs: Any = engine.generate([1], Sampling(num_samples=1), "h1")
+    first = asyncio.ensure_future(anext(outputs))
+    await _begun(engine, 1)
+    engine.emit("h1", [10])
+    await first
+    await outputs.aclose()
+    assert not replica.requests._calls
