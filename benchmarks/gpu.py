@@ -124,6 +124,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--bucket-mib", type=int, default=None)
     parser.add_argument("--staging", default="device", help="of the replicas: device, in-place")
+    parser.add_argument(
+        "--running-requests", default="recompute", help="of the replicas: recompute, keep, abort"
+    )
     parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
     parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
@@ -162,12 +165,13 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     began = time.monotonic()
     names = [f"replica-{number}" for number in range(args.replicas)]
     for number, name in enumerate(names):
-        options = ("--staging", args.staging)
+        options = ("--staging", args.staging, "--running-requests", args.running_requests)
         pool.launch(name, str(number + 1), model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
     took = time.monotonic() - began
-    print(f"{len(names)} replicas, staging {args.staging}, serve after {took:.1f} s", flush=True)
+    print(f"{len(names)} replicas, staging {args.staging}, running requests "
+          f"{args.running_requests}, serve after {took:.1f} s", flush=True)  # fmt: skip
     pool.wait_registered(len(names), 30)
     for name in names[1:]:
         pool.set_apart(name)
