@@ -11,7 +11,8 @@ from typing import Any
 from weft_cli.demo.processes import Process
 
 _START_SECONDS = 120.0
-_ENV = {
+#: Of a rank.
+ENV = {
     "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
@@ -59,7 +60,7 @@ def running_ranks(
         for rank in range(size):
             args = ("-m", "tests.trainers.process", str(rank), str(size),
                     str(work / "store"), target)  # fmt: skip
-            process = Process(f"rank-{rank}", args, work, _ENV | (env or {}).get(rank, {}))
+            process = Process(f"rank-{rank}", args, work, ENV | (env or {}).get(rank, {}))
             stack.callback(process.stop)
             processes.append(process)
         for process in processes:

@@ -1,17 +1,24 @@
-"""FSDP2, HSDP and other uses of DTensor."""
+"""FSDP2, HSDP, tensor and expert parallelism, and other uses of DTensor."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trainer_side.params.sharded import Gathered, Run, Sharded
+from trainer_side.params.slices import Cell, Split, cells_of
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
+
+_Key = tuple[DeviceMesh, tuple[Placement, ...], torch.Size]
 
 
 def reshard(modules: Iterable[torch.nn.Module]) -> None:
@@ -25,8 +32,21 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
             module.reshard()
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where the elements of all DTensors of one shape and placement are."""
+
+    parts: tuple[tuple[tuple[int, ...], Cell], ...]
+    """What each place holds, and the trainer's ranks that are there: several are replicas."""
+    own_numel: int
+    """Elements here."""
+
+
 class DTensorPlaces:
     """Where the elements of a model's DTensors are.
+
+    Of replicas one gives each part: the one that has the fewest bytes to give so far. So
+    every rank must ask for the same parameters in the same order.
 
     Args:
         rank_of: The application's rank to the trainer's.
@@ -35,52 +55,90 @@ class DTensorPlaces:
     def __init__(self, rank_of: Mapping[int, int]) -> None:
         self._rank_of = rank_of
         # Asking a mesh for its ranks costs more than gathering a small tensor.
-        self._holders: dict[tuple[DeviceMesh, int | None], list[int]] = {}
+        self._layouts: dict[_Key, _Layout | None] = {}
+        self._given: Counter[int] = Counter()
 
     def of(self, param: DTensor) -> Sharded | Gathered:
         """Where the elements of a DTensor are.
 
         Raises:
-            UnsupportedError: Its mesh has ranks that do not push together.
+            UnsupportedError: Its mesh has ranks that do not push together, or it holds other
+                elements here than its placements say.
         """
-        placements = param.placements
-        sharded = [dim for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
-        dim = sharded[0] if len(sharded) == 1 else None
-        holders = self._holders_of(param.device_mesh, dim)
-        if not sharded:
-            run = Run(SENDER, 0, param.numel())
-            return Sharded(param.shape, param.dtype, (run,), param.to_local())
-        if dim is None or type(placements[dim]) is not Shard or placements[dim] != Shard(0):
-            return Gathered(param.shape, param.dtype, param.full_tensor, param.to_local())
-        return Sharded(param.shape, param.dtype, _rows(param.shape, holders), param.to_local())
+        key = (param.device_mesh, param.placements, param.shape)
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(*key)
+        layout, local = self._layouts[key], param.to_local()
+        if layout is None:
+            return Gathered(param.shape, param.dtype, param.full_tensor, local)
+        if local.numel() != layout.own_numel:
+            # Whoever makes DTensors may cut them as placements cannot say.
+            raise UnsupportedError(
+                f"a DTensor of shape {tuple(param.shape)} and placements {param.placements} has "
+                f"{local.numel()} elements here, where these say {layout.own_numel}"
+            )
+        runs: list[Run] = []
+        nearest: list[Run] = []
+        for ranks, cell in layout.parts:
+            giver = near = ranks[0]
+            if len(ranks) > 1:
+                giver = min(ranks, key=lambda rank: (self._given[rank], rank))
+                self._given[giver] += cell.numel * param.dtype.itemsize
+                near = SENDER if SENDER in ranks else giver
+            runs += [Run(giver, *part) for part in cell.slices]
+            nearest += [Run(near, *part) for part in cell.slices]
+        return Sharded(param.shape, param.dtype, tuple(runs), local, tuple(nearest))
 
-    def _holders_of(self, mesh: DeviceMesh, dim: int | None) -> list[int]:
-        """The trainer's ranks along a dim of the mesh, of the replica (HSDP) that the
-        sender belongs to."""
-        key = (mesh, dim)
-        if key not in self._holders:
-            members = mesh.mesh
-            ours = members.clone().apply_(lambda rank: self._rank_of.get(rank, -1))
-            if not bool((ours == SENDER).any()) or bool((ours < 0).any()):
-                raise UnsupportedError(
-                    "a parameter is sharded over ranks that do not push together: make the "
-                    "Publisher with ranks='all', or with the group of all of them"
-                )
-            where: list[int | slice] = (ours == SENDER).nonzero()[0].tolist()
-            if dim is not None:
-                where[dim] = slice(None)
-            self._holders[key] = [int(rank) for rank in ours[tuple(where)].flatten()]
-        return self._holders[key]
+    def _layout(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+    ) -> _Layout | None:
+        """None where only their framework can put them together."""
+        members: list[int] = mesh.mesh.flatten().tolist()
+        givers = self._likes_of_sender(mesh, members)
+        if not all(rank in self._rank_of for rank in (*members, *givers)) or not givers:
+            raise UnsupportedError(
+                "a parameter is sharded over ranks that do not push together: make the "
+                "Publisher with ranks='all', or with the group of all of them"
+            )
+        ranks = [self._rank_of[rank] for rank in givers]
+        splits = _splits(placements)
+        cells = None if splits is None else cells_of(shape, mesh.shape, splits)
+        if cells is None:
+            return None
+        parts = tuple((tuple(ranks[place] for place in c.places), c) for c in cells)
+        own = members.index(dist.get_rank()) if dist.get_rank() in members else -1
+        return _Layout(parts, sum(cell.numel for cell in cells if own in cell.places))
+
+    def _likes_of_sender(self, mesh: DeviceMesh, members: list[int]) -> list[int]:
+        """The application's ranks of a mesh, row-major; of a part of a larger mesh, those of the
+        like part that the sender is of. Empty if it is of none.
+
+        What tensor parallelism leaves whole within FSDP2 is sharded over such parts: the same
+        in each, but nobody says that they are replicas, so they are not mixed.
+        """
+        sender = next(rank for rank, own in self._rank_of.items() if own == SENDER)
+        if sender in members:
+            return members
+        whole = mesh._get_root_mesh().mesh
+        found = (whole == sender).nonzero()
+        if not len(found):
+            return []
+        places = torch.stack([(whole == rank).nonzero()[0] for rank in members])
+        is_shared = (places == places[0]).all(0)
+        like: list[int] = whole[tuple(torch.where(is_shared, found[0], places).T)].tolist()
+        return like
 
 
-def _rows(shape: torch.Size, ranks: list[int]) -> tuple[Run, ...]:
-    """Rows as ``torch.chunk`` deals them out: the last ones may have fewer or none."""
-    row = shape[1:].numel()
-    size = -(-shape[0] // len(ranks))
-    runs = []
-    for index, rank in enumerate(ranks):
-        begin = min(index * size, shape[0])
-        count = min(size, shape[0] - begin)
-        if count:
-            runs.append(Run(rank, begin * row, count * row))
-    return tuple(runs)
+def _splits(placements: Iterable[Placement]) -> list[Split | None] | None:
+    splits: list[Split | None] = []
+    for placement in placements:
+        # A subclass may mean something else.
+        if type(placement) is _StridedShard:
+            splits.append(Split(placement.dim, int(placement.split_factor)))
+        elif type(placement) is Shard:
+            splits.append(Split(placement.dim))
+        elif type(placement) is Replicate:
+            splits.append(None)
+        else:
+            return None
+    return splits

@@ -17,7 +17,6 @@ import torch
 
 from trainer_side.params.params import copy_into, meta_tensor
 from trainer_side.ranks import SENDER, Ranks
-from weft.contract.runs import SLICE_ALIGN_BYTES
 
 #: Of all messages of one chunk; less where the largest parameter is smaller.
 CHUNK_BYTES = 32 * 2**20
@@ -69,16 +68,8 @@ class Sharded:
     """The elements of this rank's runs, one run behind the other (or more, with those
     first), any shape; None where this rank has none. A replica that is not the one to
     give them has them, too. By reference."""
-
-    def is_aligned(self, itemsize: int) -> bool:
-        """Whether its slices can travel as they are, in a dtype of this size: contiguous
-        runs always can."""
-        return all(
-            n * itemsize % SLICE_ALIGN_BYTES == 0
-            for run in self.runs
-            if run.repeats > 1
-            for n in (run.begin, run.numel, run.stride)
-        )
+    nearest: tuple[Run, ...] | None = None
+    """The same runs, those that the sender has a replica of as its own; None if they are."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +221,8 @@ def _chunks(
     used = 0
     for param, dtype, out in params:
         window = max(1, share // dtype.itemsize)
-        by_rank = groupby(sorted(param.runs, key=lambda run: run.rank), lambda run: run.rank)
+        nearest = param.runs if param.nearest is None else param.nearest
+        by_rank = groupby(sorted(nearest, key=lambda run: run.rank), lambda run: run.rank)
         parts = [list(_parts(runs, window)) for _, runs in by_rank]
         for beside in zip_longest(*parts):
             found = [part for part in beside if part is not None]

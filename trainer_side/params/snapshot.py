@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -115,7 +116,7 @@ def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> 
             kept[name] = param
         elif isinstance(param, Sharded):
             local = None if param.local is None else memory.copy(param.local)
-            kept[name] = Sharded(param.shape, param.dtype, param.runs, local)
+            kept[name] = replace(param, local=local)
         else:
             whole = param.gather()
             runs = (Run(SENDER, 0, param.shape.numel()),)

@@ -66,19 +66,3 @@ def test_runs_of_any_form_make_the_whole(cut, dtype, chunk_bytes, monkeypatch):
     longest = max((len(m) for messages in sent.values() for m in messages), default=0)
     assert longest <= chunk_bytes // 3
     assert not any(sent.values()), "all was collected"
-
-
-@pytest.mark.parametrize(
-    ("run", "fits"),
-    [
-        (Run(0, 3, 5), True),  # contiguous: anywhere
-        (Run(0, 4, 8, 16, 2), True),
-        (Run(0, 2, 8, 16, 2), False),
-        (Run(0, 4, 6, 16, 2), False),
-        (Run(0, 4, 8, 18, 2), False),
-    ],
-)
-def test_slices_travel_in_multiples_of_eight_bytes(run, fits):
-    param = Sharded(torch.Size([64]), torch.float32, (Run(1, 0, 1), run), None)
-    assert param.is_aligned(2) is fits
-    assert param.is_aligned(4), "all numbers above are even"
