@@ -39,17 +39,18 @@ def ask(tmp_path_factory):
                 assert answer["wrong"] == [], process.name
             places = answers[0]["places"]
             assert all(answer["places"] == places for answer in answers), "alike on all ranks"
-            return places
+            return answers[0]
 
         yield of_all
 
 
-def runs_of(places):
-    """By name, without ranks."""
-    return {
-        name: [Run(0, begin, numel, stride, repeats) for _, begin, repeats, numel, stride in runs]
-        for name, runs in places.items()
-    }
+def check(answer):
+    """Every element of every parameter once, as if of 8 bytes: slices begin anywhere."""
+    for name, runs in answer["places"].items():
+        meta = TensorMeta(name, DataType.INT64, tuple(answer["shapes"][name]))
+        found = [Run(0, begin, numel, stride, times) for _, begin, times, numel, stride in runs]
+        assert not any(why_not(run, meta) for run in found), name
+        check_coverage([meta], found)
 
 
 MODELS = {
@@ -68,11 +69,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_rank_has_what_its_runs_say(model, ask):
+def test_every_rank_has_what_its_runs_say_and_all_have_all(model, ask):
     case, args, options = MODELS[model]
-    places = ask(case, *args, **options)
-    assert len(places) > 1
-    assert all(runs for runs in places.values()), "none is left to its framework"
+    answer = ask(case, *args, **options)
+    assert len(answer["places"]) > 1
+    check(answer)
 
 
 TABLES = {
@@ -94,16 +95,11 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_tensor_cut_in_any_way_lies_in_runs_that_cover_it(table, ask):
-    shape, mesh, placements = TABLES[table]
-    places = ask("table", shape, mesh, placements)
-    meta = TensorMeta("weight", DataType.INT64, tuple(shape))  # of 8 bytes: anywhere
-    runs = runs_of(places)["weight"]
-    assert not any(why_not(run, meta) for run in runs)
-    check_coverage([meta], runs)
+    check(ask("table", *TABLES[table]))
 
 
 def test_replicas_share_what_there_is_to_give(ask):
-    places = ask("fsdp2", 2, 2)
+    places = ask("fsdp2", 2, 2)["places"]
     given = dict.fromkeys(range(SIZE), 0)
     for runs in places.values():
         for rank, _, repeats, numel, _ in runs:
@@ -114,9 +110,9 @@ def test_replicas_share_what_there_is_to_give(ask):
 
 
 def test_sums_of_all_ranks_are_left_to_their_framework(ask):
-    assert ask("partial_sums") == {"weight": None}
+    assert ask("partial_sums")["places"] == {"weight": None}
 
 
 def test_so_is_what_lies_in_too_many_pieces(ask):
-    assert ask("table", [2000, 4, 2], [2, 2], [1, 2]) == {"weight": None}
-    assert len(ask("table", [1000, 4, 2], [2, 2], [1, 2])["weight"]) == 4000
+    assert ask("table", [2000, 4, 2], [2, 2], [1, 2])["places"] == {"weight": None}
+    assert len(ask("table", [1000, 4, 2], [2, 2], [1, 2])["places"]["weight"]) == 4000

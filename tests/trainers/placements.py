@@ -171,7 +171,8 @@ def examine(model: nn.Module, whole: dict[str, torch.Tensor], ranks: Ranks) -> d
                 for name, out in zip(names, outs, strict=True)
                 if not torch.equal(out, whole[name].to(dtype))
             ]
-    return {"places": places, "wrong": wrong}
+    shapes = {name: list(meta.shape) for name, meta in params.metas.items()}
+    return {"places": places, "shapes": shapes, "wrong": wrong}
 
 
 def _own_wrong(name: str, param: Sharded, whole: torch.Tensor, rank: int) -> list[str]:
