@@ -1,0 +1,68 @@
+"""Members of one group, in this process, in a directory of the test's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.rendezvous import StoreDouble
+from weft.transport.one_sided.receiving import Receiving
+from weft.transport.one_sided.sending import Sending
+
+Wait = Callable[[Callable[[], object]], None]
+Join = Callable[[int], "tuple[Sending, list[Receiving]]"]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until it is so, 10 s at most."""
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def wait() -> Wait:
+    return until
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Not pytest's own: a socket's path is short."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as path:
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", path)
+        yield Path(path)
+
+
+@pytest.fixture
+def store() -> StoreDouble:
+    return StoreDouble()
+
+
+@pytest.fixture
+def join(directory: Path, store: StoreDouble) -> Iterator[Join]:
+    """Makes a sender and so many receivers; all of them end with the test, and leave neither
+    threads nor sockets nor descriptors."""
+    num_fds = len(os.listdir("/proc/self/fd"))
+    members: list[Sending | Receiving] = []
+
+    def make(num_receivers: int) -> tuple[Sending, list[Receiving]]:
+        sender = Sending(store, num_receivers + 1)
+        receivers = [Receiving(store, rank) for rank in range(1, num_receivers + 1)]
+        members.extend([sender, *receivers])
+        return sender, receivers
+
+    yield make
+    store.close()
+    for member in members:
+        member.abort()
+    until(lambda: all(thread.name != "weft-one-sided" for thread in threading.enumerate()))
+    assert [*directory.iterdir()] == []
+    members.clear()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds)

@@ -1,0 +1,369 @@
+"""Members of a group that behave, die, say nothing, or are not who they say."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.doubles.rendezvous import StoreDouble
+from weft.contract.errors import UnsupportedError
+from weft.transport.one_sided.directory import connect, listen, unlink
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.memory_file import allocate, file_of
+from weft.transport.one_sided.messages import Channel, Export, Hello, Ready, Taken, Welcome
+from weft.transport.one_sided.receiving import Receiving
+from weft.transport.one_sided.sending import Sending
+
+SIZE = 2**20
+Join = Callable[[int], tuple[Sending, list[Receiving]]]
+Wait = Callable[[Callable[[], object]], None]
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+def empty() -> torch.Tensor:
+    return torch.zeros(SIZE, dtype=torch.uint8)
+
+
+def filled(value: int) -> torch.Tensor:
+    return allocate(SIZE).fill_(value)
+
+
+def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
+    sender, receivers = join(3)
+    buffer = filled(1)
+    for value in (1, 2, 3):
+        buffer.fill_(value)
+        sent = sender.broadcast(buffer, 10.0)
+        for receiver in receivers:
+            into = empty()
+            work = receiver.broadcast(into, 10.0)
+            assert work.wait_until(soon())
+            work.finish()
+            assert int(into.min()) == int(into.max()) == value
+        assert sent.wait_until(soon())
+    assert [len(receiver._mapped) for receiver in receivers] == [1, 1, 1]
+    number = file_of(buffer)[0].export_id
+    mapped = receivers[0]._mapped[number].content
+    buffer.fill_(9)
+    assert mapped[0] == 9
+    assert not mapped.flags.writeable
+
+
+def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    for value in range(5):
+        buffer = filled(value)
+        sent = sender.broadcast(buffer, 10.0)
+        work = receiver.broadcast(empty(), 10.0)
+        assert work.wait_until(soon())
+        assert sent.wait_until(soon())
+        del buffer, sent, work
+    assert len(receiver._mapped) <= 2
+
+
+def test_bytes_elsewhere_are_refused(join: Join) -> None:
+    sender, _ = join(1)
+    with pytest.raises(UnsupportedError, match=r"backends\.allocate"):
+        sender.broadcast(empty(), 10.0)
+    with pytest.raises(UnsupportedError):
+        sender.broadcast(filled(1)[::2], 10.0)
+
+
+def test_a_receiver_that_leaves_is_an_error_at_once(join: Join) -> None:
+    sender, (first, second) = join(2)
+    sent = sender.broadcast(filled(1), 10.0)
+    work = first.broadcast(empty(), 10.0)
+    assert work.wait_until(soon())
+    second.abort()
+    assert sent.wait_until(soon())
+    with pytest.raises(OneSidedError, match="rank 2 is gone"):
+        sent.finish()
+    with pytest.raises(OneSidedError, match="rank 2 is gone"):
+        sender.broadcast(filled(1), 10.0)
+
+
+def test_a_sender_that_leaves_is_an_error_at_once(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    sender.broadcast(filled(1), 10.0)
+    receiver.broadcast(empty(), 10.0).wait_until(soon())
+    work = receiver.broadcast(empty(), 10.0)
+    sender.abort()
+    assert sender.settle(0.0)
+    assert work.wait_until(soon())
+    assert work.done
+    with pytest.raises(OneSidedError, match="closed its socket"):
+        work.finish()
+    with pytest.raises(OneSidedError):
+        receiver.broadcast(empty(), 10.0)
+
+
+def test_a_receiver_that_never_acknowledges_is_waited_for_until_the_deadline(join: Join) -> None:
+    sender, (receiver, _) = join(2)
+    sent = sender.broadcast(filled(1), 10.0)
+    assert receiver.broadcast(empty(), 10.0).wait_until(soon())
+    assert not sent.wait_until(time.monotonic() + 0.05)  # the other posts no buffer
+    assert not sent.done
+    sender.abort()
+    assert sent.done
+
+
+def test_a_copy_that_the_sender_did_not_wait_for_is_none(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender left, and may have packed other bytes, while it was made."""
+    sender, (receiver,) = join(1)
+    copying, copied = threading.Event(), threading.Event()
+
+    def slowly(into: np.ndarray, source: np.ndarray) -> None:
+        copying.set()
+        assert copied.wait(10.0)
+        into[:] = source
+
+    monkeypatch.setattr("weft.transport.one_sided.memory_file.np.copyto", slowly)
+    work = receiver.broadcast(empty(), 10.0)
+    sender.broadcast(filled(1), 10.0)
+    assert copying.wait(10.0)
+    receiver_is_safe = receiver.settle(0.01)
+    sender.abort()
+    copied.set()
+    assert work.wait_until(soon())
+    with pytest.raises(OneSidedError):
+        work.finish()
+    assert not receiver_is_safe
+
+
+def test_settled_memory_is_written_no_more(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, (receiver,) = join(1)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slowly(into: np.ndarray, source: np.ndarray) -> None:
+        copying.set()
+        assert go_on.wait(10.0)
+        into[:] = source
+
+    monkeypatch.setattr("weft.transport.one_sided.memory_file.np.copyto", slowly)
+    monkeypatch.setattr("weft.transport.one_sided.memory_file._COPIED_BYTES", SIZE // 4)
+    into = empty()
+    receiver.broadcast(into, 10.0)
+    sender.broadcast(filled(1), 10.0)
+    assert copying.wait(10.0)
+    receiver.abort()
+    assert not receiver.settle(0.01)
+    go_on.set()
+    assert receiver.settle(10.0)
+    assert int(into.sum()) == SIZE // 4  # the piece that was under way
+
+
+def test_sizes_must_agree(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    work = receiver.broadcast(torch.zeros(5, dtype=torch.uint8), 10.0)
+    sender.broadcast(filled(1), 10.0)
+    assert work.wait_until(soon())
+    with pytest.raises(OneSidedError, match="sends 1,048,576 bytes where 5 are expected"):
+        work.finish()
+
+
+# -- strangers and liars ---------------------------------------------------------------------
+
+
+def listed(store: StoreDouble, wait: Wait) -> str:
+    wait(lambda: "one-sided/0" in store.values)
+    return store.values["one-sided/0"].decode().split()[1]
+
+
+def test_another_process_with_the_wrong_secret_is_refused(
+    join: Join, store: StoreDouble, wait: Wait
+) -> None:
+    sender, _ = join(1)
+    name = listed(store, wait)
+    for rank in (1, 0, 7):
+        stranger = Channel(connect(name, 5.0))
+        stranger.send(Hello(rank, bytes(32)))
+        with pytest.raises(OneSidedError, match=r"gone|closed"):
+            stranger.receive(5.0)
+        stranger.close()
+    odd = Channel(connect(name, 5.0))
+    odd.send(Taken(0))
+    with pytest.raises(OneSidedError, match=r"gone|closed"):
+        odd.receive(5.0)
+    odd.close()
+    assert not sender._error  # nobody was harmed
+
+
+def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> None:
+    sender, (receiver,) = join(1)
+    wait(lambda: sender._members)
+    again = Channel(connect(listed(store, wait), 5.0))
+    again.send(Hello(1, receiver._place.secret))
+    with pytest.raises(OneSidedError, match=r"gone|closed"):
+        again.receive(5.0)
+    again.close()
+
+
+def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, name = listen(1)
+    try:
+        connected = connect(name, 5.0)
+        uid = os.geteuid()
+        monkeypatch.setattr("weft.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
+        with pytest.raises(OneSidedError, match=f"of uid {uid}, this process of {uid + 1}"):
+            Channel(connected)
+        assert connected.fileno() == -1
+    finally:
+        monkeypatch.undo()
+        unlink(name)
+        listener.close()
+    (directory / name).unlink(missing_ok=True)
+
+
+def test_a_sender_that_took_too_many_acknowledgements_ends(join: Join, wait: Wait) -> None:
+    sender, (receiver,) = join(1)
+    wait(lambda: receiver._channel is not None and sender._members)
+    assert receiver._channel is not None
+    receiver._channel.send(Taken(99))
+    wait(lambda: sender._error)
+    assert "has taken what it was not given" in sender._error
+
+
+Lie = Callable[[Channel, bytes], None]
+
+
+def _no_welcome(channel: Channel, secret: bytes) -> None:
+    channel.send(Taken(1))
+
+
+def _other_secret(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(bytes(32)))
+
+
+def _unknown_buffer(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    channel.send(Ready(0, 7, 0, SIZE))
+
+
+def _beyond_the_end(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    file, _ = file_of(buffer := filled(1))
+    channel.send(Export(1, buffer.numel()), file.fd)
+    channel.send(Ready(0, 1, 256, SIZE))
+
+
+def _smaller_file(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    file, _ = file_of(buffer := filled(1))
+    channel.send(Export(1, buffer.numel() + 1), file.fd)
+
+
+def _unsealed(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    channel.send(Export(1, SIZE), fd)
+    os.close(fd)
+
+
+def _no_memory_file(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    with open("/dev/zero", "rb") as file:
+        channel.send(Export(1, SIZE), file.fileno())
+
+
+def _too_many_buffers(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    file, _ = file_of(buffer := filled(1))
+    for number in range(65):
+        channel.send(Export(number, buffer.numel()), file.fd)
+
+
+@pytest.mark.parametrize(
+    ("lie", "found"),
+    [
+        (_no_welcome, "began with Taken"),
+        (_other_secret, "a process that is not the group's says that it is rank 0"),
+        (_unknown_buffer, "never handed over buffer 7"),
+        (_beyond_the_end, "bytes 256 to 1,048,832 of 1,048,576"),
+        (_smaller_file, "has 1,048,576 of 1,048,577 bytes"),
+        (_unsealed, "not sealed against shrinking"),
+        (_no_memory_file, "cannot be mapped"),
+        (_too_many_buffers, "more than 64 buffers"),
+    ],
+    ids=lambda value: value.__name__[1:] if callable(value) else "",
+)
+def test_a_sender_that_lies_is_found_out(
+    directory: Path, store: StoreDouble, lie: Lie, found: str, wait: Wait
+) -> None:
+    listener, name = listen(1)
+    secret = b"s" * 32
+    store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
+    receiver = Receiving(store, 1)
+    work = receiver.broadcast(empty(), 10.0)
+    channel = Channel(listener.accept()[0])
+    try:
+        assert isinstance(channel.receive(5.0)[0], Hello)
+        lie(channel, secret)
+        assert work.wait_until(soon())
+        with pytest.raises(OneSidedError, match=found):
+            work.finish()
+        wait(lambda: not receiver._thread.is_alive())
+        assert not receiver._mapped
+    finally:
+        unlink(name)
+        channel.close()
+        listener.close()
+
+
+_SENDER = """
+import sys, time
+import torch
+from tests.doubles.rendezvous import StoreDouble
+from weft.transport.one_sided.memory_file import allocate
+from weft.transport.one_sided.sending import Sending
+
+store = StoreDouble()
+store.set("one-sided/1", sys.argv[1] + " ")
+sender = Sending(store, 2)
+print(store.get("one-sided/0").decode(), flush=True)
+sender.broadcast(allocate(2**20).fill_(7), 60.0).wait_until(time.monotonic() + 60.0)
+print("taken", flush=True)
+time.sleep(60.0)
+"""
+
+
+def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
+    directory: Path, store: StoreDouble, wait: Wait
+) -> None:
+    receiver = Receiving(store, 1)
+    wait(lambda: "one-sided/1" in store.values)
+    digest = store.values["one-sided/1"].decode().strip()
+    command = [sys.executable, "-c", _SENDER, digest]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
+        try:
+            assert sender.stdout is not None
+            store.set("one-sided/0", sender.stdout.readline().strip())
+            into = empty()
+            assert receiver.broadcast(into, 60.0).wait_until(soon())
+            assert sender.stdout.readline() == "taken\n"
+            mapped = next(iter(receiver._mapped.values())).content
+            waiting = receiver.broadcast(empty(), 60.0)
+            began = time.monotonic()
+        finally:
+            sender.send_signal(signal.SIGKILL)
+    assert waiting.wait_until(soon())
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(OneSidedError, match=r"closed its socket|gone"):
+        waiting.finish()
+    assert int(mapped.min()) == int(mapped.max()) == int(into.min()) == 7

@@ -1,0 +1,212 @@
+"""Whether two processes can read each other's memory, and why they cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from weft.transport.one_sided import memory_file
+from weft.transport.one_sided.directory import connect, listen, unlink, why_unavailable
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.messages import (
+    Channel,
+    Export,
+    Hello,
+    Ready,
+    Taken,
+    Tried,
+    Try,
+    Welcome,
+    Withdraw,
+    pack,
+    unpack,
+)
+from weft.transport.one_sided.trial import TrialAnswerer, why_not_readable
+
+
+@pytest.fixture
+def answerer(directory: Path) -> TrialAnswerer:
+    return TrialAnswerer()
+
+
+def test_a_process_on_this_host_can(answerer: TrialAnswerer, directory: Path) -> None:
+    assert why_not_readable([answerer.name] * 3) == ""
+    answerer.close()
+    assert [*directory.iterdir()] == []
+    assert "has no socket in" in why_not_readable([answerer.name])
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "../../etc/passwd", "x" * 200, "nul\0", ""])
+def test_a_process_elsewhere_cannot(directory: Path, name: str) -> None:
+    why = why_not_readable([name])
+    assert "no socket" in why or "takes part in no trial" in why
+
+
+def test_one_that_says_nothing_is_waited_for_no_longer(directory: Path) -> None:
+    listener, name = listen(1)
+    try:
+        assert "timed out" in why_not_readable([name], 0.05)
+    finally:
+        unlink(name)
+        listener.close()
+
+
+def test_one_that_reads_other_bytes_cannot(directory: Path) -> None:
+    listener, name = listen(1)
+
+    def lie() -> None:
+        channel = Channel(listener.accept()[0])
+        _, fd = channel.receive(5.0)
+        assert fd is not None
+        os.close(fd)
+        channel.send(Tried(bytes(32)))
+        channel.close()
+
+    thread = threading.Thread(target=lie)
+    thread.start()
+    try:
+        assert "read other bytes" in why_not_readable([name])
+    finally:
+        thread.join()
+        unlink(name)
+        listener.close()
+
+
+def test_an_answerer_survives_odd_askers(answerer: TrialAnswerer) -> None:
+    try:
+        for odd in (b"", b"x", b"x" * 300, pack(Taken(1)), pack(Try(2**40))):
+            asker = connect(answerer.name, 5.0)
+            asker.send(odd)
+            asker.close()
+        asking = Channel(connect(answerer.name, 5.0))
+        buffer = memory_file.allocate(64)
+        asking.send(Try(2**40), memory_file.file_of(buffer)[0].fd)
+        with pytest.raises(OneSidedError, match="closed"):
+            asking.receive(5.0)
+        asking.close()
+        assert why_not_readable([answerer.name]) == ""
+    finally:
+        answerer.close()
+
+
+def test_another_users_process_is_not_answered(
+    answerer: TrialAnswerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker = connect(answerer.name, 5.0)
+    uid = os.geteuid()
+    answerer.close()
+    monkeypatch.setattr("weft.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
+    with pytest.raises(OneSidedError, match="uid"):
+        Channel(asker)
+
+
+# -- the directory -------------------------------------------------------------------------------
+
+
+def test_the_directory_is_its_users_alone(directory: Path) -> None:
+    assert why_unavailable() == ""
+    directory.chmod(0o750)
+    assert "must be this user's" in why_unavailable()
+    with pytest.raises(OneSidedError, match="mode 0750"):
+        TrialAnswerer()
+
+
+def test_it_is_made_where_it_is_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(directory / "new"))
+    assert why_unavailable() == ""
+    assert (directory / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_it_is_no_link_no_file_and_no_long_path(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "link").symlink_to(directory)
+    (directory / "file").touch()
+    for path, why in {
+        str(directory / "link"): "is no directory",
+        str(directory / "file"): "cannot be used",
+        "relative": "no absolute path",
+        str(directory / ("x" * 90)): "too long a path",
+        str(directory / "none" / "none"): "cannot be used",
+    }.items():
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", path)
+        assert why in why_unavailable()
+
+
+def test_sockets_of_the_dead_are_removed(directory: Path) -> None:
+    dead = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    dead.bind(str(directory / "dead"))
+    dead.close()
+    living, name = listen(1)
+    second, other = listen(1)
+    assert sorted(path.name for path in directory.iterdir()) == sorted([name, other])
+    for listener, own in ((living, name), (second, other)):
+        unlink(own)
+        listener.close()
+
+
+# -- what is said ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(3, b"a" * 32), Welcome(b"b" * 32), Export(1, 2**40), Withdraw(7),
+        Ready(1, 2, 3, 4), Taken(2**63), Try(32), Tried(b"c" * 32),
+    ],
+)  # fmt: skip
+def test_a_message_arrives_as_it_was_sent(message: Hello) -> None:
+    assert unpack(pack(message)) == message
+    with pytest.raises(OneSidedError):
+        unpack(pack(message)[:-1])
+    with pytest.raises(OneSidedError):
+        unpack(pack(message) + b"x")
+
+
+def test_another_version_is_refused() -> None:
+    data = bytearray(pack(Taken(1)))
+    data[4] = 9
+    with pytest.raises(OneSidedError, match="the peer speaks version 9, this process 1"):
+        unpack(bytes(data))
+    with pytest.raises(OneSidedError, match="no message of Weft's"):
+        unpack(b"gloo" + bytes(12))
+    with pytest.raises(OneSidedError, match="a message of kind 77"):
+        unpack(pack(Taken(1))[:6] + (77).to_bytes(2, "little") + bytes(8))
+
+
+def test_descriptors_come_with_what_needs_them_alone() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = Channel(ours), Channel(theirs)
+    before = len(os.listdir("/proc/self/fd"))
+    for message, fd in ((Taken(1), 0), (Try(32), None)):
+        sender.send(message, fd)
+        with pytest.raises(OneSidedError, match="a descriptor too many, or one too few"):
+            receiver.receive(5.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    sender.close()
+    receiver.close()
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_sealed_and_ends_with_its_last_view(directory: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    buffer = memory_file.allocate(4096)
+    view = buffer[256:512]
+    file, at = memory_file.file_of(view)
+    fd = file.fd
+    assert (at, int(buffer.sum())) == (256, 0)
+    for change in (lambda: os.ftruncate(fd, 10), lambda: os.pwrite(fd, b"x", 0)):
+        with pytest.raises(OSError, match="Operation not permitted"):
+            change()
+    view.fill_(3)
+    assert os.pread(fd, 1, 256) == b"\3"
+    del buffer, file
+    assert len(os.listdir("/proc/self/fd")) > before
+    del view
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,123 @@
+"""The directory of the Unix sockets by which members on one host find each other.
+
+Only its owner may enter it. Both ends must mean the same one: containers must share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Final
+
+from weft.transport.one_sided.errors import OneSidedError
+
+#: Names the directory. The default depends on nothing but the user, so that both ends agree.
+DIRECTORY_VARIABLE: Final = "WEFT_ONE_SIDED_DIR"
+# What a socket's path may have, by the kernel; and its name here.
+_MAX_PATH_BYTES = 107
+_NAME_CHARS = 32
+# Sockets of processes that died are removed: so many are looked at.
+_MAX_SWEPT = 256
+
+
+def directory() -> Path:
+    """The directory, which exists, and which nobody else may enter.
+
+    Raises:
+        OneSidedError: It cannot be so; says why.
+    """
+    if sys.platform != "linux":
+        raise OneSidedError("memory files are Linux's")
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    path = Path(given or f"/tmp/weft-{os.geteuid()}")
+    if not path.is_absolute():
+        raise OneSidedError(f"{DIRECTORY_VARIABLE}={path} is no absolute path")
+    if len(os.fsencode(path)) + 1 + _NAME_CHARS > _MAX_PATH_BYTES:
+        raise OneSidedError(f"{path} is too long a path for the sockets in it")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise OneSidedError(f"{path} cannot be used: {error}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise OneSidedError(f"{path} is no directory")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise OneSidedError(
+            f"{path} must be this user's (uid {os.geteuid()}) with mode 0700: it is "
+            f"{status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}"
+        )
+    return path
+
+
+def why_unavailable() -> str:
+    """Why this process cannot take part; empty if it can."""
+    try:
+        directory()
+    except OneSidedError as error:
+        return str(error)
+    return ""
+
+
+def listen(backlog: int) -> tuple[socket.socket, str]:
+    """A socket that listens under a fresh name in the directory, and that name; its owner
+    unlinks it.
+
+    Raises:
+        OneSidedError: There is no such directory, or no socket in it.
+    """
+    folder = directory()
+    _sweep(folder)
+    name = secrets.token_hex(_NAME_CHARS // 2)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(os.fspath(folder / name))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise OneSidedError(f"no socket can be made in {folder}: {error}") from error
+    return listener, name
+
+
+def connect(name: str, timeout_seconds: float) -> socket.socket:
+    """A connection to who listens under that name.
+
+    Raises:
+        OneSidedError: Nobody does, in the directory that this process knows.
+    """
+    folder = directory()
+    if len(name) != _NAME_CHARS or not name.isalnum():
+        raise OneSidedError(f"{name[:40]!r} is no socket's name")
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connected.settimeout(timeout_seconds)
+    try:
+        connected.connect(os.fspath(folder / name))
+    except OSError as error:
+        connected.close()
+        raise OneSidedError(f"the peer has no socket in {folder}: {error.strerror}") from error
+    return connected
+
+
+def unlink(name: str) -> None:
+    """Remove a socket of this process."""
+    with contextlib.suppress(OneSidedError, OSError):
+        (directory() / name).unlink()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove sockets that nobody listens on any more."""
+    with contextlib.suppress(OSError):
+        for path in [*folder.iterdir()][:_MAX_SWEPT]:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
+            ):
+                probe.setblocking(False)
+                try:
+                    probe.connect(os.fspath(path))
+                except ConnectionRefusedError:
+                    path.unlink()

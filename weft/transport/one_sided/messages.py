@@ -1,0 +1,206 @@
+"""What members say to each other: messages of fixed sizes over a Unix socket that keeps their
+bounds. Nothing in them is executed, and none is longer than ``MAX_BYTES``.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import astuple, dataclass
+from typing import Final
+
+from weft.transport.one_sided.errors import OneSidedError
+
+#: Grows with each change that an older peer would not understand.
+VERSION: Final = 1
+MAX_BYTES: Final = 256
+SECRET_BYTES: Final = 32
+_HEAD: Final = struct.Struct("<4sHH")
+_MAGIC: Final = b"WEFT"
+_CREDENTIALS: Final = struct.Struct("3i")
+# More of them than are taken would be dropped by the kernel, which says so.
+_MAX_FDS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A receiver says who it is."""
+
+    rank: int
+    secret: bytes
+    """Of which the group's store has the digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The sender has let a receiver in, and says that it is the group's."""
+
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A memory file of the sender, whose descriptor comes along."""
+
+    export_id: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The sender uses it no more: its receivers unmap it."""
+
+    export_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Bytes that may be copied now, and do not change until all have said ``Taken``."""
+
+    sequence: int
+    export_id: int
+    first_byte: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A receiver has its own copy."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Somebody asks to read the beginning of a memory file, whose descriptor comes along."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What was read there."""
+
+    content: bytes
+
+
+Message = Hello | Welcome | Export | Withdraw | Ready | Taken | Try | Tried
+
+_BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
+    1: (Hello, struct.Struct("<I32s")),
+    2: (Welcome, struct.Struct("<32s")),
+    3: (Export, struct.Struct("<QQ")),
+    4: (Withdraw, struct.Struct("<Q")),
+    5: (Ready, struct.Struct("<QQQQ")),
+    6: (Taken, struct.Struct("<Q")),
+    7: (Try, struct.Struct("<Q")),
+    8: (Tried, struct.Struct("<32s")),
+}
+_KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
+
+
+def pack(message: Message) -> bytes:
+    """A message as it travels."""
+    number = _KINDS[type(message)]
+    return _HEAD.pack(_MAGIC, VERSION, number) + _BODIES[number][1].pack(*astuple(message))
+
+
+def unpack(data: bytes) -> Message:
+    """The message that has arrived.
+
+    Raises:
+        OneSidedError: It is none, or another version's.
+    """
+    if len(data) < _HEAD.size:
+        raise OneSidedError(f"a message of {len(data)} bytes")
+    magic, version, number = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise OneSidedError("what has arrived is no message of Weft's")
+    if version != VERSION:
+        raise OneSidedError(f"the peer speaks version {version}, this process {VERSION}")
+    kind, body = _BODIES.get(number, (None, None))
+    if kind is None or body is None or len(data) != _HEAD.size + body.size:
+        raise OneSidedError(f"a message of kind {number} with {len(data)} bytes")
+    return kind(*body.unpack_from(data, _HEAD.size))
+
+
+class Channel:
+    """A connection to a peer of the same user.
+
+    Args:
+        connected: The socket, owned from now on.
+
+    Raises:
+        OneSidedError: The peer is another user's; the socket is closed.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid != os.geteuid():
+            connected.close()
+            raise OneSidedError(
+                f"the peer (pid {self.pid}) is of uid {uid}, this process of {os.geteuid()}"
+            )
+
+    def fileno(self) -> int:
+        """For ``selectors``."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Say it; never blocks: messages are few and small.
+
+        Raises:
+            OneSidedError: The peer is gone, or reads nothing.
+        """
+        fds = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        try:
+            self._socket.sendmsg([pack(message)], fds, flags)
+        except OSError as error:
+            raise OneSidedError(f"the peer (pid {self.pid}) is gone: {error}") from error
+
+    def receive(self, timeout_seconds: float | None = None) -> tuple[Message, int | None]:
+        """Wait for a message, and the descriptor that came along, owned by the caller.
+
+        Raises:
+            OneSidedError: The peer is gone, said nothing in time, or no message.
+        """
+        flags = socket.MSG_CMSG_CLOEXEC
+        fds: list[int] = []
+        try:
+            self._socket.settimeout(timeout_seconds)
+            room = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+            data, carried, told, _ = self._socket.recvmsg(MAX_BYTES, room, flags)
+        except OSError as error:
+            raise OneSidedError(f"the peer (pid {self.pid}) is gone: {error}") from error
+        for level, kind, content in carried:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) - len(content) % array.array("i").itemsize
+                fds.extend(array.array("i", content[:whole]))
+        try:
+            if not data:
+                raise OneSidedError(f"the peer (pid {self.pid}) closed its socket")
+            if told & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > _MAX_FDS:
+                raise OneSidedError(f"the peer (pid {self.pid}) said more than a message holds")
+            message = unpack(data)
+            if bool(fds) != isinstance(message, Export | Try):
+                raise OneSidedError("a message with a descriptor too many, or one too few")
+        except OneSidedError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return message, fds[0] if fds else None
+
+    def shut(self) -> None:
+        """Let both ends find it closed at once; from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._socket.close()

@@ -1,0 +1,186 @@
+"""A receiver's end: a thread that copies each bucket out of the sender's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import threading
+from collections import deque
+
+import torch
+
+from weft.transport.one_sided.directory import connect
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.memory_file import Mapping
+from weft.transport.one_sided.messages import (
+    Channel,
+    Export,
+    Hello,
+    Message,
+    Ready,
+    Taken,
+    Welcome,
+    Withdraw,
+)
+from weft.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
+
+_log = logging.getLogger(__name__)
+
+#: Memory files of one sender that a receiver maps: it has a few buffers, and replaces some.
+MAX_MAPPED = 64
+# Buckets that were said to be ready and are not received yet: a sender keeps 8 at most.
+_MAX_READY = 64
+_SENDER = 0
+_CONNECT_SECONDS = 10.0
+_WELCOME_SECONDS = 30.0
+
+
+class Receiving:
+    """See ``backends.Backend``; one rank but the sender's."""
+
+    #: A thread of its own connects.
+    is_formed = True
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._place, self._rank = Place(store), rank
+        self._lock = threading.Lock()  # guards what follows
+        self._posted: deque[OneSidedWork] = deque()
+        self._error = ""
+        self._channel: Channel | None = None
+        #: Held while a piece is copied.
+        self._copying = threading.Lock()
+        self._mapped: dict[int, Mapping] = {}
+        self._ready: deque[Ready] = deque()
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self._thread.start()
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> OneSidedWork:
+        """See ``Backend``."""
+        work = OneSidedWork(buffer)
+        with self._lock:
+            if self._error:
+                raise OneSidedError(self._error)
+            self._posted.append(work)
+        self._wakeup.set()
+        return work
+
+    def abort(self) -> None:
+        """See ``Backend``: nothing is copied after the piece that is."""
+        self._end("this rank left the group")
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """See ``Backend``."""
+        if not self._copying.acquire(timeout=timeout_seconds):
+            return False
+        self._copying.release()
+        return bool(self._error)
+
+    def _end(self, error: str) -> None:
+        with self._lock:
+            self._error = self._error or error
+            channel = self._channel
+        if channel is not None:
+            channel.shut()
+        self._wakeup.set()
+
+    def _check(self) -> None:
+        if self._error:
+            raise OneSidedError(self._error)
+
+    # -- on its thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            channel = self._connect()
+            try:
+                self._follow(channel)
+            finally:
+                channel.close()
+        except OneSidedError as error:
+            self._end(str(error))
+        except Exception as error:  # noqa: BLE001 (the edge of a thread)
+            # Also what the store raises when the group is over.
+            self._end(f"the group's sender was not reached: {error!r}")
+        finally:
+            self._mapped.clear()
+            with self._lock:
+                works, self._channel = [*self._posted], None
+                self._posted.clear()
+            for work in works:
+                work.end(self._error)
+            self._wakeup.close()
+
+    def _connect(self) -> Channel:
+        self._place.announce(self._rank)
+        digest, name = self._place.find(_SENDER)
+        self._check()
+        channel = Channel(connect(name, _CONNECT_SECONDS))
+        try:
+            with self._lock:
+                self._channel = channel
+            self._check()
+            channel.send(Hello(self._rank, self._place.secret))
+            welcome, fd = channel.receive(_WELCOME_SECONDS)
+            if fd is not None:
+                os.close(fd)
+            if not isinstance(welcome, Welcome):
+                raise OneSidedError(f"the sender began with {type(welcome).__name__}")
+            check_secret(welcome.secret, digest, _SENDER)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _follow(self, channel: Channel) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while True:
+                events = selector.select()
+                self._wakeup.clear()
+                self._check()
+                if any(key.fileobj is channel for key, _ in events):
+                    self._hear(*channel.receive())
+                while self._ready and self._posted:
+                    self._take(channel, self._ready.popleft())
+
+    def _hear(self, message: Message, fd: int | None) -> None:
+        try:
+            if isinstance(message, Export):
+                assert fd is not None
+                if len(self._mapped) >= MAX_MAPPED:
+                    raise OneSidedError(f"the sender hands over more than {MAX_MAPPED} buffers")
+                self._mapped[message.export_id] = Mapping(fd, message.num_bytes)
+            elif isinstance(message, Withdraw):
+                self._mapped.pop(message.export_id, None)
+            elif isinstance(message, Ready) and len(self._ready) < _MAX_READY:
+                self._ready.append(message)
+            else:
+                raise OneSidedError(f"the sender said {type(message).__name__} out of turn")
+        finally:
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def _take(self, channel: Channel, ready: Ready) -> None:
+        """Copy a bucket to the buffer that was posted for it."""
+        work = self._posted[0]
+        mapped = self._mapped.get(ready.export_id)
+        if mapped is None:
+            raise OneSidedError(f"the sender never handed over buffer {ready.export_id}")
+        if work.buffer.numel() != ready.num_bytes:
+            raise OneSidedError(
+                f"the sender sends {ready.num_bytes:,} bytes where {work.buffer.numel():,} are "
+                "expected"
+            )
+        with self._copying:
+            # One lock for the whole bucket: ``_check`` ends it after a piece.
+            mapped.copy(ready.first_byte, work.buffer, self._check)
+        # Refused if the sender has left: it may have changed the bytes meanwhile.
+        channel.send(Taken(ready.sequence))
+        with self._lock:
+            self._posted.popleft()
+        work.end()

@@ -1,0 +1,222 @@
+"""The sender's end: says where the bytes lie, and hears when each receiver has its copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.transport.one_sided.directory import listen, unlink
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.memory_file import MemoryFile, file_of
+from weft.transport.one_sided.messages import (
+    Channel,
+    Export,
+    Hello,
+    Ready,
+    Taken,
+    Welcome,
+    Withdraw,
+)
+from weft.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
+
+_log = logging.getLogger(__name__)
+
+# Connections of this user's processes that are not members (yet).
+_MAX_STRANGERS = 16
+_SENDER = 0
+
+
+class SentWork(OneSidedWork):
+    """A broadcast, and the receivers that have still to copy it."""
+
+    def __init__(self, buffer: torch.Tensor, sequence: int, missing: set[int]) -> None:
+        super().__init__(buffer)
+        self.file, self.first_byte = file_of(buffer)
+        self.sequence, self.missing = sequence, missing
+
+
+@dataclass
+class _Member:
+    """A receiver that has said who it is, and the memory files that it knows."""
+
+    rank: int
+    channel: Channel
+    known: dict[int, weakref.ref[MemoryFile]] = field(default_factory=dict)
+
+    def say(self, work: SentWork) -> None:
+        """Let it copy a bucket."""
+        for export_id, file in [*self.known.items()]:
+            if file() is None:
+                del self.known[export_id]
+                self.channel.send(Withdraw(export_id))
+        file_id = work.file.export_id
+        if file_id not in self.known:
+            self.channel.send(Export(file_id, len(work.file)), work.file.fd)
+            self.known[file_id] = weakref.ref(work.file)
+        ready = Ready(work.sequence, file_id, work.first_byte, work.buffer.numel())
+        self.channel.send(ready)
+
+
+class Sending:
+    """See ``backends.Backend``; rank 0."""
+
+    #: Receivers come to a thread of its own.
+    is_formed = True
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._place, self._ranks = Place(store), frozenset(range(1, size))
+        self._lock = threading.Lock()  # guards what follows
+        self._works: dict[int, SentWork] = {}
+        self._members: dict[int, _Member] = {}
+        self._error = ""
+        self._num_sent = 0
+        self._digests: dict[int, str] = {}
+        self._strangers: list[Channel] = []
+        self._wakeup = Wakeup()
+        self._listener, self._name = listen(size + _MAX_STRANGERS)
+        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        self._thread.start()
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> OneSidedWork:
+        """See ``Backend``.
+
+        Args:
+            buffer: Of ``backends.allocate``.
+        """
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+        with self._lock:
+            if self._error:
+                raise OneSidedError(self._error)
+            work = SentWork(buffer, self._num_sent, set(self._ranks))
+            self._num_sent += 1
+            self._works[work.sequence] = work
+            members = [*self._members.values()]
+            try:
+                for member in members:
+                    member.say(work)
+            except OneSidedError as error:
+                self._fail(str(error))
+        return work
+
+    def abort(self) -> None:
+        """See ``Backend``. A receiver that is still copying finds the socket closed when it
+        says so, and takes its copy for nothing."""
+        with self._lock:
+            self._fail("this rank left the group")
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """See ``Backend``: nothing here writes."""
+        return bool(self._error)
+
+    def _fail(self, error: str) -> None:
+        """Called with the lock held."""
+        self._error = self._error or error
+        for member in self._members.values():
+            member.channel.shut()
+        for work in self._works.values():
+            work.end(self._error)
+        self._works.clear()
+        self._wakeup.set()
+
+    # -- on its thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._place.announce(_SENDER, self._name)
+            for rank in self._ranks:
+                self._digests[rank], _ = self._place.find(rank)
+            self._serve()
+        except Exception as error:  # noqa: BLE001 (the edge of a thread)
+            # Also what the store raises when the group is over.
+            text = f"the group's receivers were not met: {error!r}"
+            with self._lock:
+                self._fail(str(error) if isinstance(error, OneSidedError) else text)
+        finally:
+            unlink(self._name)
+            self._listener.close()
+            with self._lock:
+                for channel in [*self._strangers, *(m.channel for m in self._members.values())]:
+                    channel.close()
+                self._members.clear()
+            self._wakeup.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while True:
+                events = selector.select()
+                self._wakeup.clear()
+                if self._error:
+                    raise OneSidedError(self._error)
+                for key, _ in events:
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif isinstance(key.fileobj, Channel) and key.data is None:
+                        self._introduce(key.fileobj, selector)
+                    elif isinstance(key.fileobj, Channel):
+                        self._hear(key.data)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        connected, _ = self._listener.accept()
+        try:
+            channel = Channel(connected)
+        except OneSidedError as error:
+            _log.warning("refused on a group's socket: %s", error)
+            return
+        if len(self._strangers) >= len(self._ranks) + _MAX_STRANGERS:
+            channel.close()
+            return
+        self._strangers.append(channel)
+        selector.register(channel, selectors.EVENT_READ)
+
+    def _introduce(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        """Let a receiver in that says who it is; close the connection of anybody else."""
+        self._strangers.remove(channel)
+        try:
+            member = self._recognise(channel)
+        except OneSidedError as error:
+            _log.warning("refused on a group's socket: %s", error)
+            selector.unregister(channel)
+            channel.close()
+            return
+        selector.modify(channel, selectors.EVENT_READ, member)
+        with self._lock:
+            self._members[member.rank] = member
+            channel.send(Welcome(self._place.secret))
+            for work in self._works.values():
+                member.say(work)
+
+    def _recognise(self, channel: Channel) -> _Member:
+        hello, fd = channel.receive()
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(hello, Hello):
+            raise OneSidedError(f"it began with {type(hello).__name__}")
+        if hello.rank not in self._digests or hello.rank in self._members:
+            raise OneSidedError(f"no rank {hello.rank} is awaited")
+        check_secret(hello.secret, self._digests[hello.rank], hello.rank)
+        return _Member(hello.rank, channel)
+
+    def _hear(self, member: _Member) -> None:
+        try:
+            taken, fd = member.channel.receive()
+        except OneSidedError as error:
+            raise OneSidedError(f"rank {member.rank} is gone: {error}") from error
+        if fd is not None:
+            os.close(fd)
+        with self._lock:
+            work = self._works.get(taken.sequence) if isinstance(taken, Taken) else None
+            if work is None or member.rank not in work.missing:
+                raise OneSidedError(f"rank {member.rank} has taken what it was not given")
+            work.missing.remove(member.rank)
+            if not work.missing:
+                del self._works[work.sequence]
+                work.end()

@@ -1,0 +1,101 @@
+"""Whether processes can read each other's memory: found out by doing it.
+
+A replica answers under a name that it registers with; a trainer hands a memory file over there,
+and is told what lies in it. Another host, a container of its own or another user fail in one of
+the steps that a group would fail in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+
+from weft.transport.one_sided.directory import connect, listen, unlink
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft.transport.one_sided.messages import SECRET_BYTES, Channel, Tried, Try
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 64
+_ASK_SECONDS = 2.0
+
+
+class TrialAnswerer:
+    """Answers trials, on a thread of its own, until it is closed.
+
+    Raises:
+        OneSidedError: There is no directory for it.
+    """
+
+    def __init__(self) -> None:
+        self._listener, self.name = listen(_BACKLOG)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; blocks for an answer under way, at most some seconds. Again: nothing."""
+        self._closed = True
+        unlink(self.name)
+        with contextlib.suppress(OSError):
+            # What waits in accept is woken by this, not by ``close``.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_ASK_SECONDS + 1.0)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                self._answer(Channel(connected))
+            except OneSidedError as error:
+                _log.info("a trial of one-sided reading failed: %s", error)
+            finally:
+                connected.close()
+
+    def _answer(self, channel: Channel) -> None:
+        asked, fd = channel.receive(_ASK_SECONDS)
+        if fd is None or not isinstance(asked, Try):
+            raise OneSidedError(f"it began with {type(asked).__name__}")
+        try:
+            mapped = Mapping(fd, asked.num_bytes)
+        finally:
+            os.close(fd)
+        channel.send(Tried(mapped.content[:SECRET_BYTES].tobytes()))
+
+
+def why_not_readable(names: Iterable[str], timeout_seconds: float = _ASK_SECONDS) -> str:
+    """Why a process of those names cannot read this one's memory; empty if all can. Blocks for
+    a fraction of a millisecond each, or for so long in all."""
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        buffer = allocate(SECRET_BYTES)
+        buffer.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        file, _ = file_of(buffer)
+        for name in names:
+            if not name:
+                return "a replica takes part in no trial"
+            channel = Channel(connect(name, max(0.001, deadline - time.monotonic())))
+            try:
+                channel.send(Try(SECRET_BYTES), file.fd)
+                tried, _ = channel.receive(max(0.001, deadline - time.monotonic()))
+            finally:
+                channel.close()
+            if tried != Tried(secret):
+                return f"the process {channel.pid} read other bytes than were written"
+    except OneSidedError as error:
+        return str(error)
+    return ""

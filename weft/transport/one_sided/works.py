@@ -1,0 +1,122 @@
+"""Broadcasts under way, and who a group's members are to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import threading
+import time
+from typing import Protocol
+
+import torch
+
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.messages import SECRET_BYTES
+
+_PREFIX = "one-sided"
+
+
+class OneSidedWork:
+    """A broadcast; see ``backends.Work``."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._woken = threading.Event()
+        self._error = ""
+        self.done = False
+
+    def end(self, error: str = "") -> None:
+        """Nothing here touches the buffer any more; only the first call counts.
+
+        Args:
+            error: Why it failed. A text: an exception would hold frames, and they buffers.
+        """
+        if not self.done:
+            self._error, self.done = error, True
+            self._woken.set()
+
+    def wait_until(self, deadline: float) -> bool:
+        """See ``Work``."""
+        return self._woken.wait(max(0.0, deadline - time.monotonic()))
+
+    def finish(self) -> None:
+        """See ``Work``."""
+        if self._error:
+            raise OneSidedError(self._error)
+
+    def wake(self) -> None:
+        """See ``Work``."""
+        self._woken.set()
+
+
+class Store(Protocol):
+    """Of a ``RendezvousStore``, what is used here: only the group's members have it."""
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Make a value known."""
+
+    def get(self, key: str) -> bytes:
+        """Block until it is known."""
+
+
+class Place:
+    """A member's name among the others: a secret, whose digest the group's store has, so that
+    a socket tells the store's rank from any other process of the same user."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.secret = os.urandom(SECRET_BYTES)
+
+    def announce(self, rank: int, socket_name: str = "") -> None:
+        """Let the group know the secret's digest, and where the sender listens."""
+        digest = hashlib.sha256(self.secret).hexdigest()
+        self._store.set(f"{_PREFIX}/{rank}", f"{digest} {socket_name}")
+
+    def find(self, rank: int) -> tuple[str, str]:
+        """A member's digest and the name of its socket; blocks until it has announced them."""
+        digest, _, name = self._store.get(f"{_PREFIX}/{rank}").decode().partition(" ")
+        return digest, name
+
+
+def check_secret(secret: bytes, digest: str, rank: int) -> None:
+    """Refuse a peer that is not the group's member of that rank.
+
+    Raises:
+        OneSidedError: It is not.
+    """
+    if not hmac.compare_digest(hashlib.sha256(secret).hexdigest(), digest):
+        raise OneSidedError(f"a process that is not the group's says that it is rank {rank}")
+
+
+class Wakeup:
+    """Wakes a thread that waits in ``selectors``; from any other."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """For ``selectors``."""
+        return self._fd
+
+    def set(self) -> None:
+        """Wake it."""
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Let it wait again."""
+        with self._lock:
+            if self._fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Give it back; ``set`` does nothing from now on."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
