@@ -17,10 +17,10 @@ import torch
 from trainer_side import arguments as checks
 from trainer_side.background import Background, WhenBusy
 from trainer_side.params.choose import Kind
+from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.leases import Notices
 from trainer_side.pool.progress import reporter_for
-from trainer_side.pool.sender import BackendSelection
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
@@ -69,8 +69,10 @@ class Publisher:
             in host memory, or three on the accelerator.
         data_host: Address that the replicas reach this machine by; by default the
             one its routes choose towards the coordinator.
-        backend: What carries the bytes: NCCL, from accelerator to accelerator, where the
-            pool offers it and this process has one, else gloo ("auto"); or one of them.
+        backend: What carries the bytes. "auto": the best that the pool offers and all can use:
+            "nccl" from accelerator to accelerator, "one-sided" where every replica can read
+            this process's memory, else "gloo"; ``last_report`` says which, and why. Or one of
+            them and no other.
         device: The accelerator that NCCL sends from, for example "cuda:1"; by default
             the current one.
         progress: "auto" draws a bar on a terminal; None is silent; or a function

@@ -58,6 +58,10 @@ class PushReport:
     """Longest time that a replica paused generation for."""
     source: str
     """What was read: the kind of trainer and of model that was found."""
+    backend: str
+    """What carried the bytes: "one-sided", "nccl" or "gloo"."""
+    backend_reason: str
+    """Why that one, and why not those that the pool would have preferred."""
     remarks: tuple[str, ...] = ()
     """What the success does not tell: a replica that did not switch and why, a trainer's base
     that is quantised, ..."""
@@ -174,7 +178,8 @@ class Pushing:
             self._origins.pushed(what.base, version.version)
         elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
             about_base = origin.remarks(transfer.served_over_base_version)
-        span.set(replicas=len(transfer.serving_replica_ids))
+        backend = transfer.backend or target.backends[0]
+        span.set(replicas=len(transfer.serving_replica_ids), backend=backend)
         remarks = (*what.remarks, *about_base, *missing_replicas(transfer))
         self._warn(version, remarks, about_base)
         report = PushReport(
@@ -187,6 +192,8 @@ class Pushing:
             committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
             pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
             source=description,
+            backend=backend,
+            backend_reason=transfer.backend_reason,
             remarks=remarks,
         )
         _log.info(
@@ -240,7 +247,6 @@ class Pushing:
             request.policy,
             manifest,
             adapter,
-            target.backends[0],
             deadline,
             min_replicas=check_replicas(request.require),
             check_finite=finite,

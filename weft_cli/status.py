@@ -271,6 +271,9 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
         f"{len(transfer.replica_ids)} replicas in {forming + staging + committing:.3f} s "
         f"(staging {staging:.3f} s{rate})",
     )
+    if transfer.backend:
+        why = f": {transfer.backend_reason}" if transfer.backend_reason else ""
+        text.append(f"\n  over {transfer.backend}{why}", "dim")
     if transfer.failure_reason:
         text.append(f"\n  {transfer.failure_reason}: {transfer.failure_message}", "red")
     return text

@@ -18,9 +18,11 @@ import torch
 from rollout_side.engine import SendOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable
+from weft.contract.capabilities import GLOO
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
+from weft.transport.backends import allocate
 from weft.transport.group import CPU, on_device, window
 from weft.transport.payload import payload_digest
 from weft.transport.sender import Sending, SendingRank
@@ -109,7 +111,7 @@ class _Sending:
         order, began = self._order, time.monotonic()
         try:
             with self._store.lend(version) as copy:
-                buckets = CopiedBuckets(copy, order.nonce, self._device)
+                buckets = CopiedBuckets(copy, order.nonce, self._device, order.ticket.backend)
                 rank.send(Sending(order.transfer_id, buckets, deadline))
         except Exception as error:
             rank.give_up(order.transfer_id, error)  # also when it is no longer held
@@ -129,13 +131,13 @@ class CopiedBuckets:
     The version is only read. Each buffer is as large as the largest bucket.
     """
 
-    def __init__(self, copy: Sendable, nonce: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self, copy: Sendable, nonce: int, device: torch.device = CPU, backend: str = GLOO
+    ) -> None:
         self.manifest = copy.manifest
         need = max(bucket.wire_bytes for bucket in self.manifest.buckets)
         self.num_buffers = min(window(device), len(self.manifest.buckets))
-        self._buffers = [
-            torch.zeros(need, dtype=torch.uint8, device=device) for _ in range(self.num_buffers)
-        ]
+        self._buffers = [allocate(backend, need, device) for _ in range(self.num_buffers)]
         self._copy, self._nonce = copy, nonce
 
     def make(self, index: int, speak: Callable[[], None] = lambda: None) -> int:

@@ -24,7 +24,7 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.version_facts import VersionFacts
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
-from weft.contract.capabilities import Capabilities
+from weft.contract.capabilities import ONE_SIDED, Capabilities
 from weft.contract.checkpoint import StoredTensor, not_compared
 from weft.contract.errors import (
     LoadFailedError,
@@ -37,7 +37,9 @@ from weft.contract.manifest import Manifest
 from weft.contract.names import STARTED_WITH, PolicyVersion
 from weft.contract.tensors import DataType, Reference
 from weft.tracing import NO_TRACER, Tracer
-from weft.transport.group import num_parked_groups
+from weft.transport.backends import available_backends
+from weft.transport.group import CPU, num_parked_groups
+from weft.transport.one_sided.trial import TrialAnswerer
 
 
 class EngineDouble:
@@ -64,6 +66,11 @@ class EngineDouble:
         self._is_readable = is_readable
         metas = make_metas(weights, CastRule(enabled=False))
         self.reference = Reference("Model", metas)
+        #: As a worker has it that offers ``one-sided``.
+        self.trials: TrialAnswerer | None = None
+        if ONE_SIDED in capabilities.setdefault("backends", available_backends(CPU)):
+            self.trials = TrialAnswerer()
+            capabilities.setdefault("trial_name", self.trials.name)
         settings: dict[str, Any] = {
             "engine_version": "double",
             "base_fingerprint": self.reference.fingerprint,
@@ -279,6 +286,8 @@ class EngineDouble:
 
     def close(self) -> None:
         """End its threads."""
+        if self.trials is not None:
+            self.trials.close()
         if self.load is not None:
             self.load.end()
         self.receiver.close()

@@ -1,4 +1,4 @@
-"""One case of the kill matrix: real processes, real gloo, one strike, then checks."""
+"""One case of the kill matrix: real processes, real transports, one strike, then checks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class Case:
             self.replaced.append(old)
         number = len(self.replaced)
         process = Process(
-            f"{name}-{number}", (*entry, *args), self.work, self.strike.env if is_victim else {}
+            f"{name}-{number}",
+            (*entry, *args),
+            self.work,
+            {**self.strike.pool_env, **(self.strike.env if is_victim else {})},
         )
         self.processes[name] = process
         return process
@@ -82,7 +85,7 @@ class Case:
 
     def start_replica(self, name: str, *, armed: bool) -> None:
         args = [self.listen, name, str(NUM_TENSORS), str(ELEMENTS), "--keep"]
-        if self.strike.role == "replica worker":
+        if self.strike.role.startswith("replica worker"):
             args.append("--worker")
         if self.strike.in_place:
             args.append("--in-place")

@@ -58,6 +58,11 @@ class Strike:
         return ROLES[self.role].in_place
 
     @property
+    def pool_env(self) -> dict[str, str]:
+        """For every process of a case."""
+        return {"WEFT_ONE_SIDED_DIR": "/nowhere/at/all"} if ROLES[self.role].over_gloo else {}
+
+    @property
     def env(self) -> dict[str, str]:
         """For the victim's process."""
         return {_ENV: "|".join((self.role, self.point, self.signal, self.directory))}
@@ -103,7 +108,7 @@ def install(role: str) -> None:
     if _ENV not in os.environ:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
-    if strike.role.removesuffix(", in place") == role:
+    if strike.role.partition(", ")[0] == role:
         (ROLES | REAL_ROLES)[strike.role].arm(strike)
 
 
@@ -234,6 +239,13 @@ def _receiving(strike: Strike) -> None:
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
 
 
+def _copying(strike: Strike) -> None:
+    """In the thread that copies out of the sender's memory."""
+    from weft.transport.one_sided.memory_file import Mapping
+
+    _before(Mapping, "copy", strike, _count(BUCKET, strike))
+
+
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
     from rollout_side.receive.in_place import InPlaceTransfer
@@ -295,6 +307,8 @@ class Role:
     signals: tuple[str, ...] = SIGNALS
     in_place: bool = False
     """Whether the pool's replicas load bases as they come."""
+    over_gloo: bool = False
+    """Whether all are kept from reading each other's memory, which they choose by themselves."""
 
 
 _FROM_A_BUCKET = POINTS[2:]
@@ -309,6 +323,9 @@ ROLES = {
     "replica, in place": Role(
         VICTIM, _loading, _FROM_A_BUCKET, signals=(*SIGNALS, HANG), in_place=True
     ),
+    "replica, copying": Role(VICTIM, _copying, ("at a bucket",)),
+    "trainer sender, over gloo": Role("trainer", _trainer, POINTS[1:4], over_gloo=True),
+    "replica worker, over gloo": Role(VICTIM, _worker, POINTS[1:4], over_gloo=True),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
 }
 #: Those of ``tests.fault.real``, with vLLM.

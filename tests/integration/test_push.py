@@ -19,9 +19,15 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
 from trainer_side.pool import packer
+from trainer_side.pool.client import PoolClient
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.reader import read_checkpoint
-from weft.contract.errors import BaseMismatchError, LeaseFencedError, PolicyOwnedError
+from weft.contract.errors import (
+    BaseMismatchError,
+    LeaseFencedError,
+    NotReadyError,
+    PolicyOwnedError,
+)
 from weft.contract.names import AdapterVersions, PolicyVersion
 from weft.transport import member
 
@@ -105,8 +111,10 @@ def test_group_is_kept_across_pushes_and_rebuilt_when_membership_changes(pool, e
     assert same(engines[0].base, weights(Model(3)))
 
 
-def backend_threads():
-    """Of gloo, in this process: the trainer's and both replicas'."""
+def backend_threads(backend):
+    """In this process: the trainer's and both replicas'."""
+    if backend == "one-sided":
+        return sum(thread.name == "weft-one-sided" for thread in threading.enumerate())
     names = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -114,17 +122,65 @@ def backend_threads():
     return sum("gloo" in name for name in names)
 
 
-def test_a_publisher_that_leaves_takes_its_group_with_it(pool, engines):
+@pytest.mark.parametrize("backend", ["one-sided", "gloo"])
+def test_a_publisher_that_leaves_takes_its_group_with_it(pool, engines, backend):
     gc.collect()
-    before = backend_threads()
+    before = backend_threads(backend)
     gc.disable()  # groups must not wait for the collector: it may come late
     try:
-        with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        with Publisher(
+            pool.target, trainer_id="trainer-a", timeout_seconds=20, backend=backend
+        ) as publisher:
             publisher.push_base(Model(seed=1))
-            assert backend_threads() > before
-        until(lambda: backend_threads() <= before)
+            assert publisher.last_report.backend == backend
+            assert publisher.last_report.backend_reason == "chosen by the trainer"
+            assert backend_threads(backend) > before
+        until(lambda: backend_threads(backend) <= before)
     finally:
         gc.enable()
+
+
+def test_a_pool_on_one_host_is_read_from_by_its_replicas(pool, engines, publisher):
+    publisher.push_base(Model(seed=1))
+    report = publisher.last_report
+    assert (report.backend, report.backend_reason) == (
+        "one-sided",
+        "every replica reads this process's memory",
+    )
+    assert all(same(engine.base, weights(Model(1))) for engine in engines)
+
+
+def test_who_cannot_be_read_is_sent_to_over_gloo(pool, engines, publisher):
+    """In the same push, and with the same bytes."""
+    engines[1].trials.close()  # as a replica on another host, whose socket is not there
+    publisher.push_base(Model(seed=1))
+    report = publisher.last_report
+    assert report.backend == "gloo"
+    assert "not one-sided: the peer has no socket in" in report.backend_reason
+    assert all(same(engine.base, weights(Model(1))) for engine in engines)
+    with (
+        Publisher(pool.target, trainer_id="b", backend="one-sided", takeover=True) as forced,
+        pytest.raises(NotReadyError, match="the peer has no socket") as caught,
+    ):
+        forced.push_base(Model(seed=2))
+    assert caught.value.reason == "BACKEND_MISMATCH"
+
+
+def test_a_replica_that_comes_between_trial_and_begin_is_not_left_out(
+    pool, engines, publisher, monkeypatch
+):
+    tried = PoolClient.describe
+
+    def describe(self, deadline):
+        target = tried(self, deadline)
+        self._offered.trial_names.pop()  # as if one had registered since
+        return target
+
+    monkeypatch.setattr(PoolClient, "describe", describe)
+    publisher.push_base(Model(seed=1))
+    assert publisher.last_report.backend == "gloo"
+    assert publisher.last_report.num_replicas == 2
+    assert "this push has found" in publisher.last_report.backend_reason
 
 
 def test_versions_go_on_counting_after_the_coordinator_restarts(pool, engines, publisher):

@@ -169,7 +169,7 @@ def test_each_push_is_one_trace_of_all_who_take_part(traced_pool, collector, pro
             assert root.attributes == {
                 "weft.policy": "math",
                 "weft.kind": "adapter",
-                "weft.backend": "gloo",
+                "weft.backend": "one-sided",
                 "weft.bytes": publisher.last_report.total_bytes,
                 "weft.version": number,
                 "weft.transfer_id": _of(spans, "weft.transfer").attributes["weft.transfer_id"],

@@ -12,14 +12,16 @@ from typing import TypeVar
 
 import grpc
 
+from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.contact import Contact, data_address
 from trainer_side.pool.leases import Leases
 from trainer_side.pool.progress import ProgressReporter
-from trainer_side.pool.sender import BackendSelection, Sender
+from trainer_side.pool.sender import Sender
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft import tracing
+from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
     InvalidRequestError,
     LeaseFencedError,
@@ -101,6 +103,8 @@ class PoolClient:
         self._reference: tuple[object, Reference] | None = None
         #: What the push under way was begun with.
         self._request: pb.BeginTransferRequest | None = None
+        self._offered = pb.DescribeTargetResponse()
+        self._selected = SelectedBackend("", "")
 
     def describe(self, deadline: float) -> pb.DescribeTargetResponse:
         """What the pool serves, and of its backends the one to use; blocks until a
@@ -120,7 +124,10 @@ class PoolClient:
                 lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
                 deadline,
             )
-        target.backends[:] = [self._selection.backend(target.backends)]
+        self._offered = pb.DescribeTargetResponse()
+        self._offered.CopyFrom(target)
+        self._selected = self._selection.backend(target)
+        target.backends[:] = [self._selected.name]
         return target
 
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
@@ -154,7 +161,6 @@ class PoolClient:
         policy: str,
         manifest: Manifest,
         adapter: Adapter | None,
-        backend: str,
         deadline: float,
         *,
         min_replicas: int,
@@ -168,7 +174,6 @@ class PoolClient:
         Args:
             policy, manifest: What is pushed.
             adapter: None for the base.
-            backend: What will carry it.
             deadline: ``time.monotonic()`` of the push.
             trained_on: Version of the base that the adapter was trained on; None where
                 nobody knows.
@@ -189,7 +194,6 @@ class PoolClient:
             layout_digest=manifest.layout_digest,
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
-            backend=backend,
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
             carries_runs=carries_runs,
@@ -200,7 +204,23 @@ class PoolClient:
         # The transfer is a part of the push: it lasts longer than its beginning.
         metadata = tracing.call_metadata(tracer.current())
         with tracer.span("weft.push.begin"):
-            return self._begin(request, manifest, kind, metadata, deadline)
+            self._use(self._selected)
+            try:
+                return self._begin(request, manifest, kind, metadata, deadline)
+            except NotReadyError as error:
+                if (error.reason, request.backend) != ("BACKEND_MISMATCH", ONE_SIDED):
+                    raise
+                # A replica has come since they were tried. Another push, to the coordinator.
+                request.request_id = secrets.token_hex(16)
+                self._use(self._selection.backend(self._offered, without=[ONE_SIDED]))
+                return self._begin(request, manifest, kind, metadata, deadline)
+
+    def _use(self, selected: SelectedBackend) -> None:
+        """Say in the request of a push what carries it."""
+        assert self._request is not None
+        self._request.backend, self._request.backend_reason = selected.name, selected.why
+        tried = self._offered.trial_names if selected.name == ONE_SIDED else ()
+        self._request.trial_names[:] = tried
 
     def _begin(
         self,

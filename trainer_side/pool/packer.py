@@ -6,7 +6,9 @@ import torch
 
 from trainer_side.pool.finite import check_finite
 from trainer_side.sources.source import Source
+from weft.contract.capabilities import GLOO
 from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
+from weft.transport.backends import allocate
 from weft.transport.group import CPU, window
 from weft.transport.payload import payload_digest
 
@@ -22,6 +24,7 @@ class Packer:
         buffers: Of an earlier packer; those that are large enough are used again.
         device: Where buffers lie. On an accelerator all work is that of the calling
             thread's current stream.
+        backend: That they are sent over.
     """
 
     def __init__(
@@ -29,11 +32,12 @@ class Packer:
         manifest: Manifest,
         buffers: list[torch.Tensor] | None = None,
         device: torch.device = CPU,
+        backend: str = GLOO,
     ) -> None:
         self.manifest = manifest
-        self._device = device
+        self._device, self._backend = device, backend
         sizes = tuple(bucket.wire_bytes for bucket in manifest.buckets)
-        self.buffers = made_buffers(sizes, buffers or [], device)
+        self.buffers = made_buffers(sizes, buffers or [], device, backend)
         self._firsts: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._paddings: list[list[torch.Tensor]] = []
@@ -102,7 +106,7 @@ class Packer:
         For a transfer that continues after its group was abandoned: the old buffers
         may still be read by operations that nobody can stop.
         """
-        packer = Packer(self.manifest, device=self._device)
+        packer = Packer(self.manifest, device=self._device, backend=self._backend)
         for index in held:
             packer.wire(index).copy_(self.wire(index))
         return packer
@@ -112,11 +116,11 @@ class Packer:
 
 
 def made_buffers(
-    sizes: tuple[int, ...], kept: list[torch.Tensor], device: torch.device
+    sizes: tuple[int, ...], kept: list[torch.Tensor], device: torch.device, backend: str
 ) -> list[torch.Tensor]:
-    """As many buffers as are in flight, each for any bucket; of those kept what will do."""
+    """As many buffers as are in flight, each for any bucket; of those kept, which are of the
+    same backend, what will do."""
     need, count = max(sizes), min(window(device), len(sizes))
     buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
-    # zeros, not empty: touched memory is sent and filled more than twice as fast
     fresh = range(count - len(buffers))
-    return buffers + [torch.zeros(need, dtype=torch.uint8, device=device) for _ in fresh]
+    return buffers + [allocate(backend, need, device) for _ in fresh]

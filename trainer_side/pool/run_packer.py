@@ -9,6 +9,7 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.named_source import Piece, RunSource
+from weft.contract.capabilities import GLOO
 from weft.contract.layout_runs import bucket_sums, joined, run_wire_sizes
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.tensors import TensorMeta
@@ -25,6 +26,7 @@ class RunPacker:
         buffers: Of an earlier packer; those that are large enough are used again.
         device: Where buffers lie. On an accelerator all work is that of the calling
             thread's current stream.
+        backend: That they are sent over.
     """
 
     def __init__(
@@ -33,12 +35,13 @@ class RunPacker:
         source: RunSource,
         buffers: list[torch.Tensor] | None = None,
         device: torch.device = CPU,
+        backend: str = GLOO,
     ) -> None:
         self.manifest = manifest
-        self._source, self._device = source, device
+        self._source, self._device, self._backend = source, device, backend
         self._sizes = run_wire_sizes(manifest)
         self._runs: list[DigestedRun] = []
-        self.buffers = made_buffers(self._sizes, buffers or [], device)
+        self.buffers = made_buffers(self._sizes, buffers or [], device, backend)
         source.begin(manifest)
 
     def pack(
@@ -68,7 +71,7 @@ class RunPacker:
 
     def move(self, held: range) -> None:
         """Put the held buckets into fresh buffers; see ``Packer.moved``."""
-        old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device)
+        old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device, self._backend)
         for index in held:
             self.wire(index).copy_(old[index % len(old)][: self._sizes[index]])
 

@@ -5,7 +5,7 @@ rank 0 in one group after another, as members are lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from trainer_side.pool.packer import Packer
 from trainer_side.pool.run_packer import RunPacker
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
-from weft.contract.capabilities import GLOO, NCCL, BackendChoice
-from weft.contract.errors import NotReadyError, WeftError
+from weft.contract.capabilities import NCCL
+from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import (
     DEFAULT_BUCKET_BYTES,
@@ -27,8 +27,6 @@ from weft.contract.manifest import (
     Manifest,
 )
 from weft.rpc.security.credentials import Credentials
-from weft.transport.backends import available_backends
-from weft.transport.group import CPU
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -49,46 +47,6 @@ def bucket_settings(backend: str, bucket_bytes: int | None) -> BucketSettings:
     if backend == NCCL:
         return BucketSettings(bucket_bytes or DEVICE_BUCKET_BYTES, WSUM64)
     return BucketSettings(bucket_bytes or DEFAULT_BUCKET_BYTES, XXH3_64)
-
-
-@dataclass(frozen=True)
-class BackendSelection:
-    """Which backends the sender may use, and the accelerator that they need.
-
-    Args:
-        choice: The best that both sides have, or this one and no other.
-        device: A CUDA device for NCCL; None is the current one when a push begins.
-    """
-
-    choice: BackendChoice = "auto"
-    device: torch.device | None = None
-
-    def backend(self, offered: Sequence[str]) -> str:
-        """The backend to use with a pool that offers these, best first.
-
-        Raises:
-            NotReadyError: None is shared, or not the one that was asked for.
-        """
-        have = available_backends(self.device_of(NCCL))
-        usable = [name for name in offered or (GLOO,) if name in have]
-        if self.choice != "auto":
-            usable = [name for name in usable if name == self.choice]
-        if not usable:
-            raise NotReadyError(
-                f"no side-group backend to push over: the pool offers {', '.join(offered)}, this "
-                f"process has {', '.join(have)}"
-                + (f" and may use {self.choice} only" if self.choice != "auto" else ""),
-                reason="BACKEND_MISMATCH",
-            )
-        return usable[0]
-
-    def device_of(self, backend: str) -> torch.device:
-        """Where the buckets of a backend are packed."""
-        if backend != NCCL or not torch.cuda.is_available():
-            return CPU
-        if self.device is not None:
-            return self.device
-        return torch.device("cuda", torch.cuda.current_device())
 
 
 _log = logging.getLogger(__name__)
@@ -248,7 +206,9 @@ class Sender:
         buckets: _Packed
         if isinstance(source, RunSource):
             self._packer = None
-            run_packer = RunPacker(manifest, source, self._buffers, self.device)
+            run_packer = RunPacker(
+                manifest, source, self._buffers, self.device, self.ticket.backend
+            )
             buckets = _RunBuckets(run_packer, nonce, check_finite)
         else:
             packer = self._packer = self._packer_for(manifest)
@@ -316,5 +276,5 @@ class Sender:
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""
         if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
-            self._packer = Packer(manifest, self._buffers, self.device)
+            self._packer = Packer(manifest, self._buffers, self.device, self.ticket.backend)
         return self._packer

@@ -7,11 +7,12 @@ from typing import Literal
 
 from weft.contract.tensors import DataType
 
-#: Side-group backends: between hosts' memories, and between accelerators'.
+#: Side-group backends: between hosts' memories, between accelerators', and within one host.
 GLOO = "gloo"
 NCCL = "nccl"
+ONE_SIDED = "one-sided"
 #: What one end may be told to use: the best that both have, or this one and no other.
-BackendChoice = Literal["auto", "nccl", "gloo"]
+BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
 #: What becomes of requests that run when the base changes: their cache is computed anew, they
 #: go on over the one that they have, or they end.
 RunningRequests = Literal["recompute", "keep", "abort"]
@@ -53,6 +54,10 @@ class Capabilities:
     """Whether bases that come over a side group are loaded as they arrive, not staged."""
     takes_runs: bool = True
     """Whether it takes buckets that list what they carry."""
+    trial_name: str = field(default="", compare=False)
+    """Where its receiving worker answers trials of one-sided reading; empty: nowhere."""
+    gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
+    """Of its workers; empty on CPUs."""
     quantization: str = field(default="", compare=False)
     """How the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

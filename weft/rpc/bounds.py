@@ -243,9 +243,13 @@ _BY_NAME: Final[Mapping[str, _Check]] = {
 _BY_FIELD: Final[Mapping[str, _Check]] = {
     "AbortTransferRequest.message": _kept(MAX_REASON_CHARS),
     "AdapterSpec.config_json": _text(MAX_CONFIG_BYTES, printable=False, reason="INVALID_ADAPTER"),
+    "BeginTransferRequest.backend_reason": _kept(MAX_CHARS),
+    "BeginTransferRequest.trial_names": _ID,
+    "Capabilities.gpu_uuids": _ID,
     "Capabilities.max_lora_rank": _number(0, 65_536),
     "Capabilities.num_receivers": _number(1, MAX_RECEIVERS),
     "Capabilities.tensor_parallel_size": _number(0, 65_536),
+    "Capabilities.trial_name": _ID,
     "Drain.reason": _kept(MAX_TEXT_CHARS),
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
     "GenerateRequest.text": _text(MAX_PROMPT, printable=False),
@@ -279,6 +283,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
 _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Admission.prompt_token_ids": MAX_PROMPT,
     "Capabilities.backends": 16,
+    "Capabilities.gpu_uuids": 1_024,
     "Capabilities.lora_modules": 4_096,
     "Capabilities.served_names": 4_096,
     "SampleChunk.logprobs": MAX_PROMPT,

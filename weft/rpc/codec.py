@@ -68,6 +68,8 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         logprobs_truncated=value.logprobs_truncated,
         takes_runs=value.takes_runs,
         running_requests=value.running_requests,
+        trial_name=value.trial_name,
+        gpu_uuids=value.gpu_uuids,
     )
 
 
@@ -101,6 +103,8 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         logprobs_truncated=message.logprobs_truncated,
         takes_runs=message.takes_runs,
         running_requests=message.running_requests or "recompute",
+        trial_name=message.trial_name,
+        gpu_uuids=tuple(message.gpu_uuids),
     )
 
 

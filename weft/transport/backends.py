@@ -1,7 +1,7 @@
-"""The libraries that carry a side group's bytes: gloo between hosts' memories, NCCL
-between accelerators'.
+"""What carries a side group's bytes: gloo between hosts' memories, NCCL between accelerators',
+and within one host a backend of our own (``one_sided``).
 
-Each is built directly on torch's process-group class, so the application's own
+The libraries' are built directly on torch's process-group classes, so the application's own
 ``torch.distributed`` state is neither used nor touched.
 """
 
@@ -21,8 +21,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions
 
-from weft.contract.capabilities import GLOO, NCCL
+from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft.contract.errors import UnsupportedError
+from weft.transport.one_sided.directory import why_unavailable
+from weft.transport.one_sided.memory_file import allocate as allocate_file
+from weft.transport.one_sided.receiving import Receiving
+from weft.transport.one_sided.sending import Sending
 from weft.transport.rendezvous_store import RendezvousStore
 
 _log = logging.getLogger(__name__)
@@ -81,10 +85,32 @@ class Backend(Protocol):
 
 
 def available_backends(device: torch.device) -> tuple[str, ...]:
-    """Backends that a process whose weights lie on ``device`` can use, best first."""
-    if device.type == "cuda" and dist.is_nccl_available():
-        return NCCL, GLOO
-    return (GLOO,)
+    """Backends that a process whose weights lie on ``device`` can use, best first. Whether
+    two processes share a host is for ``trial`` to find out."""
+    names = [NCCL] if device.type == "cuda" and dist.is_nccl_available() else []
+    if not why_unavailable():
+        names.append(ONE_SIDED)
+    return *names, GLOO
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Of an accelerator, as NVIDIA's driver prints it; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 buffer that a sender over this backend may send from, zeros.
+
+    Not ``torch.empty``: touched memory is sent and filled more than twice as fast.
+
+    Raises:
+        CapacityError: This machine has no room.
+    """
+    if backend == ONE_SIDED:
+        return allocate_file(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def open_backend(
@@ -102,6 +128,8 @@ def open_backend(
         )
     if name == NCCL:
         return _Nccl(store, rank, size, device)
+    if name == ONE_SIDED:
+        return Sending(store, size) if rank == SENDER_RANK else Receiving(store, rank)
     return _Gloo(store, rank, size, host)
 
 

@@ -146,6 +146,8 @@ class DescribeTargetResponse(_message.Message):
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     BASE_CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    TRIAL_NAMES_FIELD_NUMBER: _builtins.int
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -172,6 +174,16 @@ class DescribeTargetResponse(_message.Message):
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends that every replica in contact offers, best first."""
 
+    @_builtins.property
+    def trial_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Capabilities.trial_name of these replicas. A sender that would use "one-sided" connects to
+        each in the directory of its host, hands a memory file over and is told what lies in it.
+        """
+
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Capabilities.gpu_uuids of these replicas; twice where two of them share a GPU."""
+
     def __init__(
         self,
         *,
@@ -184,10 +196,12 @@ class DescribeTargetResponse(_message.Message):
         num_replicas: _builtins.int = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         base_checkpoint_digest: _builtins.bytes = ...,
+        trial_names: _abc.Iterable[_builtins.str] | None = ...,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "num_replicas", b"num_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +631,8 @@ class BeginTransferRequest(_message.Message):
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     CARRIES_RUNS_FIELD_NUMBER: _builtins.int
     SEND_PLAN_FIELD_NUMBER: _builtins.int
+    BACKEND_REASON_FIELD_NUMBER: _builtins.int
+    TRIAL_NAMES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Random for each push; the same in a retry of it."""
     policy: _builtins.str
@@ -626,7 +642,7 @@ class BeginTransferRequest(_message.Message):
     layout_digest: _builtins.bytes
     """Layout of what will be sent, made known by PutManifest."""
     backend: _builtins.str
-    """Side-group backend that the sender is going to use: "nccl" or "gloo"."""
+    """Side-group backend that the sender is going to use: "nccl", "one-sided" or "gloo"."""
     group_id: _builtins.str
     """Group that the sender still holds from its former push; kept when its
     membership still fits. Empty when none.
@@ -650,6 +666,8 @@ class BeginTransferRequest(_message.Message):
     replica loads the base in place: it would have loaded some when it is found out that
     others are missing; or where one cannot take such buckets.
     """
+    backend_reason: _builtins.str
+    """Why the sender uses that backend, for people; see Transfer.backend_reason."""
     @_builtins.property
     def adapter(self) -> _types_pb2.AdapterSpec:
         """Set for an adapter, absent for the base."""
@@ -670,6 +688,12 @@ class BeginTransferRequest(_message.Message):
         UNSUPPORTED where a replica cannot take buckets that list their runs.
         """
 
+    @_builtins.property
+    def trial_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With "one-sided": the DescribeTargetResponse.trial_names that the sender has tried. Refused
+        with BACKEND_MISMATCH where another replica would take part.
+        """
+
     def __init__(
         self,
         *,
@@ -688,10 +712,12 @@ class BeginTransferRequest(_message.Message):
         protocol_revision: _builtins.int = ...,
         carries_runs: _builtins.bool = ...,
         send_plan: _types_pb2.SendPlan | None = ...,
+        backend_reason: _builtins.str = ...,
+        trial_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "require", b"require", "send_plan", b"send_plan", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "carries_runs", b"carries_runs", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "send_plan", b"send_plan", "session_id", b"session_id", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "backend", b"backend", "backend_reason", b"backend_reason", "carries_runs", b"carries_runs", "check_finite", b"check_finite", "fencing_token", b"fencing_token", "group_id", b"group_id", "layout_digest", b"layout_digest", "policy", b"policy", "protocol_revision", b"protocol_revision", "refuse_other_base", b"refuse_other_base", "request_id", b"request_id", "require", b"require", "send_plan", b"send_plan", "session_id", b"session_id", "timeout", b"timeout", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,7 +750,7 @@ class GroupPlan(_message.Message):
     size: _builtins.int
     """Number of members; 2 to 16,384."""
     backend: _builtins.str
-    """"nccl" or "gloo"."""
+    """"nccl", "one-sided" or "gloo"."""
     num_senders: _builtins.int
     """Senders of the group, ranks 0 and up; the others receive. 1 where it is not said."""
     @_builtins.property
@@ -830,6 +856,8 @@ class Transfer(_message.Message):
     CONTENT_DIGEST_HEX_FIELD_NUMBER: _builtins.int
     SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    BACKEND_REASON_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -860,6 +888,12 @@ class Transfer(_message.Message):
     """
     purpose: Global___TransferPurpose.ValueType
     """What it is for."""
+    backend: _builtins.str
+    """Side-group backend that carries it; empty where nothing is sent, and after a restart of the
+    coordinator.
+    """
+    backend_reason: _builtins.str
+    """Why its sender uses that one, for people; at most 1,024 characters."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -941,10 +975,12 @@ class Transfer(_message.Message):
         content_digest_hex: _builtins.str = ...,
         served_over_base_version: _builtins.int | None = ...,
         purpose: Global___TransferPurpose.ValueType = ...,
+        backend: _builtins.str = ...,
+        backend_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

@@ -84,6 +84,8 @@ class Capabilities(_message.Message):
     LOGPROBS_TRUNCATED_FIELD_NUMBER: _builtins.int
     TAKES_RUNS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    TRIAL_NAME_FIELD_NUMBER: _builtins.int
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -138,9 +140,13 @@ class Capabilities(_message.Message):
     their cache is computed anew), "keep" (they go on over the cache that they have) or
     "abort" (they end). Empty: recompute.
     """
+    trial_name: _builtins.str
+    """Name of the Unix socket at which its receiving worker answers trials of one-sided
+    reading; empty where it offers no "one-sided". See DescribeTargetResponse.trial_names.
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Side-group backends, best first: "nccl", "gloo"."""
+        """Side-group backends, best first: "nccl", "one-sided", "gloo"."""
 
     @_builtins.property
     def lora_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -152,6 +158,12 @@ class Capabilities(_message.Message):
         of adapters that it loaded from files; at most 4,096. No adapter's policy may be
         called so, nor where one of them is `policy@N`: requests would get other
         weights.
+        """
+
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs of its workers, as NVIDIA's driver prints them; empty on CPUs. Two members
+        of a side group on one GPU exclude "nccl".
         """
 
     def __init__(
@@ -178,10 +190,12 @@ class Capabilities(_message.Message):
         logprobs_truncated: _builtins.bool = ...,
         takes_runs: _builtins.bool = ...,
         running_requests: _builtins.str = ...,
+        trial_name: _builtins.str = ...,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ def rollout(
     ] = RolloutConfig.staging,
     backend: Annotated[
         BackendChoice,
-        typer.Option(help="What carries weights here; auto: NCCL on a GPU, and gloo."),
+        typer.Option(help="What carries weights here; auto: all that this machine has."),
     ] = RolloutConfig.backend,
     retain_base: Annotated[
         int,

@@ -40,6 +40,8 @@ def make_capabilities(
     engine_version: str,
     expected_modules: Iterable[str],
     backends: Iterable[str],
+    trial_name: str = "",
+    gpu_uuids: Iterable[str] = (),
     staging_capacity_bytes: int,
     adapter_capacity_bytes: int,
     loads_in_place: bool = False,
@@ -54,6 +56,8 @@ def make_capabilities(
         engine_version: vLLM's.
         expected_modules: From the workers (``weft_open``).
         backends: Of side groups, from the workers.
+        trial_name: Where the receiving one answers trials.
+        gpu_uuids: Of the workers' GPUs.
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
         loads_in_place: Whether bases are loaded as they arrive.
@@ -69,6 +73,8 @@ def make_capabilities(
         architecture=reference.architecture,
         base_dtype=base_dtype,
         backends=tuple(backends),
+        trial_name=trial_name,
+        gpu_uuids=tuple(gpu_uuids),
         adapter_dtype=base_dtype if lora is None else data_type(lora.lora_dtype),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         lora_enabled=lora is not None,

@@ -174,6 +174,8 @@ async def open_engine(
                 engine_version=version,
                 expected_modules=values[0]["lora_modules"],
                 backends=values[0]["backends"],
+                trial_name=values[0]["trial_name"],
+                gpu_uuids=[value["gpu_uuid"] for value in values if value["gpu_uuid"]],
                 staging_capacity_bytes=values[0]["staging_bytes"],
                 adapter_capacity_bytes=adapter_memory_bytes,
                 loads_in_place=in_place,

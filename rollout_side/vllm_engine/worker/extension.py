@@ -46,10 +46,13 @@ from rollout_side.vllm_engine.worker.state import (
     state_of,
 )
 from weft import logs
+from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.telemetry.traces import open_tracer
+from weft.transport.backends import gpu_uuid
+from weft.transport.one_sided.trial import TrialAnswerer
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +86,15 @@ class WeftWorker:
             memory=memory,
         )
         state = WorkerState(store, reference)
+        backends = list(usable_backends(self.device, settings.backend))
         if self.local_rank == RECEIVER_RANK:
             if settings.traced_as:
                 state.tracer = open_tracer("weft-replica", settings.traced_as)
             receiver_factory = pkgutil.resolve_name(settings.receiver_factory)
             state.receiver = receiver_factory(store, state.tracer)
             state.cloner = Cloner(store)
+            if ONE_SIDED in backends:
+                state.trials = TrialAnswerer()
             if settings.spill is not None:
                 spill = SpillSettings(**settings.spill)
                 folder = SpillFolder(spill, state.reference.fingerprint)
@@ -109,7 +115,9 @@ class WeftWorker:
             "is_receiver": state.receiver is not None,
             "lora_modules": sorted(expected),
             "staging_bytes": staging_bytes,
-            "backends": list(usable_backends(self.device, settings.backend)),
+            "backends": backends,
+            "trial_name": "" if state.trials is None else state.trials.name,
+            "gpu_uuid": gpu_uuid(self.device),
         }
 
     @guarded
@@ -336,6 +344,8 @@ class WeftWorker:
     def weft_close(self: Any) -> None:
         """End the receiver, and what is being sent or spilled."""
         state = state_of(self)
+        if state.trials is not None:
+            state.trials.close()
         if state.load is not None:
             state.load.end()
         state.end_reading()

@@ -24,6 +24,7 @@ from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.tensors import Reference
 from weft.tracing import NO_TRACER, Tracer
 from weft.transport.group import on_device
+from weft.transport.one_sided.trial import TrialAnswerer
 
 
 class ReceiverLike(Protocol):
@@ -45,6 +46,8 @@ class WorkerState:
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
     """Sends clones, on the receiving rank, which holds every copy."""
+    trials: TrialAnswerer | None = None
+    """There, too: answers trainers that try whether this host is theirs."""
     spiller: Spiller | None = None
     """There, too, if the replica has a spill directory."""
     report: HoldingsReport | None = None

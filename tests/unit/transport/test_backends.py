@@ -70,7 +70,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
 BUFFER = torch.zeros(256, dtype=torch.uint8)
 
 
-def test_a_cpu_has_gloo_alone() -> None:
+def test_a_cpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.available_backends(CPU) == ("one-sided", "gloo")
+    monkeypatch.setenv("WEFT_ONE_SIDED_DIR", "/nowhere/at/all")
     assert backends.available_backends(CPU) == ("gloo",)
     with pytest.raises(UnsupportedError, match=r"'nccl' is not available for cpu; have gloo"):
         SideGroup(object(), 0, 2, backend="nccl", host="127.0.0.1")

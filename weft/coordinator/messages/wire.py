@@ -195,6 +195,8 @@ def transfer_to_proto(
         layout_digest=transfer.layout.digest,
         layout_digest_hex=transfer.layout.digest.hex(),
         epoch=transfer.epoch,
+        backend=transfer.backend,
+        backend_reason=transfer.backend_reason,
         pause=duration_to_proto(transfer.pause_seconds),
         lost_replica_ids=transfer.lost,
         serving_replica_ids=sorted(transfer.served_by),

@@ -85,6 +85,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         replicas = base_targets(state)
         if not replicas:
             raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
+        targets = eligible_targets(state) or replicas
         capabilities = replicas[0].capabilities
         exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
         return publish_pb2.DescribeTargetResponse(
@@ -96,7 +97,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             base_version=state.vector.base,
             base_checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
             num_replicas=len(eligible_targets(state)),
-            backends=shared_backends(eligible_targets(state) or replicas),
+            backends=shared_backends(targets),
+            trial_names=[target.capabilities.trial_name for target in targets],
+            gpu_uuids=[uuid for target in targets for uuid in target.capabilities.gpu_uuids],
         )
 
     async def GetReference(
@@ -200,6 +203,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 deadline=deadline,
                 answer_by=answer_by,
                 backend=request.backend,
+                backend_reason=request.backend_reason,
+                trial_names=frozenset(request.trial_names),
                 group_id=request.group_id,
                 ids=ids,
                 session_id=request.session_id,

@@ -84,6 +84,8 @@ class BeginTransfer:
     refuse_other_base: bool = False
     carries_runs: bool = False
     send_plan: SendPlan | None = None
+    backend_reason: str = ""
+    trial_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

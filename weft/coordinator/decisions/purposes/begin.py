@@ -139,6 +139,8 @@ def _new_transfer(
         send_plan=plan,
         adapter=event.adapter,
         backend=event.backend,
+        backend_reason=event.backend_reason,
+        trial_names=event.trial_names,
         begin_at=now,
         deadline=event.deadline,
         begin_tickets=(event.ticket,),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+from weft.contract.capabilities import NCCL, ONE_SIDED
 from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
@@ -147,5 +148,10 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
 
 
 def _backend(source: Replica, replica: Replica) -> str | None:
-    theirs = replica.capabilities.backends
-    return next((b for b in source.capabilities.backends if b in theirs), None)
+    """The best that both have. One-sided comes last: nobody has tried whether these two share
+    a host. NCCL needs a GPU for each."""
+    theirs, ours = replica.capabilities, source.capabilities
+    names = sorted(ours.backends, key=lambda name: name == ONE_SIDED)
+    if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):
+        names = [name for name in names if name != NCCL]
+    return next((name for name in names if name in theirs.backends), None)

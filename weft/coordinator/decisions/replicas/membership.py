@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
@@ -129,7 +130,9 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
     fail otherwise, or silently take a slower way."""
     offered = event.capabilities.backends
     others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
-    used = shared_backends(others)[:1]
+    shared = shared_backends(others)
+    # Within one host alone: who is elsewhere takes the next one, and so do all with it.
+    used = [name for name in shared if name != ONE_SIDED][:1] or shared[:1]
     if not offered or not set(used) <= set(offered):
         raise NotReadyError(
             f"replica {event.replica_id!r} offers the side-group backends "

@@ -302,6 +302,10 @@ class Transfer:
     """Who sends what, where several do. Not kept once it has ended."""
     adapter: AdapterSpec | None = None
     backend: str = ""
+    backend_reason: str = ""
+    """Why the sender uses it, for people."""
+    trial_names: frozenset[str] = frozenset()
+    """Of the replicas that the sender of a one-sided transfer has tried."""
     begin_at: float
     deadline: float = float("inf")
     phase: Phase = Phase.WAITING

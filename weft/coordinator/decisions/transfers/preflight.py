@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.contract.adapter import check_adapter
+from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
     BaseMismatchError,
     CapacityError,
@@ -160,6 +161,13 @@ def check_room(
             )
         if lists_runs and not capabilities.takes_runs:
             raise _too_old(replica, carries_runs=carries_runs)
+        if transfer.backend == ONE_SIDED and capabilities.trial_name not in transfer.trial_names:
+            raise NotReadyError(
+                f"nobody has tried whether replica {replica.replica_id!r} can read the sender's "
+                "memory: it has come since",
+                reason="BACKEND_MISMATCH",
+                metadata={"replica": replica.replica_id},
+            )
         if replica.loads_in_place(transfer.kind):
             if check_finite:
                 raise _checked_too_late(replica)

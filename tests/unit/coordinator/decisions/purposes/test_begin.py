@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import (
+    CAPABILITIES,
     LAYOUT,
     OTHER_LAYOUT,
     SPEC,
@@ -114,6 +115,20 @@ def test_refused_at_once(policy: str, changes: dict[str, object], reason: str) -
     assert m.error(m.begin(policy, **changes)).reason == reason
     assert not m.state.transfers
     assert not m.ever(effects.SaveVersion)
+
+
+def test_a_replica_that_nobody_has_tried_is_read_from_by_none() -> None:
+    m = Machine()
+    for name in ("r0", "r1"):
+        m.register(name, backends=("one-sided", "gloo"), trial_name=f"trial-{name}")
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+    m.acquire("math")
+    one_sided = {"backend": "one-sided", "backend_reason": "tried"}
+    error = m.error(m.begin(**one_sided, trial_names=frozenset({"trial-r0"})))
+    assert (error.reason, error.metadata["replica"]) == ("BACKEND_MISMATCH", "r1")
+    m.begin(**one_sided, trial_names=frozenset({"trial-r0", "trial-r1", "trial-gone"}))
+    (transfer,) = m.state.transfers.values()
+    assert (transfer.backend, transfer.backend_reason) == ("one-sided", "tried")
 
 
 def test_room_names_the_replica() -> None:

@@ -282,6 +282,31 @@ def test_a_lookup_that_fails_is_put_off() -> None:
     assert m.answer_look_ups(record=None) == []
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "uuids", "used"),
+    [
+        (("one-sided", "gloo"), ("one-sided", "gloo"), ("", ""), "gloo"),
+        (("one-sided",), ("one-sided", "gloo"), ("", ""), "one-sided"),
+        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-2"), "nccl"),
+        (("nccl", "gloo"), ("nccl", "gloo"), ("GPU-1", "GPU-1"), "gloo"),
+    ],
+)
+def test_a_clone_takes_what_two_replicas_are_sure_to_share(
+    ours: tuple[str, ...], theirs: tuple[str, ...], uuids: tuple[str, str], used: str
+) -> None:
+    m = serving_pool()
+    m.register("r1")
+    replicas = dict(m.state.replicas)
+    for name, backends, uuid in zip(("r0", "r1"), (ours, theirs), uuids, strict=True):
+        changed = replace(CAPABILITIES, backends=backends, gpu_uuids=(uuid,) if uuid else ())
+        replicas[name] = replace(replicas[name], capabilities=changed)
+    m.state = replace(m.state, replicas=replicas)
+    m.do(events.Tick())
+    m.answer_look_ups()
+    (clone,) = m.state.transfers.values()
+    assert clone.backend == used
+
+
 def test_backends_must_meet() -> None:
     m = serving_pool()
     m.register("r1")

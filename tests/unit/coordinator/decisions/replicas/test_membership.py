@@ -66,6 +66,16 @@ def test_a_pool_over_gloo_takes_a_replica_that_has_more() -> None:
     assert shared_backends(eligible_targets(m.state)) == ["gloo"]
 
 
+def test_a_replica_elsewhere_is_not_refused_for_that() -> None:
+    m = Machine()
+    m.register("r0", backends=("one-sided", "gloo"))
+    assert isinstance(m.answer(m.register("r1", backends=("gloo",))), effects.RegisterAnswer)
+    assert shared_backends(eligible_targets(m.state)) == ["gloo"]
+    alone = Machine()
+    alone.register("r0", backends=("one-sided",))
+    assert alone.error(alone.register("r1", backends=("gloo",))).reason == "BACKEND_MISMATCH"
+
+
 def test_live_name_is_not_taken_over_until_it_is_silent() -> None:
     m = Machine().pool("r0")
     assert m.error(m.register("r0", "i2")).reason == "REQUEST_CONFLICT"

@@ -1,0 +1,108 @@
+"""Which backend carries a push, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer_side.pool import backend_selection as module
+from trainer_side.pool.backend_selection import BackendSelection
+from weft.contract.errors import NotReadyError
+from weft.v1.publish_pb2 import DescribeTargetResponse
+
+ALL = ("nccl", "one-sided", "gloo")
+
+
+def target(*backends: str, gpus: tuple[str, ...] = ()) -> DescribeTargetResponse:
+    return DescribeTargetResponse(backends=backends, trial_names=["r0", "r1"], gpu_uuids=gpus)
+
+
+@pytest.fixture(autouse=True)
+def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why replicas cannot read this process's memory; none can unless a test empties it."""
+    why = ["it is on another host"]
+    monkeypatch.setattr(module, "why_not_readable", lambda names: "".join(why))
+    monkeypatch.setattr(module, "why_unavailable", lambda: "")
+    return why
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has one."""
+    monkeypatch.setattr(module, "available_backends", lambda _: ALL)
+    monkeypatch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_without_an_accelerator_and_elsewhere_bytes_take_gloo() -> None:
+    selected = BackendSelection().backend(target(*ALL))
+    assert selected.name == "gloo"
+    assert selected.why == (
+        "the best that all have; not nccl: this process has none; "
+        "not one-sided: it is on another host"
+    )
+    assert BackendSelection().device_of("nccl") == torch.device("cpu")
+
+
+def test_on_one_host_replicas_read_the_senders_memory(readable: list[str]) -> None:
+    readable.clear()
+    selected = BackendSelection().backend(target("one-sided", "gloo"))
+    assert (selected.name, selected.why) == (
+        "one-sided",
+        "every replica reads this process's memory",
+    )
+    again = BackendSelection().backend(target("one-sided", "gloo"), without=["one-sided"])
+    assert again.name == "gloo"
+    assert "not one-sided: this push has found" in again.why
+
+
+def test_a_process_that_cannot_take_part_asks_nobody(
+    readable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable.clear()
+    monkeypatch.setattr(module, "why_unavailable", lambda: "no directory")
+    assert "not one-sided: no directory" in BackendSelection().backend(target(*ALL)).why
+
+
+def test_a_pool_from_before_backends_were_told_takes_gloo() -> None:
+    assert BackendSelection().backend(target()).name == "gloo"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_one_they_take_what_the_pool_likes_best() -> None:
+    assert BackendSelection().backend(target(*ALL, gpus=("GPU-0", "GPU-2"))).name == "nccl"
+    assert BackendSelection().backend(target("gloo")).name == "gloo"
+    assert BackendSelection("gloo").backend(target(*ALL)).name == "gloo"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("gpus", [("GPU-1", "GPU-2"), ("GPU-0", "GPU-0")])
+def test_nccl_is_never_used_where_two_share_a_gpu(
+    gpus: tuple[str, ...], readable: list[str]
+) -> None:
+    selected = BackendSelection().backend(target(*ALL, gpus=gpus))
+    assert selected.name == "gloo"
+    assert "not nccl: two members share a GPU" in selected.why
+    readable.clear()
+    assert BackendSelection().backend(target(*ALL, gpus=gpus)).name == "one-sided"
+    with pytest.raises(NotReadyError, match="not nccl: two members share a GPU"):
+        BackendSelection("nccl").backend(target(*ALL, gpus=gpus))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_device_is_the_current_one_or_as_chosen() -> None:
+    assert BackendSelection().device_of("nccl") == torch.device("cuda", 1)
+    chosen = BackendSelection(device=torch.device("cuda", 3))
+    assert chosen.device_of("nccl") == torch.device("cuda", 3)
+    assert chosen.device_of("gloo") == torch.device("cpu")
+
+
+def test_no_shared_backend_is_refused() -> None:
+    with pytest.raises(NotReadyError, match="offers nccl, this process has") as caught:
+        BackendSelection().backend(target("nccl"))
+    assert caught.value.reason == "BACKEND_MISMATCH"
+    with pytest.raises(NotReadyError, match="may use nccl only"):
+        BackendSelection("nccl").backend(target(*ALL))
+    with pytest.raises(NotReadyError, match="may use one-sided only; not one-sided: it is on"):
+        BackendSelection("one-sided").backend(target(*ALL))

@@ -1,0 +1,97 @@
+"""Which backend carries a push: the best that all can use, found out by trying."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
+from weft.contract.errors import NotReadyError
+from weft.transport.backends import available_backends, gpu_uuid
+from weft.transport.group import CPU
+from weft.transport.one_sided.directory import why_unavailable
+from weft.transport.one_sided.trial import why_not_readable
+from weft.v1 import publish_pb2 as pb
+
+
+@dataclass(frozen=True)
+class SelectedBackend:
+    """A backend, and why it is that one."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class BackendSelection:
+    """Which backends the sender may use, and the accelerator that they need.
+
+    Args:
+        choice: The best that can be used, or this one and no other.
+        device: A CUDA device for NCCL; None is the current one when a push begins.
+    """
+
+    choice: BackendChoice = "auto"
+    device: torch.device | None = None
+
+    def backend(
+        self, target: pb.DescribeTargetResponse, without: Collection[str] = ()
+    ) -> SelectedBackend:
+        """The backend to use with a pool that offers some, best first. Blocks while each
+        replica tries to read this process's memory, a millisecond each, where that is offered.
+
+        Args:
+            without: Backends that have been found not to work.
+
+        Raises:
+            NotReadyError: None is shared, or not the one that was asked for.
+        """
+        offered = [*target.backends] or [GLOO]
+        have = available_backends(self.device_of(NCCL))
+        passed: list[str] = []
+        for name in offered:
+            if self.choice not in ("auto", name):
+                continue
+            why_not = "this push has found that not all can" if name in without else ""
+            if why_not or (why_not := self._why_not(name, have, target)):
+                passed.append(f"not {name}: {why_not}")
+                continue
+            return SelectedBackend(name, "; ".join([_reason(name, self.choice), *passed]))
+        raise NotReadyError(
+            f"no side-group backend to push over: the pool offers {', '.join(offered)}, this "
+            f"process has {', '.join(have)}"
+            + (f" and may use {self.choice} only" if self.choice != "auto" else "")
+            + "".join(f"; {text}" for text in passed),
+            reason="BACKEND_MISMATCH",
+        )
+
+    def device_of(self, backend: str) -> torch.device:
+        """Where the buckets of a backend are packed."""
+        if backend != NCCL or not torch.cuda.is_available():
+            return CPU
+        if self.device is not None:
+            return self.device
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _why_not(self, name: str, have: Collection[str], target: pb.DescribeTargetResponse) -> str:
+        """Why a backend that the pool offers cannot be used; empty if it can."""
+        if name == ONE_SIDED:
+            return why_unavailable() or why_not_readable(target.trial_names)
+        if name not in have:
+            return "this process has none"
+        if name == NCCL:
+            used = Counter([*target.gpu_uuids, gpu_uuid(self.device_of(NCCL))])
+            if any(count > 1 for uuid, count in used.items() if uuid):
+                return "two members share a GPU"
+        return ""
+
+
+def _reason(name: str, choice: BackendChoice) -> str:
+    if choice != "auto":
+        return "chosen by the trainer"
+    if name == ONE_SIDED:
+        return "every replica reads this process's memory"
+    return "the best that all have"
