@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.001
 _FAILURES = (
     ("vllm.exceptions", "RetryableRequestError"),
     ("vllm.exceptions", "GenerationError"),
-    ("vllm.entrypoints.openai.engine.serving", "GenerationError"),
+    ("vllm.entrypoints.openai.engine.protocol", "GenerationError"),
 )
 
 
