@@ -38,6 +38,8 @@ class _Layout:
 
     parts: tuple[tuple[tuple[int, ...], Cell], ...]
     """What each place holds, and the trainer's ranks that are there: several are replicas."""
+    runs: tuple[Run, ...] | None
+    """Of all parts, if there are no replicas to choose from: made once, they are many."""
     own_numel: int
     """Elements here."""
 
@@ -77,14 +79,14 @@ class DTensorPlaces:
                 f"a DTensor of shape {tuple(param.shape)} and placements {param.placements} has "
                 f"{local.numel()} elements here, where these say {layout.own_numel}"
             )
+        if layout.runs is not None:
+            return Sharded(param.shape, param.dtype, layout.runs, local)
         runs: list[Run] = []
         nearest: list[Run] = []
         for ranks, cell in layout.parts:
-            giver = near = ranks[0]
-            if len(ranks) > 1:
-                giver = min(ranks, key=lambda rank: (self._given[rank], rank))
-                self._given[giver] += cell.numel * param.dtype.itemsize
-                near = SENDER if SENDER in ranks else giver
+            giver = min(ranks, key=lambda rank: (self._given[rank], rank))
+            self._given[giver] += cell.numel * param.dtype.itemsize
+            near = SENDER if SENDER in ranks else giver
             runs += [Run(giver, *part) for part in cell.slices]
             nearest += [Run(near, *part) for part in cell.slices]
         return Sharded(param.shape, param.dtype, tuple(runs), local, tuple(nearest))
@@ -107,7 +109,10 @@ class DTensorPlaces:
             return None
         parts = tuple((tuple(ranks[place] for place in c.places), c) for c in cells)
         own = members.index(dist.get_rank()) if dist.get_rank() in members else -1
-        return _Layout(parts, sum(cell.numel for cell in cells if own in cell.places))
+        runs = None
+        if all(len(holders) == 1 for holders, _ in parts):
+            runs = tuple(Run(rank, *each) for (rank,), cell in parts for each in cell.slices)
+        return _Layout(parts, runs, sum(cell.numel for cell in cells if own in cell.places))
 
     def _likes_of_sender(self, mesh: DeviceMesh, members: list[int]) -> list[int]:
         """The application's ranks of a mesh, row-major; of a part of a larger mesh, those of the
