@@ -16,7 +16,7 @@ import torch
 from benchmarks.machine import describe
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import Packer
-from trainer_side.pool.sender import bucket_settings
+from trainer_side.pool.sender import bucket_capacity
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.capabilities import GLOO, NCCL
 from weft.contract.manifest import Manifest, plan_buckets
@@ -36,8 +36,8 @@ def main() -> None:
         for i in range(_NUM_TENSORS)
     }
     source = tensor_source(tensors, CastRule(enabled=False), "benchmark")
-    settings = bucket_settings(NCCL if on_gpu else GLOO, None)
-    manifest = plan_buckets(source.metas, settings.bucket_bytes, settings.digest_algorithm)
+    capacity = bucket_capacity(NCCL if on_gpu else GLOO, None)
+    manifest = plan_buckets(source.metas, capacity)
     packer = Packer(manifest, device=device)
 
     def pack(finite: bool) -> None:

@@ -21,11 +21,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROTOCOL_REVISION = 1
+PROTOCOL_REVISION = 2
 _ALIGN = 256
 _BUCKET_BYTES = 64 * 2**20
 _CHUNK_ENTRIES = 4096
-_XXH3_64 = 1
+_WSUM64 = 2
 #: ``DataType`` by the names that safetensors has, with the size of an element.
 _DTYPES = {"F32": (1, 4), "F16": (2, 2), "BF16": (3, 2)}
 
@@ -138,7 +138,7 @@ def manifest_of(adapter: Path) -> tuple[list[dict[str, Any]], dict[str, Any], by
         tensors.append({"name": name, "dtype": dtype, "dims": entry["shape"], **place})
         buckets[-1]["payload_bytes"] += num_bytes
         buckets[-1]["num_tensors"] += 1
-    text = f"{_XXH3_64}\n"
+    text = f"{_WSUM64}\n"
     text += "".join(f"{b['payload_bytes']} {b['num_tensors']}\n" for b in buckets)
     for t in tensors:
         dims = ",".join(map(str, t["dims"]))
@@ -148,7 +148,7 @@ def manifest_of(adapter: Path) -> tuple[list[dict[str, Any]], dict[str, Any], by
         "num_tensors": len(tensors),
         "num_buckets": len(buckets),
         "total_bytes": sum(b["payload_bytes"] for b in buckets),
-        "digest_algorithm": _XXH3_64,
+        "digest_algorithm": _WSUM64,
         "layout_digest": base64.b64encode(digest).decode(),
     }
     parts = range(0, len(tensors), _CHUNK_ENTRIES)

@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
-from trainer_side.pool.sender import BucketSettings, bucket_settings
+from trainer_side.pool.sender import bucket_capacity
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
@@ -29,7 +29,7 @@ from weft.contract.errors import (
     TransferAbortedError,
 )
 from weft.contract.lru import Lru
-from weft.contract.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import TensorMeta
 from weft.rpc.codec import version_from_proto
@@ -84,9 +84,7 @@ class Pushing:
         #: What the last push that succeeded cost.
         self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
-        self._manifests: Lru[tuple[BucketSettings, tuple[TensorMeta, ...]], Manifest] = Lru(
-            _MAX_MANIFESTS
-        )
+        self._manifests: Lru[tuple[int, tuple[TensorMeta, ...]], Manifest] = Lru(_MAX_MANIFESTS)
 
     def push(
         self,
@@ -276,13 +274,11 @@ class Pushing:
 
     def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
         """The manifest of a source's tensors, which is kept: the next push has the same."""
-        settings, metas = bucket_settings(backend, self._bucket_bytes), source.metas
-        if isinstance(source, RunSource):
-            settings = replace(settings, digest_algorithm=WSUM64)
-        manifest = self._manifests.get((settings, metas))
+        capacity, metas = bucket_capacity(backend, self._bucket_bytes), source.metas
+        manifest = self._manifests.get((capacity, metas))
         if manifest is None:
-            manifest = plan_buckets(metas, settings.bucket_bytes, settings.digest_algorithm)
-            self._manifests.put((settings, metas), manifest)
+            manifest = plan_buckets(metas, capacity)
+            self._manifests.put((capacity, metas), manifest)
         return manifest
 
     def _check_same(self, mine: bytes) -> None:

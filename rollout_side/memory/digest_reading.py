@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -31,8 +31,6 @@ PART_TENSORS = 4096
 #: A reading that nobody asks for any more ends by itself.
 IDLE_SECONDS = 60.0
 _LOWEST_PRIORITY = 19
-# Stays in a core's cache while it is digested; whole rows of the digest.
-_PIECE_BYTES = 2**20
 
 
 class DigestReading:
@@ -107,9 +105,6 @@ class DigestReading:
     def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
         """The tensors of each bucket, that were still held when all of it was read."""
         manifest, device = copy.manifest, self._store.memory.device
-        slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]
-        for slot in manifest.tensors:
-            slots[slot.bucket].append(slot)
         buffer = torch.empty(0, dtype=torch.uint8)
         on_host = isinstance(copy, StagedVersion) and copy.segment.data.device.type == "cpu"
         if not on_host:
@@ -123,7 +118,8 @@ class DigestReading:
                 payload = copy.payload(index, buffer)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
-            found = [self._digested(slot, payload) for slot in slots[index]]
+            slots = [manifest.tensors[i] for i in manifest.tensors_by_bucket[index]]
+            found = [self._digested(slot, payload) for slot in slots]
             self._check_held(copy)
             yield found
             start += bucket.wire_bytes
@@ -131,7 +127,8 @@ class DigestReading:
     def _digested(self, slot: TensorSlot, payload: torch.Tensor) -> StoredTensor:
         meta = slot.meta
         content = payload[slot.offset_bytes : slot.offset_bytes + meta.num_bytes]
-        digest = digest_in_pieces(content, lambda: not self._is_closed)  # else ``_put`` ends it
+        # What comes of it once it is closed is never given: ``_put`` ends it.
+        digest = tensor_digest(content, going_on=lambda: not self._is_closed)
         return StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest)
 
     def _check_held(self, copy: Sendable) -> None:
@@ -144,15 +141,3 @@ class DigestReading:
             is_held = False
         if not is_held:
             raise NotFoundError(f"{self._version} was dropped while it was read; ask again")
-
-
-def digest_in_pieces(content: torch.Tensor, going_on: Callable[[], bool] = lambda: True) -> int:
-    """``tensor_digest`` of a tensor on the host, in pieces that stay in a core's cache. What comes
-    of it means nothing once ``going_on``, asked before each piece, says no."""
-    pieces = range(0, content.numel(), _PIECE_BYTES)
-    total = sum(
-        tensor_digest(content[first : first + _PIECE_BYTES], first_byte=first)
-        for first in pieces
-        if going_on()
-    )
-    return total % 2**64

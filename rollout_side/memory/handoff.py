@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -23,6 +23,8 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.transport.buckets import in_manifest_order
+from weft.transport.digest import content_digest
 from weft.transport.group import SPEAK_SECONDS
 
 
@@ -46,7 +48,7 @@ class HandoffQueue:
         self.transfer_id, self.version, self.manifest = transfer_id, version, manifest
         self._changed = threading.Condition()
         self._deadline = deadline
-        self._digests: list[int] = []
+        self._digests: list[Sequence[int]] = []
         self._waiting: deque[torch.Tensor] = deque()
         self._num_taken = self._num_loaded = 0
         self._complete = False
@@ -56,10 +58,15 @@ class HandoffQueue:
     # -- either side, any thread ---------------------------------------------------
 
     @property
-    def digests(self) -> list[int]:
-        """Payload digests of the buckets that were put; a copy."""
+    def digests(self) -> list[Sequence[int]]:
+        """Digests of the tensors of each bucket that was put; a copy."""
         with self._changed:
             return list(self._digests)
+
+    @property
+    def content_digest(self) -> bytes:
+        """Of the version, once all was put."""
+        return content_digest(in_manifest_order(self.manifest, self.digests))
 
     @property
     def error(self) -> WeftError | None:
@@ -107,13 +114,13 @@ class HandoffQueue:
 
     # -- the receiver's thread -----------------------------------------------------
 
-    def put(self, index: int, wire: torch.Tensor, digest: int) -> None:
+    def put(self, index: int, wire: torch.Tensor, digests: Sequence[int]) -> None:
         """Hand over a verified bucket; one that was put before came again, and is dropped.
 
         Args:
             wire: uint8, the bucket's payload and trailer. The loader reads it until
                 ``is_loaded(index)``.
-            digest: Of the payload.
+            digests: Of its tensors.
 
         Raises:
             DigestMismatchError: Other bytes came than the first time, which may be loaded.
@@ -122,14 +129,14 @@ class HandoffQueue:
         with self._changed:
             self._check()
             if index < len(self._digests):
-                if self._digests[index] != digest:
+                if self._digests[index] != digests:
                     raise DigestMismatchError(
                         f"bucket {index} of {self.version} came again with other bytes, and is "
                         "loaded in place: push again"
                     )
                 return
             assert index == len(self._digests), "buckets are put in order"
-            self._digests.append(digest)
+            self._digests.append(digests)
             self._waiting.append(wire)
             self._changed.notify_all()
 
@@ -186,8 +193,8 @@ class HandoffQueue:
     # -- the loader's thread -------------------------------------------------------
 
     @property
-    def bucket_digests(self) -> list[int]:
-        """Payload digests of the buckets that the loader was given; a copy."""
+    def bucket_digests(self) -> list[Sequence[int]]:
+        """Digests of the tensors of each bucket that the loader was given; a copy."""
         with self._changed:
             return self._digests[: self._num_taken]
 

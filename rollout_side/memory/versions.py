@@ -17,12 +17,12 @@ from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.contract.runs import Run
+from weft.transport.buckets import in_manifest_order, tensor_sums
 from weft.transport.group import Speak
-from weft.transport.runs import DigestedRun
 
 
 class Carried(NamedTuple):
-    """What a wire bucket carried: its runs, and the digest of each."""
+    """What a bucket that lists its runs carried: these, and the digest of each."""
 
     runs: list[Run]
     digests: list[int]
@@ -88,13 +88,10 @@ class StagedVersion:
     manifest: Manifest
     segment: Segment
     content_digest: bytes
-    bucket_digests: tuple[int, ...] = ()
-    """Of the trailers that it came with, on the rank that received; empty where it was
-    adopted."""
-    runs: tuple[list[DigestedRun], ...] | None = None
-    """What each bucket carried, where the transfer carried runs."""
+    bucket_digests: tuple[list[int], ...] = ()
+    """Of the tensors of each bucket, on the rank that received; empty where it was adopted."""
     carried: tuple[Carried, ...] | None = None
-    """What each wire bucket carried, where it had a send plan."""
+    """What each bucket carried, where they listed it."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
     """At most one, of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -123,7 +120,6 @@ class StagedVersion:
             self.manifest,
             self.segment,
             list(self.bucket_digests),
-            None if self.runs is None else list(self.runs),
             None if self.carried is None else list(self.carried),
         )
 
@@ -180,14 +176,36 @@ class PartialTransfer:
     trainer_id: str
     manifest: Manifest
     segment: Segment
-    digests: list[int]
-    """Of the trailers of the verified buckets."""
-    runs: list[list[DigestedRun]] | None = None
-    """What each of them carried; None where they come as the manifest lays them out."""
+    digests: list[list[int]]
+    """Of the tensors of each verified bucket."""
     carried: list[Carried] | None = None
-    """The same of a send plan's wire buckets; None where there is none."""
+    """What they carried, where they list it; None where they come as the manifest lays them
+    out."""
     settled: bool = False
     """Whether no abandoned operation can write to the segment any more."""
+
+    @property
+    def num_verified(self) -> int:
+        """How many buckets."""
+        return len(self.digests if self.carried is None else self.carried)
+
+    def forget(self, first_bucket: int) -> None:
+        """Buckets from this one on come again."""
+        del self.digests[first_bucket:]
+        if self.carried is not None:
+            del self.carried[first_bucket:]
+
+    def tensor_digests(self) -> list[int]:
+        """Of the version's tensors, in the manifest's order, once all buckets were verified.
+
+        Raises:
+            InvalidManifestError: Runs do not cover every element once; names a place.
+        """
+        if self.carried is None:
+            return in_manifest_order(self.manifest, self.digests)
+        runs = [run for bucket in self.carried for run in bucket.runs]
+        digests = [digest for bucket in self.carried for digest in bucket.digests]
+        return tensor_sums(self.manifest, runs, digests)
 
     def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
         """The transfer with what was verified of it in memory that nothing else can write to;
@@ -200,7 +218,7 @@ class PartialTransfer:
         num_bytes = self.segment.num_bytes
         fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: len(self.digests)])
-        if self.runs is not None or self.carried is not None:
+        if self.carried is not None:
             end = num_bytes  # they may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))

@@ -20,11 +20,11 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable
 from weft.contract.capabilities import GLOO
 from weft.contract.errors import TransferAbortedError, WeftError
-from weft.contract.manifest import pack_trailer
 from weft.contract.names import PolicyVersion
 from weft.transport.backends import allocate
+from weft.transport.buckets import in_manifest_order, seal_bucket, whole_parts
+from weft.transport.digest import part_digests
 from weft.transport.group import CPU, on_device, window
-from weft.transport.payload import payload_digest
 from weft.transport.sender import Sending, SendingRank
 
 _log = logging.getLogger(__name__)
@@ -139,19 +139,19 @@ class CopiedBuckets:
         self.num_buffers = min(window(device), len(self.manifest.buckets))
         self._buffers = [allocate(backend, need, device) for _ in range(self.num_buffers)]
         self._copy, self._nonce = copy, nonce
+        self._digests: list[list[int]] = []
 
     def make(self, index: int, speak: Callable[[], None] = lambda: None) -> int:
         """Copy a bucket, digest it anew and seal it."""
-        size, buffer = self.manifest.buckets[index].payload_bytes, self._buffer(index)
+        buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)
-        digest = payload_digest(payload, self.manifest.digest_algorithm)
-        trailer = pack_trailer(digest, self._nonce, index, size)
-        buffer[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-        return digest
+        digests = part_digests(payload, whole_parts(self.manifest, index))
+        self._digests.append(digests)
+        return seal_bucket(buffer, len(payload), self._nonce, index, digests)
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``: they are sent as they lie."""
-        return made
+        """See ``Buckets``."""
+        return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
         """The wire bytes of a bucket that was made and is still held."""

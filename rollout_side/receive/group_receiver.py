@@ -307,14 +307,9 @@ class GroupReceiver:
                 clone=is_replica_sender(self._trainer_id),
                 speak=speak,
             )
+            carries = carries_runs or plan is not None
             partial = PartialTransfer(
-                transfer_id,
-                self._trainer_id,
-                layout,
-                segment,
-                [],
-                [] if carries_runs else None,
-                [] if plan is not None else None,
+                transfer_id, self._trainer_id, layout, segment, [], [] if carries else None
             )
         return StagingTransfer(self._store, version, partial, plan)
 

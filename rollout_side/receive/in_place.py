@@ -24,8 +24,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.manifest import Manifest
-from weft.transport.digest import content_digest
-from weft.transport.payload import verify_bucket
+from weft.transport.buckets import verify_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class InPlaceTransfer:
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
         self._handoff.wait_complete(check)
-        return content_digest(self._handoff.digests)
+        return self._handoff.content_digest
 
     def keep(self) -> None:
         """See ``IncomingTransfer``: the store keeps it until it is discarded, its loader waits."""
@@ -243,7 +242,7 @@ class InPlaceLoad:
             if changed:
                 raise LoadFailedError(f"{what}: the weights are mixed", metadata={"dirty": "true"})
             raise NotReadyError(what)
-        digest = content_digest(self.handoff.digests)
+        digest = self.handoff.content_digest
         if digest != expected_digest:
             error = DigestMismatchError(
                 f"{self.handoff.version} was loaded with digest {digest.hex()}, the commit is for "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,21 +9,20 @@ import torch
 from rollout_side.memory.segment import Segment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import (
+    Carried,
     PartialTransfer,
     StagedVersion,
     bucket_starts,
     is_adapter,
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
-from rollout_side.receive.wire_buckets import PlannedBuffers
-from weft.contract.layout_runs import bucket_sums, run_wire_sizes
+from rollout_side.receive.wire_buckets import PlannedBuffers, place_runs
 from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
+from weft.contract.runs import carried_sizes
 from weft.contract.send_plan import SendPlan
-from weft.transport.buckets import tensor_sums
+from weft.transport.buckets import verify_bucket, verify_runs
 from weft.transport.digest import content_digest
-from weft.transport.payload import verify_bucket
-from weft.transport.runs import DigestedRun, open_runs
 
 
 class StagingTransfer:
@@ -55,8 +53,7 @@ class StagingTransfer:
     @property
     def num_verified(self) -> int:
         """See ``IncomingTransfer``."""
-        partial = self._partial
-        return len(partial.digests if partial.carried is None else partial.carried)
+        return self._partial.num_verified
 
     def receive_buffers(
         self,
@@ -67,13 +64,11 @@ class StagingTransfer:
     ) -> ReceiveBuffers:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
-        if self._plan is not None and partial.carried is not None:
-            del partial.carried[first_bucket:]
-            return PlannedBuffers(partial, partial.carried, self._plan, device, num_in_flight)
-        del partial.digests[first_bucket:]
-        if partial.runs is not None:
-            del partial.runs[first_bucket:]
-            return RunBuffers(partial, partial.runs, device, num_in_flight)
+        partial.forget(first_bucket)
+        if partial.carried is not None:
+            if self._plan is not None:
+                return PlannedBuffers(partial, partial.carried, self._plan, device, num_in_flight)
+            return RunBuffers(partial, partial.carried, device, num_in_flight)
         if is_adapter(self._version) and device.type != "cpu" and not partial.digests:
             # What the engine's slot is filled from.
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
@@ -85,16 +80,7 @@ class StagingTransfer:
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
         partial = self._partial
-        digests, runs = partial.digests, None
-        if partial.runs is not None:
-            runs = tuple(partial.runs)
-            digests = bucket_sums(partial.manifest, itertools.chain.from_iterable(runs))
-        carried = None if partial.carried is None else tuple(partial.carried)
-        if carried is not None:
-            runs_of = [run for bucket in carried for run in bucket.runs]
-            digests_of = [digest for bucket in carried for digest in bucket.digests]
-            digests = tensor_sums(partial.manifest, runs_of, digests_of)
-        digest = content_digest(digests)
+        digest = content_digest(partial.tensor_digests())
         self._store.put_staged(
             StagedVersion(
                 partial.transfer_id,
@@ -103,8 +89,7 @@ class StagingTransfer:
                 partial.segment,
                 digest,
                 tuple(partial.digests),
-                runs,
-                carried,
+                None if partial.carried is None else tuple(partial.carried),
                 self._device_copy,
             )
         )
@@ -130,7 +115,7 @@ class StagingBuffers:
 
     Args:
         manifest: Of the version.
-        digests: Of the buckets verified so far; grows.
+        digests: Of the tensors of each bucket verified so far; grows.
         segment: For all its buckets, one after the other with their trailers.
         device: Where the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
@@ -140,7 +125,7 @@ class StagingBuffers:
     def __init__(
         self,
         manifest: Manifest,
-        digests: list[int],
+        digests: list[list[int]],
         segment: Segment,
         device: torch.device,
         ahead: int,
@@ -173,13 +158,13 @@ class StagingBuffers:
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        digest = verify_bucket(wire, self._manifest, index, nonce)
+        digests = verify_bucket(wire, self._manifest, index, nonce)
         place = slice(self._starts[index], self._starts[index] + wire.numel())
         if self._second is not None:
             self._second[place].copy_(wire)
         if self._buffers:
             self._data[place].copy_(wire)  # blocks till both are done
-        self._digests.append(digest)
+        self._digests.append(digests)
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""
@@ -187,35 +172,31 @@ class StagingBuffers:
 
 
 class RunBuffers:
-    """``ReceiveBuffers`` of buckets that list what they carry: each arrives in a buffer, and
-    its runs are copied to their places in the segment.
+    """``ReceiveBuffers`` of whole tensors in an order of their sender's: buckets list what they
+    carry, each arrives in a buffer, and its runs are copied to their places in the segment.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
-        partial: What was verified so far; grows.
-        runs: Its runs.
+        partial: What was verified so far.
+        carried: Of it; grows.
         device: Where the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 
     def __init__(
-        self,
-        partial: PartialTransfer,
-        runs: list[list[DigestedRun]],
-        device: torch.device,
-        ahead: int,
+        self, partial: PartialTransfer, carried: list[Carried], device: torch.device, ahead: int
     ) -> None:
-        self._partial, self._runs = partial, runs
+        self._partial, self._carried = partial, carried
         self._starts = bucket_starts(partial.manifest)
-        self._sizes = run_wire_sizes(partial.manifest)
-        self._buffers = make_buffers(self._sizes, ahead, device)
+        self._sizes = carried_sizes(partial.manifest)
+        self._buffers = make_buffers([size.wire_bytes for size in self._sizes], ahead, device)
         self.ahead = ahead
 
     @property
     def num_kept(self) -> int:
         """See ``ReceiveBuffers``."""
-        return len(self._partial.digests)
+        return len(self._carried)
 
     def make_room(self, index: int, *, wait: bool) -> bool:
         """See ``ReceiveBuffers``: what was accepted is done with."""
@@ -223,22 +204,14 @@ class RunBuffers:
 
     def wire(self, index: int) -> torch.Tensor:
         """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
-        return self._buffers[index % len(self._buffers)][: self._sizes[index]]
+        return self._buffers[index % len(self._buffers)][: self._sizes[index].wire_bytes]
 
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
-        partial, wire = self._partial, self.wire(index)
-        digest, runs = open_runs(wire, partial.manifest, index, nonce)
-        at = 0
-        for run, _ in runs:
-            first = self._starts[run.bucket] + run.offset_bytes
-            place = partial.segment.data[first : first + run.num_bytes]
-            place.copy_(wire[at : at + run.num_bytes])
-            at += run.num_bytes
-        if wire.is_cuda:  # the buffer may be written as soon as this returns
-            torch.cuda.current_stream(wire.device).synchronize()
-        partial.digests.append(digest)
-        self._runs.append(runs)
+        wire, size, partial = self.wire(index), self._sizes[index].payload_bytes, self._partial
+        carried = Carried(*verify_runs(wire, size, partial.manifest, index, nonce))
+        place_runs(wire, partial.manifest, carried.runs, partial.segment.data, self._starts)
+        self._carried.append(carried)
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""

@@ -29,19 +29,20 @@ from weft.contract.errors import InvalidManifestError, TransferAbortedError, Wef
 from weft.contract.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
-from weft.transport.digest import content_digest
-from weft.transport.payload import payload_digest
+from weft.transport.buckets import in_manifest_order, whole_parts
+from weft.transport.digest import content_digest, part_digests
 from weft.v1 import types_pb2
 
 #: Which version the directory holds, of which base model.
 FACTS = "weft.json"
 #: ``weft.v1.ManifestChunk`` messages, each after its length in 4 bytes, little-endian.
 MANIFEST = "weft.manifest"
+#: Of what is written; part of the folder's name, so that nothing else is read.
+FORMAT = 2
 #: Payload of one file of a base.
 SHARD_BYTES = 5 * 10**9
 
 _CONFIG = "adapter_config.json"
-_FORMAT = 1
 _PIECE_BYTES = 32 * 2**20
 _MAX_HEADER_BYTES = 256 * 2**20
 
@@ -93,7 +94,7 @@ def write_version(
             message = chunk.SerializeToString()
             file.write(struct.pack("<I", len(message)) + message)
     facts = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": str(copy.version),
         "base_fingerprint": fingerprint,
         "content_digest": copy.content_digest.hex(),
@@ -113,7 +114,7 @@ def read_facts(directory: Path) -> Facts:
     """
     with _as_damage(directory):
         facts = json.loads((directory / FACTS).read_bytes())
-        if facts["format"] != _FORMAT:
+        if facts["format"] != FORMAT:
             raise InvalidManifestError(f"{directory} is of format {facts['format']!r}")
         version = PolicyVersion.parse(facts["version"])
         return Facts(version, facts["base_fingerprint"], bytes.fromhex(facts["content_digest"]))
@@ -158,20 +159,19 @@ def read_into(directory: Path, manifest: Manifest, data: torch.Tensor) -> bytes:
     Raises:
         OSError, InvalidManifestError: As ``read_facts``.
     """
-    starts, digests, at = bucket_starts(manifest), [], 0
+    starts, digests = bucket_starts(manifest), list[list[int]]()
     with contextlib.ExitStack() as stack, _as_damage(directory):
         found = _tensors_in(directory, stack)
         for index, bucket in enumerate(manifest.buckets):
             payload = data[starts[index] : starts[index] + bucket.payload_bytes]
             end = 0
-            for slot in manifest.tensors[at : at + bucket.num_tensors]:
-                payload[end : slot.offset_bytes].zero_()  # padding is part of the digest
+            for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
+                payload[end : slot.offset_bytes].zero_()  # digested with the tensor before it
                 end = slot.offset_bytes + slot.meta.num_bytes
                 _read_tensor(found, slot, payload[slot.offset_bytes : end])
             payload[end:].zero_()
-            at += bucket.num_tensors
-            digests.append(payload_digest(payload, manifest.digest_algorithm))
-    return content_digest(digests)
+            digests.append(part_digests(payload, whole_parts(manifest, index)))
+    return content_digest(in_manifest_order(manifest, digests))
 
 
 def sync_directory(directory: Path) -> None:

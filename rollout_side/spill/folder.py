@@ -1,6 +1,6 @@
 """The spill directory: which versions lie in it whole, and who writes or removes what.
 
-``DIR/<first 16 of the base model's fingerprint>/<policy>@<version>.<content digest>/``
+``DIR/<first 16 of the base model's fingerprint>.<format>/<policy>@<version>.<content digest>/``
 is one version, whole: it is written beside it under a hidden name, synced, renamed. So
 a crash leaves no half version, and several replicas may share DIR (a network volume):
 
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
+    FORMAT,
     read_config,
     read_facts,
     read_manifest,
@@ -67,7 +68,8 @@ class SpillFolder:
     """
 
     def __init__(self, settings: SpillSettings, fingerprint: str) -> None:
-        self.path = Path(settings.directory) / fingerprint[:16]
+        self.path = Path(settings.directory) / f"{fingerprint[:16]}.{FORMAT}"
+        self._former = Path(settings.directory) / fingerprint[:16]
         self._settings = settings
         self._fingerprint = fingerprint
 
@@ -79,6 +81,12 @@ class SpillFolder:
             OSError: It cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        if self._former.exists():
+            _log.warning(
+                "%s was written by a Weft whose digests were others: nothing of it is read, nor "
+                "counted; remove it",
+                self._former,
+            )
         for path in self.path.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.path.glob(f"{_PARTIAL}*"):

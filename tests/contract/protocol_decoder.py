@@ -13,7 +13,9 @@ from typing import Any
 import xxhash
 
 _MASK = 2**64 - 1
-_XXH3_64, _WSUM64 = 1, 2
+_WSUM64 = 2
+#: Bytes of one element, of ``DataType`` by number.
+_SIZES = {1: 4, 2: 2, 3: 2, 4: 8, 5: 1, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 1, 12: 1}
 #: ``DataType`` by number: how struct reads one element. bfloat16 is the upper half of a float32.
 _FORMATS = {1: "f", 2: "e", 4: "d", 7: "b", 8: "h", 9: "i", 10: "q", 11: "B", 12: "?"}
 _BFLOAT16 = 3
@@ -31,29 +33,30 @@ def split_mix(n: int) -> int:
     return z ^ z >> 31
 
 
-def wsum64(content: bytes) -> int:
-    """The weighted sum; the last word is filled up with zeros."""
+def wsum64(content: bytes, first_byte: int = 0) -> int:
+    """The weighted sum of bytes that begin there in their tensor, a multiple of 8; the last word
+    is filled up with zeros."""
     content += bytes(-len(content) % 8)
     total = 0
-    for i, (word,) in enumerate(struct.iter_unpack("<Q", content)):
+    for i, (word,) in enumerate(struct.iter_unpack("<Q", content), first_byte // 8):
         weight = 2 * split_mix(i // 4096) + 2 * split_mix(2**32 + i % 4096) + 1
         total += word * weight
     return total & _MASK
 
 
-def digest(content: bytes, algorithm: int) -> int:
-    """The digest of a payload."""
-    return {_XXH3_64: xxhash.xxh3_64_intdigest, _WSUM64: wsum64}[algorithm](content)
+def joined(digests: Iterable[int]) -> bytes:
+    """Digests as they are digested further."""
+    return b"".join(d.to_bytes(8, "little") for d in digests)
 
 
 def content_digest(digests: Iterable[int]) -> bytes:
-    """The digest over a whole version."""
-    return xxhash.xxh3_64_digest(b"".join(d.to_bytes(8, "little") for d in digests))
+    """The digest over a whole version, of those of its tensors in the manifest's order."""
+    return xxhash.xxh3_64_digest(joined(digests))
 
 
-def layout_digest(algorithm: int, buckets: list[dict[str, Any]], tensors: list[Any]) -> bytes:
+def layout_digest(buckets: list[dict[str, Any]], tensors: list[Any]) -> bytes:
     """What a manifest is known by."""
-    text = f"{algorithm}\n"
+    text = f"{_WSUM64}\n"
     for bucket in buckets:
         text += f"{bucket['payload_bytes']} {bucket['num_tensors']}\n"
     for t in tensors:
@@ -80,14 +83,84 @@ def checkpoint_digest(tensors: list[dict[str, Any]]) -> bytes:
 # -- a bucket on the wire --------------------------------------------------------------
 
 
-def open_bucket(wire: bytes, index: int, nonce: int, algorithm: int) -> tuple[bytes, int]:
-    """The payload of a bucket and its digest; raises ValueError unless its trailer is right."""
-    payload_bytes = len(wire) - 256
-    payload, trailer = wire[:payload_bytes], wire[payload_bytes : payload_bytes + 32]
-    found = digest(payload, algorithm)
-    if struct.unpack("<QQQQ", trailer) != (found, nonce, index, payload_bytes):
+def open_bucket(
+    wire: bytes, index: int, nonce: int, tensors: list[dict[str, Any]]
+) -> tuple[bytes, list[int]]:
+    """The payload of a bucket and the digests of its tensors, by offset; raises ValueError unless
+    its trailer is right."""
+    payload = wire[: len(wire) - 256]
+    own = sorted((t for t in tensors if t["bucket"] == index), key=lambda t: t["offset_bytes"])
+    digests = [wsum64(payload[t["offset_bytes"] : _block_end(t)]) for t in own]
+    _check_trailer(wire, len(payload), index, nonce, joined(digests))
+    return payload, digests
+
+
+def open_shared_bucket(
+    wire: bytes, payload_bytes: int, index: int, nonce: int, tensors: list[dict[str, Any]]
+) -> list[tuple[list[int], int, list[bytes]]]:
+    """The runs of a bucket that lists them, the digest of each, and its rows; raises ValueError
+    unless its trailer is right."""
+    (count,) = struct.unpack_from("<Q", wire, payload_bytes + 32)
+    table = wire[payload_bytes + 32 : payload_bytes + 40 + 40 * count]
+    found, at = [], 0
+    for run in map(list, struct.iter_unpack("<QQQQQ", table[8:])):
+        tensor, first, length, stride, repeats = run
+        size = _SIZES[tensors[tensor]["dtype"]]
+        begin, row_bytes = first * size, length * size
+        if repeats == 1:
+            block, end = begin - begin % 256, -(-(begin + row_bytes) // 256) * 256
+            content = wire[at : at + end - block]
+            digest, rows = wsum64(content, block), [content[begin - block :][:row_bytes]]
+        else:
+            content = wire[at : at + -(-row_bytes * repeats // 256) * 256]
+            rows = [content[row * row_bytes :][:row_bytes] for row in range(repeats)]
+            places = [begin + row * stride * size for row in range(repeats)]
+            digest = sum(map(wsum64, rows, places)) & _MASK
+        found.append((run, digest, rows))
+        at += len(content)
+    if at != payload_bytes:
+        raise ValueError(f"bucket {index} lists {at} bytes")
+    _check_trailer(wire, payload_bytes, index, nonce, table + joined(d for _, d, _ in found))
+    return found
+
+
+def put_together(
+    tensors: list[dict[str, Any]], found: list[tuple[list[int], int, list[bytes]]]
+) -> list[bytes]:
+    """The bytes of all tensors, from the runs of all buckets; raises ValueError unless each
+    element came once."""
+    contents = [bytearray(_num_bytes(tensor)) for tensor in tensors]
+    came = [bytearray(len(content)) for content in contents]
+    for (tensor, first, _, stride, _), _, rows in found:
+        size = _SIZES[tensors[tensor]["dtype"]]
+        for number, row in enumerate(rows):
+            place = slice(
+                (first + number * stride) * size, (first + number * stride) * size + len(row)
+            )
+            contents[tensor][place] = row
+            came[tensor][place] = bytes(n + 1 for n in came[tensor][place])
+    if any(set(counts) != {1} for counts in came):
+        raise ValueError("not every element came once")
+    return list(map(bytes, contents))
+
+
+def _check_trailer(
+    wire: bytes, payload_bytes: int, index: int, nonce: int, digested: bytes
+) -> None:
+    trailer = struct.unpack_from("<QQQQ", wire, payload_bytes)
+    if trailer != (xxhash.xxh3_64_intdigest(digested), nonce, index, payload_bytes):
         raise ValueError(f"bucket {index} is not what was sent")
-    return payload, found
+
+
+def _num_bytes(tensor: dict[str, Any]) -> int:
+    count = 1
+    for dim in tensor["dims"]:
+        count *= dim
+    return count * _SIZES[tensor["dtype"]]
+
+
+def _block_end(tensor: dict[str, Any]) -> int:
+    return tensor["offset_bytes"] + -(-_num_bytes(tensor) // 256) * 256
 
 
 def values(payload: bytes, tensor: dict[str, Any]) -> list[float]:

@@ -14,12 +14,14 @@ import torch
 from trainer_side.pool.packer import Packer
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import CapacityError, InvalidNameError, WeftError
-from weft.contract.manifest import WSUM64, XXH3_64, Manifest, plan_buckets
+from weft.contract.manifest import WSUM64, Manifest, plan_buckets
 from weft.contract.names import PolicyVersion, check_name, name_in_the_way
+from weft.contract.runs import Run, wire_size
 from weft.contract.tensors import DataType, TensorMeta, base_fingerprint
+from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.status import status_from_error
-from weft.transport.digest import content_digest, tensor_digest
-from weft.transport.payload import payload_digest
+from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
+from weft.transport.digest import content_digest, part_digests, tensor_digest
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
 
@@ -40,11 +42,11 @@ def long_payload() -> torch.Tensor:
     return ((torch.arange(_LONG_BYTES) * 7 + 3) % 256).to(torch.uint8)
 
 
-def metas() -> list[TensorMeta]:
-    """What ``TENSORS`` are called, and their shapes."""
+def metas(tensors: dict[str, torch.Tensor] = TENSORS) -> list[TensorMeta]:
+    """What tensors are called, and their shapes."""
     return [
         TensorMeta(name, DataType[str(t.dtype).removeprefix("torch.").upper()], tuple(t.shape))
-        for name, t in TENSORS.items()
+        for name, t in tensors.items()
     ]
 
 
@@ -60,8 +62,9 @@ class _Tensors:
 def make() -> dict[str, Any]:
     """All vectors, as the file holds them."""
     return {
-        "protocol_revision": 1,
-        "pushes": [_push(XXH3_64), _push(WSUM64)],
+        "protocol_revision": PROTOCOL_REVISION,
+        "pushes": [_push()],
+        "shared_push": _shared_push(),
         "digests": _digests(),
         "checkpoint": _checkpoint(),
         "fingerprint": {
@@ -82,12 +85,13 @@ def make() -> dict[str, Any]:
     }
 
 
-def _push(algorithm: int) -> dict[str, Any]:
-    manifest = plan_buckets(metas(), _CAPACITY_BYTES, algorithm)
+def _push() -> dict[str, Any]:
+    manifest = plan_buckets(metas(), _CAPACITY_BYTES)
     packer, digests, buckets = Packer(manifest), list[int](), []
     for index, bucket in enumerate(manifest.buckets):
-        wire, digest = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
-        digests.append(digest)
+        digest, own = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
+        wire = packer.wire(index)
+        digests += own
         buckets.append(
             {
                 "payload_bytes": bucket.payload_bytes,
@@ -98,9 +102,10 @@ def _push(algorithm: int) -> dict[str, Any]:
             }
         )
     return {
-        "digest_algorithm": algorithm,
+        "digest_algorithm": WSUM64,
         "nonce": f"{NONCE:016x}",
-        "tensors": _tensors(manifest),
+        "tensors": _tensors(manifest, TENSORS),
+        "tensor_digests": [f"{digest:016x}" for digest in digests],
         "buckets": buckets,
         "layout_digest": manifest.layout_digest.hex(),
         "content_digest": content_digest(digests).hex(),
@@ -108,7 +113,58 @@ def _push(algorithm: int) -> dict[str, Any]:
     }
 
 
-def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+#: Two senders hold a column each of the first tensor, and a part each of the second.
+SHARED = {
+    "model.layers.0.mlp.down_proj.weight": torch.arange(24, dtype=torch.float32).reshape(4, 6) - 9,
+    "model.layers.0.mlp.down_proj.bias": torch.arange(200, dtype=torch.bfloat16) / 2,
+}
+_SHARES = (
+    (Run(0, 0, 2, 6, 4), Run(1, 0, 130)),
+    (Run(0, 2, 4, 6, 4), Run(1, 130, 70)),
+)
+
+
+def _shared_push() -> dict[str, Any]:
+    manifest = plan_buckets(metas(SHARED), 1024)
+    buckets, all_runs, all_digests = [], list[Run](), list[int]()
+    for index, runs in enumerate(_SHARES):
+        parts = run_parts(manifest, runs)
+        size = wire_size(sum(part.num_bytes for part in parts), len(runs))
+        wire = torch.zeros(size.wire_bytes, dtype=torch.uint8)
+        for run, part in zip(runs, parts, strict=True):
+            tensor = list(SHARED.values())[run.tensor]
+            item = tensor.element_size()
+            skip = run.first * item - part.first_byte
+            rows = [run.first + row * run.stride for row in range(run.repeats)]
+            own = torch.cat([tensor.flatten()[first : first + run.count] for first in rows])
+            place = wire[part.at + skip :][: own.numel() * item]
+            place.copy_(own.view(torch.uint8))
+        digests = part_digests(wire[: size.payload_bytes], parts)
+        trailer = seal_bucket(wire, size.payload_bytes, NONCE, index, digests, runs)
+        all_runs += runs
+        all_digests += digests
+        buckets.append(
+            {
+                "sender": index,
+                "bucket": 0,
+                "payload_bytes": size.payload_bytes,
+                "runs": [list(run) for run in runs],
+                "run_digests": [f"{digest:016x}" for digest in digests],
+                "digest": f"{trailer:016x}",
+                "wire": bytes(wire.tolist()).hex(),
+            }
+        )
+    tensor_digests = tensor_sums(manifest, all_runs, all_digests)
+    return {
+        "nonce": f"{NONCE:016x}",
+        "tensors": _tensors(manifest, SHARED),
+        "tensor_digests": [f"{digest:016x}" for digest in tensor_digests],
+        "wire_buckets": buckets,
+        "content_digest": content_digest(tensor_digests).hex(),
+    }
+
+
+def _tensors(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     return [
         {
             "name": slot.meta.name,
@@ -116,7 +172,7 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
             "dims": list(slot.meta.shape),
             "bucket": slot.bucket,
             "offset_bytes": slot.offset_bytes,
-            "values": TENSORS[slot.meta.name].double().flatten().tolist(),
+            "values": tensors[slot.meta.name].double().flatten().tolist(),
         }
         for slot in manifest.tensors
     ]
@@ -127,8 +183,7 @@ def _digests() -> dict[str, Any]:
     return {
         "payload": "byte i is (7 i + 3) modulo 256",
         "num_bytes": len(payload),
-        "xxh3_64": f"{payload_digest(payload, XXH3_64):016x}",
-        "wsum64": f"{payload_digest(payload, WSUM64):016x}",
+        "wsum64": f"{tensor_digest(payload):016x}",
     }
 
 

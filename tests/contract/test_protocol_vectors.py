@@ -16,11 +16,10 @@ from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
 from weft.contract.errors import DigestMismatchError
 from weft.contract.manifest import plan_buckets
-from weft.transport.payload import verify_bucket
+from weft.transport.buckets import verify_bucket, verify_runs
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())
 PAGE = protocol_vectors.PATH.with_suffix("").with_name("protocol.md").read_text()
-_ALGORITHMS = {1: "xxh3_64", 2: "wsum64"}
 
 
 def test_the_file_is_what_the_code_makes() -> None:
@@ -40,51 +39,77 @@ def test_the_decoder_knows_nothing_of_ours() -> None:
     assert "xxhash" in imported
 
 
-@pytest.fixture(params=VECTORS["pushes"], ids=lambda push: _ALGORITHMS[push["digest_algorithm"]])
+@pytest.fixture(params=VECTORS["pushes"], ids=["wsum64"])
 def push(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 
 
 def test_buckets_are_read_as_the_page_says(push: dict[str, Any]) -> None:
-    algorithm, nonce = push["digest_algorithm"], int(push["nonce"], 16)
+    nonce = int(push["nonce"], 16)
     payloads, digests = [], []
     for index, bucket in enumerate(push["buckets"]):
         wire = bytes.fromhex(bucket["wire"])
-        payload, digest = outside.open_bucket(wire, index, nonce, algorithm)
-        assert (len(payload), f"{digest:016x}") == (bucket["payload_bytes"], bucket["digest"])
+        payload, own = outside.open_bucket(wire, index, nonce, push["tensors"])
+        assert len(payload) == bucket["payload_bytes"]
         assert wire[len(payload) :][:32].hex() == bucket["trailer"]
+        assert bytes.fromhex(bucket["trailer"])[7::-1].hex() == bucket["digest"]
         payloads.append(payload)
-        digests.append(digest)
+        digests += own
+    assert [f"{digest:016x}" for digest in digests] == push["tensor_digests"]
     for tensor in push["tensors"]:
         assert outside.values(payloads[tensor["bucket"]], tensor) == tensor["values"]
     assert outside.content_digest(digests).hex() == push["content_digest"]
     assert sum(map(len, payloads)) == push["total_bytes"]
-    layout = outside.layout_digest(algorithm, push["buckets"], push["tensors"])
+    layout = outside.layout_digest(push["buckets"], push["tensors"])
     assert layout.hex() == push["layout_digest"]
 
 
 def test_replicas_take_the_buckets_and_read_nothing_after_the_trailer(push: dict[str, Any]) -> None:
-    manifest = plan_buckets(protocol_vectors.metas(), 512, push["digest_algorithm"])
+    manifest = plan_buckets(protocol_vectors.metas(), 512)
     for index, bucket in enumerate(push["buckets"]):
         wire = torch.frombuffer(bytearray.fromhex(bucket["wire"]), dtype=torch.uint8)
         end = bucket["payload_bytes"] + 32
         wire[end:] = 0xFF
-        digest = verify_bucket(wire, manifest, index, protocol_vectors.NONCE)
-        assert f"{digest:016x}" == bucket["digest"]
+        digests = verify_bucket(wire, manifest, index, protocol_vectors.NONCE)
+        own = [push["tensor_digests"][tensor] for tensor in manifest.tensors_by_bucket[index]]
+        assert [f"{digest:016x}" for digest in digests] == own
         wire[end - 1] += 1
         with pytest.raises(DigestMismatchError):
             verify_bucket(wire, manifest, index, protocol_vectors.NONCE)
         with pytest.raises(ValueError, match=f"bucket {index}"):
             outside.open_bucket(
-                bytes(wire.tolist()), index, protocol_vectors.NONCE, push["digest_algorithm"]
+                bytes(wire.tolist()), index, protocol_vectors.NONCE, push["tensors"]
             )
+
+
+def test_buckets_of_several_senders_are_read_as_the_page_says() -> None:
+    push = VECTORS["shared_push"]
+    nonce, found = int(push["nonce"], 16), []
+    manifest = plan_buckets(protocol_vectors.metas(protocol_vectors.SHARED), 1024)
+    for index, bucket in enumerate(push["wire_buckets"]):
+        wire, size = bytes.fromhex(bucket["wire"]), bucket["payload_bytes"]
+        own = outside.open_shared_bucket(wire, size, index, nonce, push["tensors"])
+        assert [run for run, _, _ in own] == bucket["runs"]
+        assert [f"{digest:016x}" for _, digest, _ in own] == bucket["run_digests"]
+        found += own
+        tensor = torch.frombuffer(bytearray(wire), dtype=torch.uint8)
+        runs, digests = verify_runs(tensor, size, manifest, index, nonce)
+        assert [list(run) for run in runs] == bucket["runs"]
+        assert [f"{digest:016x}" for digest in digests] == bucket["run_digests"]
+    contents = outside.put_together(push["tensors"], found)
+    digests = list(map(outside.wsum64, contents))
+    assert [f"{digest:016x}" for digest in digests] == push["tensor_digests"]
+    assert outside.content_digest(digests).hex() == push["content_digest"]
+    for tensor, content in zip(push["tensors"], contents, strict=True):
+        assert outside.values(content, {**tensor, "offset_bytes": 0}) == tensor["values"]
+    with pytest.raises(ValueError, match="came once"):
+        outside.put_together(push["tensors"], found[1:])
 
 
 def test_digests_of_more_than_a_row() -> None:
     vector = VECTORS["digests"]
     payload = bytes((7 * i + 3) % 256 for i in range(vector["num_bytes"]))
-    for number, name in _ALGORITHMS.items():
-        assert f"{outside.digest(payload, number):016x}" == vector[name]
+    assert f"{outside.wsum64(payload):016x}" == vector["wsum64"]
 
 
 def test_the_digests_of_a_checkpoint_and_of_a_base_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
-from tests.doubles.tiny_model import ADAPTER_MANIFEST, REFERENCE, adapter_spec
+from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
 from weft.contract.errors import (
     BaseMismatchError,
@@ -23,7 +24,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft.contract.manifest import WSUM64, plan_buckets
+from weft.contract.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.codec import duration_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
@@ -232,9 +233,14 @@ async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) ->
 async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
     replica = await pool.replica(loads_in_place=True)
     trainer = await pool.trainer(policy="base")
+    slots, last = BASE_MANIFEST.tensors, BASE_MANIFEST.buckets[-1]
+    moved = replace(slots[-1], offset_bytes=slots[-1].offset_bytes + ALIGN_BYTES)
+    longer = Bucket(last.payload_bytes + ALIGN_BYTES, last.num_tensors)
+    trainer.manifest = make_manifest([*slots[:-1], moved], [*BASE_MANIFEST.buckets[:-1], longer])
+    await trainer.put_manifest()
     refused = trainer.begin(carries_runs=True)
-    await fails(refused, "INVALID_ARGUMENT", "INVALID_MANIFEST")  # a digest that does not add up
-    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048, WSUM64)
+    await fails(refused, "INVALID_ARGUMENT", "INVALID_MANIFEST")  # there is a gap in it
+    trainer.manifest = BASE_MANIFEST
     await trainer.put_manifest()
     error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
     assert error.metadata["replica"] == replica.replica_id
@@ -245,7 +251,7 @@ async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
 async def test_a_replica_that_takes_no_runs_is_named(pool: Pool) -> None:
     await pool.replica("old", takes_runs=False)
     trainer = await pool.trainer(policy="base")
-    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048, WSUM64)
+    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048)
     await trainer.put_manifest()
     error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
     assert error.metadata["replica"] == "old"

@@ -13,7 +13,7 @@ import torch
 from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from rollout_side.engine import SpillOrder
-from rollout_side.memory.versions import StagedVersion
+from rollout_side.memory.versions import StagedVersion, tensors_in
 from rollout_side.spill.folder import SpillSettings
 from tests.contract.calls import eventually, refusal
 from tests.contract.conftest import Pool
@@ -21,8 +21,7 @@ from tests.contract.served_replica import MANIFEST, Served, serving
 from tests.doubles.engine import EngineDouble
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.rpc.codec import vector_from_proto
-from weft.transport.digest import content_digest
-from weft.transport.payload import payload_digest
+from weft.transport.digest import content_digest, tensor_digest
 from weft.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
@@ -124,7 +123,10 @@ async def spilling(tmp_path: Path) -> AsyncIterator[Served]:
 
 DATA = torch.full((MANIFEST.wire_bytes,), 9, dtype=torch.uint8)
 DIGEST = content_digest(
-    [payload_digest(DATA[: MANIFEST.buckets[0].payload_bytes], MANIFEST.digest_algorithm)]
+    [
+        tensor_digest(content.reshape(-1).view(torch.uint8))
+        for _, content in tensors_in(MANIFEST, DATA)
+    ]
 )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.errors import WeftError
-from weft.contract.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.runs import Run
 from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.rpc.bounds import PROTOCOL_REVISION
@@ -36,7 +36,7 @@ Shards = Sequence[Sequence[Run]]
 
 
 def layout_of(weights: Mapping[str, torch.Tensor], bucket_bytes: int) -> Manifest:
-    return plan_buckets(make_metas(weights, CastRule(enabled=False)), bucket_bytes, WSUM64)
+    return plan_buckets(make_metas(weights, CastRule(enabled=False)), bucket_bytes)
 
 
 def shards_of(manifest: Manifest, num_senders: int) -> list[list[Run]]:

@@ -61,5 +61,5 @@ def adapter_spec(**changes: Any) -> types_pb2.AdapterSpec:
 def content_digest(manifest: Manifest, value: bytes = b"\1" * 8) -> types_pb2.ContentDigest:
     """What a rank says that it computed."""
     return types_pb2.ContentDigest(
-        algorithm=types_pb2.DIGEST_ALGORITHM_XXH3_64, value=value, size_bytes=manifest.total_bytes
+        algorithm=types_pb2.DIGEST_ALGORITHM_WSUM64, value=value, size_bytes=manifest.total_bytes
     )

@@ -33,7 +33,7 @@ class FromFile:
             ],
             capacity_bytes=_BUCKET_BYTES,
         )
-        self.bucket_digests: list[int] = []
+        self.bucket_digests: list[list[int]] = []
         self._fail_at = fail_at
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
@@ -49,10 +49,11 @@ class FromFile:
         for index in range(len(self.manifest.buckets)):
             if index == self._fail_at:
                 raise PeerUnavailableError("the trainer of the test has gone")
-            wire, digest = packer.pack(index, self, nonce=1)
+            _, digests = packer.pack(index, self, nonce=1)
+            wire = packer.wire(index)
             memory.fill_(0x7F)
             memory[: len(wire)].copy_(wire)
-            self.bucket_digests.append(digest)
+            self.bucket_digests.append(digests)
             yield index, memory[: len(wire)]
         memory.fill_(0x7F)
 

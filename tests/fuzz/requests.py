@@ -115,7 +115,7 @@ def _attend(world: World) -> list[Message]:
 
 def _digest(world: World) -> types.ContentDigest:
     return types.ContentDigest(
-        algorithm=types.DIGEST_ALGORITHM_XXH3_64,
+        algorithm=types.DIGEST_ALGORITHM_WSUM64,
         value=b"\1" * 8,
         size_bytes=world.manifest.total_bytes,
     )

@@ -191,7 +191,7 @@ class World:
     def known(self) -> Mapping[str, Sequence[Any]]:
         """Values that are alive, or were a moment ago, by the name of a field."""
         digest = types_pb2.ContentDigest(
-            algorithm=types_pb2.DIGEST_ALGORITHM_XXH3_64,
+            algorithm=types_pb2.DIGEST_ALGORITHM_WSUM64,
             value=b"\1" * 8,
             size_bytes=self.manifest.total_bytes,
         )

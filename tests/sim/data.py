@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft.contract.errors import WeftError
-from weft.contract.manifest import plan_buckets
+from weft.contract.manifest import WSUM64, plan_buckets
 from weft.contract.names import BASE_POLICY
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.transfer import Group
@@ -44,7 +44,7 @@ def layout_of(policy: str) -> Layout:
 def digest_over(contents: Sequence[bytes], layout: Layout) -> ContentDigest:
     """Over all buckets; of buckets that belong together it is what they are of."""
     value = contents[0] if len(set(contents)) == 1 else b"mixed"
-    return ContentDigest(1, value, layout.total_bytes)
+    return ContentDigest(WSUM64, value, layout.total_bytes)
 
 
 class Data:

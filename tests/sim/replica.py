@@ -28,6 +28,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
+from weft.contract.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.transfer import Group, switch_id
@@ -165,7 +166,7 @@ class SimReplica(Process):
         held = HeldVersion(version, digest) in self.held()
         adapter = None if version.policy == BASE_POLICY else SPEC
         layout = layout_of(version.policy)
-        content = ContentDigest(1, digest, layout.total_bytes)
+        content = ContentDigest(WSUM64, digest, layout.total_bytes)
         facts = VersionFacts(content, layout.digest, adapter)
         answer.set(facts if held else None, None if held else NotFoundError("not held here"))
 

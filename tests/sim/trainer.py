@@ -20,6 +20,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft.contract.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import BeginAnswer
 from weft.coordinator.decisions.state.transfer import Group
@@ -129,7 +130,7 @@ class SimTrainer(Process):
         yield self._call("describe", self._left(push))
         begun = yield from self._begin(push, layout)
         push.version, push.transfer_id = begun.version, begun.transfer_id
-        digest = ContentDigest(1, content, layout.total_bytes)
+        digest = ContentDigest(WSUM64, content, layout.total_bytes)
         if begun.group is None:
             yield from self._outcome(push, None, None)
             return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trainer_side.pool.finite import check_finite
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import GLOO
-from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up, pack_trailer
+from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up
 from weft.transport.backends import allocate
+from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.digest import part_digests
 from weft.transport.group import CPU, window
-from weft.transport.payload import payload_digest
 
 
 class Packer:
@@ -60,7 +63,7 @@ class Packer:
 
     def pack(
         self, index: int, source: Source, nonce: int, finite: bool = False
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[int, list[int]]:
         """Fill bucket ``index`` and seal it with its trailer.
 
         Blocks for the copies and the digesting. The buffer is that of bucket
@@ -73,8 +76,8 @@ class Packer:
             finite: Read it once more, and refuse NaN and infinities.
 
         Returns:
-            The uint8 wire bytes (owned by the packer, valid until bucket
-            ``index + len(buffers)`` is packed) and the payload's digest.
+            The digest in its trailer, and those of its tensors in order. Its bytes are
+            ``wire(index)`` until bucket ``index + len(buffers)`` is packed.
 
         Raises:
             NotFiniteError: Names the tensor.
@@ -85,19 +88,16 @@ class Packer:
         first = self._firsts[index]
         source.read(first, bucket.num_tensors, self._views[index])
         payload = buffer[: bucket.payload_bytes]
-        # Padding is part of the digest: equal weights must digest equally.
+        # What follows a tensor in its last block is digested with it.
         if self._paddings[index]:
             torch._foreach_zero_(self._paddings[index])
         if finite:
             check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
-        digest = payload_digest(payload, self.manifest.digest_algorithm)
-        trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
-        end = bucket.payload_bytes + len(trailer)
-        buffer[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-        return buffer[: bucket.wire_bytes], digest
+        digests = part_digests(payload, whole_parts(self.manifest, index))
+        return seal_bucket(self.wire(index), len(payload), nonce, index, digests), digests
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was packed and is still held; no copy."""
+        """The uint8 wire bytes of a bucket that was packed and is still held; no copy."""
         return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
 
     def moved(self, held: range) -> Packer:
@@ -116,7 +116,7 @@ class Packer:
 
 
 def made_buffers(
-    sizes: tuple[int, ...], kept: list[torch.Tensor], device: torch.device, backend: str
+    sizes: Sequence[int], kept: list[torch.Tensor], device: torch.device, backend: str
 ) -> list[torch.Tensor]:
     """As many buffers as are in flight, each for any bucket; of those kept, which are of the
     same backend, what will do."""

@@ -10,11 +10,11 @@ from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.named_source import Piece, RunSource
 from weft.contract.capabilities import GLOO
-from weft.contract.layout_runs import bucket_sums, joined, run_wire_sizes
 from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.runs import Run, carried_sizes
 from weft.contract.tensors import TensorMeta
+from weft.transport.buckets import seal_bucket, tensor_sums
 from weft.transport.group import CPU
-from weft.transport.runs import DigestedRun, seal_runs
 
 
 class RunPacker:
@@ -39,8 +39,9 @@ class RunPacker:
     ) -> None:
         self.manifest = manifest
         self._source, self._device, self._backend = source, device, backend
-        self._sizes = run_wire_sizes(manifest)
-        self._runs: list[DigestedRun] = []
+        self._sizes = [size.wire_bytes for size in carried_sizes(manifest)]
+        self._runs: list[Run] = []
+        self._digests: list[int] = []
         self.buffers = made_buffers(self._sizes, buffers or [], device, backend)
         source.begin(manifest)
 
@@ -57,13 +58,14 @@ class RunPacker:
         pieces = self._source.fill(payload, speak)
         if finite:
             check_finite(payload, [_as_slot(piece) for piece in pieces])
-        runs = joined((piece.run, piece.digest) for piece in pieces)
+        runs, digests = [piece.run for piece in pieces], [piece.digest for piece in pieces]
         self._runs += runs
-        return seal_runs(self.wire(index), size, nonce, index, runs)
+        self._digests += digests
+        return seal_bucket(self.wire(index), size, nonce, index, digests, runs)
 
     def digests(self) -> list[int]:
-        """Payload digests of the layout's own buckets, once all are packed."""
-        return bucket_sums(self.manifest, self._runs)
+        """Of the layout's tensors, once all are packed."""
+        return tensor_sums(self.manifest, self._runs, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
         """The wire bytes of a bucket whose turn has come, or that is still held; no copy."""
@@ -79,5 +81,4 @@ class RunPacker:
 def _as_slot(piece: Piece) -> TensorSlot:
     """A piece as a tensor of its bucket, for those that look into it."""
     meta = piece.slot.meta
-    count = piece.num_bytes // meta.dtype.itemsize_bytes
-    return TensorSlot(TensorMeta(meta.name, meta.dtype, (count,)), 0, piece.at)
+    return TensorSlot(TensorMeta(meta.name, meta.dtype, (piece.run.count,)), 0, piece.at)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,9 @@ from trainer_side.sources.source import Source
 from weft.contract.capabilities import NCCL
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import (
-    DEFAULT_BUCKET_BYTES,
-    WSUM64,
-    XXH3_64,
-    Manifest,
-)
+from weft.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest
 from weft.rpc.security.credentials import Credentials
+from weft.transport.buckets import in_manifest_order
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -34,19 +29,10 @@ from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 DEVICE_BUCKET_BYTES = 2**30
 
 
-@dataclass(frozen=True)
-class BucketSettings:
-    """How payloads are cut and digested for a backend; the same on every rank."""
-
-    bucket_bytes: int
-    digest_algorithm: int
-
-
-def bucket_settings(backend: str, bucket_bytes: int | None) -> BucketSettings:
-    """The settings of a backend; with ``bucket_bytes`` where the user chose them."""
-    if backend == NCCL:
-        return BucketSettings(bucket_bytes or DEVICE_BUCKET_BYTES, WSUM64)
-    return BucketSettings(bucket_bytes or DEFAULT_BUCKET_BYTES, XXH3_64)
+def bucket_capacity(backend: str, chosen: int | None) -> int:
+    """Payload bytes of a bucket over a backend, where the user has not chosen them; the same
+    on every rank."""
+    return chosen or (DEVICE_BUCKET_BYTES if backend == NCCL else DEFAULT_BUCKET_BYTES)
 
 
 _log = logging.getLogger(__name__)
@@ -67,18 +53,21 @@ class _PackedBuckets:
         #: Whether the source has failed, or gave what must not be sent: no other group helps.
         self.spoiled = False
         self._source, self._nonce, self._check_finite = source, nonce, check_finite
+        self._digests: list[list[int]] = []
 
     def make(self, index: int, speak: Callable[[], None]) -> int:
         """Read a bucket's tensors from the source, digest and seal it."""
         try:
-            return self.packer.pack(index, self._source, self._nonce, self._check_finite)[1]
+            packed = self.packer.pack(index, self._source, self._nonce, self._check_finite)
         except BaseException:
             self.spoiled = True
             raise
+        self._digests.append(packed[1])
+        return packed[0]
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``: they are sent as they lie."""
-        return made
+        """See ``Buckets``."""
+        return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
         """The wire bytes of a bucket that was made and is still held."""

@@ -13,16 +13,16 @@ from trainer_side.sources.named_tensors import (
     NamedSteps,
     TiedDuplicates,
     check_tensor,
-    padded,
     torch_dtype,
 )
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.errors import InvalidManifestError
-from weft.contract.layout_runs import Run
 from weft.contract.manifest import Manifest, TensorSlot, align_up
+from weft.contract.runs import Run
 from weft.contract.tensors import Reference, TensorMeta, check_base
-from weft.transport.payload import run_digest
+from weft.transport.buckets import run_parts
+from weft.transport.digest import part_digests, tensor_digest
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"
@@ -33,20 +33,11 @@ class Piece:
     """A tensor, or a part of it, that lies in a bucket's payload."""
 
     slot: TensorSlot
-    first_byte: int
-    """Of the tensor."""
-    num_bytes: int
-    """Without padding."""
+    run: Run
     at: int
     """Where in the payload."""
     digest: int
-    """At its place in the layout, padding included."""
-
-    @property
-    def run(self) -> Run:
-        """Where it belongs in the layout."""
-        first = self.slot.offset_bytes + self.first_byte
-        return Run(self.slot.bucket, first, align_up(self.num_bytes))
+    """Of its part of the tensor."""
 
 
 class RunSource:
@@ -64,18 +55,17 @@ class RunSource:
     def __init__(self, steps: NamedSteps, reference: Reference, cast: bool) -> None:
         self._steps, self._reference, self._cast = steps, reference, cast
         self.metas = reference.tensors
-        self._slots: Mapping[str, TensorSlot] = {}
+        self._slots: Mapping[str, tuple[int, TensorSlot]] = {}
         self._seen: set[str] = set()
-        self._tied = TiedDuplicates({})
-        self._open: tuple[TensorSlot, torch.Tensor] | None = None
-        self._done_bytes = 0
+        self._tied = TiedDuplicates([])
+        self._open: tuple[int, TensorSlot, torch.Tensor] | None = None
+        self._done = 0  # elements of it
 
     def begin(self, manifest: Manifest) -> None:
         """Begin, for a layout that was planned of ``metas``; once."""
-        self._slots = {slot.meta.name: slot for slot in manifest.tensors}
-        self._tied = TiedDuplicates(
-            {name: (slot.meta, slot.offset_bytes) for name, slot in self._slots.items()}
-        )
+        self._manifest = manifest
+        self._slots = {slot.meta.name: (i, slot) for i, slot in enumerate(manifest.tensors)}
+        self._tied = TiedDuplicates([slot.meta for slot in manifest.tensors])
 
     def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> list[Piece]:
         """Fill a bucket's payload with what comes next, cast; collective.
@@ -91,55 +81,58 @@ class RunSource:
             InvalidManifestError: A tensor is missing, came twice, or is not the reference's.
             BaseException: What ended the iteration, or another rank.
         """
-        pieces: list[Piece] = []
+        taken: list[tuple[TensorSlot, Run, int]] = []
         at = 0
         while at < payload.numel():
             if self._open is None:
                 self._open = self._next()
                 if self._open is None:
                     raise self._missing()
-                self._done_bytes = 0
+                self._done = 0
                 speak()
-            slot, tensor = self._open
-            piece = self._copy(slot, tensor, payload, at)
-            pieces.append(piece)
-            at += piece.run.num_bytes
-            self._done_bytes += piece.num_bytes
-            if self._done_bytes == slot.meta.num_bytes:
+            index, slot, tensor = self._open
+            room = (payload.numel() - at) // slot.meta.dtype.itemsize_bytes
+            run = Run(index, self._done, min(tensor.numel() - self._done, room))
+            taken.append((slot, run, at))
+            at += self._copy(slot.meta, tensor[run.first : run.end], payload[at:])
+            self._done = run.end
+            if run.end == tensor.numel():
                 self._open = None
+        digests = part_digests(payload, run_parts(self._manifest, [run for _, run, _ in taken]))
+        pieces = [Piece(*took, digest) for took, digest in zip(taken, digests, strict=True)]
+        for piece in pieces:
+            meta = piece.slot.meta
+            is_last = piece.run.end * meta.dtype.itemsize_bytes == meta.num_bytes
+            self._tied.sent(meta.name, piece.digest, is_last=is_last)
         if self._open is None and len(self._seen) == len(self._slots):
             assert self._next() is None  # else it would have been refused
             self._tied.finish()
         return pieces
 
-    def _copy(
-        self, slot: TensorSlot, tensor: torch.Tensor, payload: torch.Tensor, at: int
-    ) -> Piece:
-        """As much of a tensor as there is room for."""
-        first, size = self._done_bytes, slot.meta.num_bytes
-        num_bytes = min(size - first, payload.numel() - at)
-        item = slot.meta.dtype.itemsize_bytes
-        part = tensor[first // item : (first + num_bytes) // item]
-        end = at + align_up(num_bytes)
-        payload[at : at + num_bytes].view(torch_dtype(slot.meta.dtype)).copy_(part)
-        payload[at + num_bytes : end].zero_()  # padding is part of the digest
-        digest = run_digest(payload[at:end], slot.offset_bytes + first)
-        self._tied.sent(slot.meta.name, digest)
-        return Piece(slot, first, num_bytes, at, digest)
+    @staticmethod
+    def _copy(meta: TensorMeta, part: torch.Tensor, payload: torch.Tensor) -> int:
+        """Cast a part of a tensor to the beginning of what is left of a payload; how many bytes
+        it takes there."""
+        num_bytes = part.numel() * meta.dtype.itemsize_bytes
+        end = align_up(num_bytes)
+        payload[:num_bytes].view(torch_dtype(meta.dtype)).copy_(part)
+        payload[num_bytes:end].zero_()  # digested with it
+        return end
 
-    def _next(self) -> tuple[TensorSlot, torch.Tensor] | None:
+    def _next(self) -> tuple[int, TensorSlot, torch.Tensor] | None:
         """The next tensor that is the reference's; None after the last."""
         while (pair := self._steps.advance()) is not None:
             name, tensor = pair
-            slot = self._slots.get(name)
-            if slot is None:
+            found = self._slots.get(name)
+            if found is None:
                 self._tied.drop(name, tensor)
                 continue
+            index, slot = found
             if name in self._seen:
                 raise InvalidManifestError(f"{name!r} came twice")
             self._seen.add(name)
             check_tensor(name, tensor, slot.meta, cast=self._cast)
-            return slot, tensor.reshape(-1)
+            return index, slot, tensor.reshape(-1)
         return None
 
     def _missing(self) -> InvalidManifestError:
@@ -174,7 +167,7 @@ class OrderedSource:
     ) -> None:
         self._steps, self._cast = steps, cast
         pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
-        known, by_shape = reference.by_name, TiedDuplicates(_from_zero(reference.tensors))
+        known, by_shape = reference.by_name, TiedDuplicates(reference.tensors)
         metas: list[TensorMeta] = []
         tied_to: set[str] = set()
         for name, said in pairs:
@@ -190,7 +183,7 @@ class OrderedSource:
         self.metas = tuple(metas)
         self._order = [name for name, _ in pairs]
         self._tied_to = tied_to
-        self._tied = TiedDuplicates(_from_zero([m for m in metas if m.name in tied_to]))
+        self._tied = TiedDuplicates([m for m in metas if m.name in tied_to])
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``; collective, though the other ranks follow tensor by tensor."""
@@ -202,7 +195,7 @@ class OrderedSource:
             view.copy_(tensor)
             if meta.name in self._tied_to:
                 content = view.reshape(-1).view(torch.uint8)
-                self._tied.sent(meta.name, run_digest(padded(content), 0))
+                self._tied.sent(meta.name, tensor_digest(content), is_last=True)
         if first + count == len(self.metas):
             self._next(None)
             self._tied.finish()
@@ -228,10 +221,6 @@ class OrderedSource:
                 f"{self._steps.num_tensors} tensors of {len(self._order)}"
             )
         return None
-
-
-def _from_zero(metas: Sequence[TensorMeta]) -> dict[str, tuple[TensorMeta, int]]:
-    return {meta.name: (meta, 0) for meta in metas}
 
 
 @dataclass(frozen=True)

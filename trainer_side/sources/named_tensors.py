@@ -6,7 +6,7 @@ each, the ranks agree that all go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ import torch
 from trainer_side.ranks import Ranks
 from trainer_side.sources.source import CastRule
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import ALIGN_BYTES
 from weft.contract.tensors import DataType, TensorMeta, shape_text
-from weft.transport.payload import run_digest
+from weft.transport.digest import tensor_digest
 
 #: What ``push_base(named_tensors=)`` takes: pairs of a checkpoint name and a full tensor.
 NamedTensors = (
@@ -175,16 +174,16 @@ class TiedDuplicates:
     They are told equal by digest, since neither they nor what they are tied to are kept.
 
     Args:
-        places: Of each tensor that is sent: its meta, and the first byte that its digest
-            counts from.
+        metas: Of each tensor that is sent.
     """
 
-    def __init__(self, places: Mapping[str, tuple[TensorMeta, int]]) -> None:
-        self._places = places
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self._dtypes = {meta.name: meta.dtype for meta in metas}
         self._by_shape: dict[tuple[int, ...], list[str]] = {}
-        for name, (meta, _) in places.items():
-            self._by_shape.setdefault(meta.shape, []).append(name)
+        for meta in metas:
+            self._by_shape.setdefault(meta.shape, []).append(meta.name)
         self._digests: dict[str, int] = {}
+        self._whole: set[str] = set()
         self._waiting: dict[str, dict[str, int]] = {}
 
     def candidates(self, shape: tuple[int, ...]) -> list[str]:
@@ -192,9 +191,11 @@ class TiedDuplicates:
         found = self._by_shape.get(shape, [])
         return found if len(found) <= _MAX_CANDIDATES else []
 
-    def sent(self, name: str, digest: int) -> None:
-        """Add what a tensor that is sent digests to at its place; its parts add up."""
+    def sent(self, name: str, digest: int, *, is_last: bool) -> None:
+        """Add what a part of a tensor that is sent digests to; the parts add up."""
         self._digests[name] = (self._digests.get(name, 0) + digest) % 2**64
+        if is_last:
+            self._whole.add(name)
 
     def drop(self, name: str, tensor: torch.Tensor) -> None:
         """Take one that the served model lacks; it is read now, and not kept.
@@ -210,7 +211,7 @@ class TiedDuplicates:
             raise InvalidManifestError(f"{name!r} is not a tensor of the served model")
         own = {of: self._digest_as(of, tensor) for of in candidates}
         self._waiting[name] = own
-        if all(of in self._digests for of in own):
+        if self._whole.issuperset(own):
             self._settle(name)
 
     def finish(self) -> None:
@@ -232,19 +233,11 @@ class TiedDuplicates:
         )
 
     def _digest_as(self, name: str, tensor: torch.Tensor) -> int:
-        meta, first_byte = self._places[name]
-        content = tensor.to(torch_dtype(meta.dtype)).contiguous().view(-1).view(torch.uint8)
-        return run_digest(padded(content), first_byte)
+        cast = tensor.to(torch_dtype(self._dtypes[name])).contiguous()
+        return tensor_digest(cast.view(-1).view(torch.uint8))
 
 
 def torch_dtype(dtype: DataType) -> torch.dtype:
     """An element type as torch names it."""
     found: torch.dtype = getattr(torch, dtype.torch_name)
     return found
-
-
-def padded(content: torch.Tensor) -> torch.Tensor:
-    """uint8 bytes with zeros up to where another tensor may begin; themselves where that is
-    their end."""
-    missing = -content.numel() % ALIGN_BYTES
-    return torch.nn.functional.pad(content, (0, missing)) if missing else content

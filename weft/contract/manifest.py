@@ -31,12 +31,10 @@ MAX_DIMS = 8
 #: A pebibyte: of a tensor, a bucket, or all of them.
 MAX_TOTAL_BYTES = 2**50
 
-#: Digest algorithms by number, as in ``weft.v1.DigestAlgorithm``.
-XXH3_64 = 1
+#: How tensors are digested; its number in ``weft.v1.DigestAlgorithm``.
 WSUM64 = 2
-#: Of a ``ContentDigest``, whatever the algorithm.
+#: Of a ``ContentDigest``.
 DIGEST_BYTES = 8
-DIGEST_NAMES = {XXH3_64: "xxh3_64", WSUM64: "wsum64"}
 
 _TRAILER = struct.Struct("<QQQQ")
 
@@ -97,7 +95,7 @@ def align_up(num_bytes: int) -> int:
 
 
 def make_manifest(
-    tensors: Iterable[TensorSlot], buckets: Iterable[Bucket], digest_algorithm: int = XXH3_64
+    tensors: Iterable[TensorSlot], buckets: Iterable[Bucket], digest_algorithm: int = WSUM64
 ) -> Manifest:
     """Check a layout and seal it with its digest.
 
@@ -173,8 +171,8 @@ def check_names(num_chars: int) -> None:
 def _check_layout(
     tensors: tuple[TensorSlot, ...], buckets: tuple[Bucket, ...], digest_algorithm: int
 ) -> None:
-    if digest_algorithm not in DIGEST_NAMES:
-        raise InvalidManifestError(f"digest algorithm {digest_algorithm} is not known")
+    if digest_algorithm != WSUM64:
+        raise InvalidManifestError(f"digest algorithm {digest_algorithm} is not wsum64 ({WSUM64})")
     check_metas([slot.meta for slot in tensors])
     if sum(bucket.payload_bytes for bucket in buckets) > MAX_TOTAL_BYTES:
         raise InvalidManifestError(f"the buckets have more than {MAX_TOTAL_BYTES} bytes in all")
@@ -274,9 +272,7 @@ def layer_of(name: str) -> str:
 
 
 def plan_buckets(
-    metas: Sequence[TensorMeta],
-    capacity_bytes: int = DEFAULT_BUCKET_BYTES,
-    digest_algorithm: int = XXH3_64,
+    metas: Sequence[TensorMeta], capacity_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Manifest:
     """Cut tensors into buckets without reordering or splitting a tensor.
 
@@ -287,7 +283,6 @@ def plan_buckets(
     Args:
         metas: In the order of sending; full shapes.
         capacity_bytes: Largest payload of a bucket, padding included.
-        digest_algorithm: Of every bucket.
 
     Returns:
         A sealed manifest whose tensors are ``metas`` in order.
@@ -320,4 +315,4 @@ def plan_buckets(
             used += size
             count += 1
     close()
-    return make_manifest(slots, buckets, digest_algorithm)
+    return make_manifest(slots, buckets)

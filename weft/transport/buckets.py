@@ -128,3 +128,12 @@ def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int])
     for run, digest in zip(runs, digests, strict=True):
         sums[run.tensor] = (sums[run.tensor] + digest) % 2**64
     return sums
+
+
+def in_manifest_order(manifest: Manifest, by_bucket: Sequence[Sequence[int]]) -> list[int]:
+    """Digests of a version's tensors, from those of each of its layout's buckets."""
+    ordered = [0] * len(manifest.tensors)
+    for tensors, digests in zip(manifest.tensors_by_bucket, by_bucket, strict=True):
+        for tensor, digest in zip(tensors, digests, strict=True):
+            ordered[tensor] = digest
+    return ordered

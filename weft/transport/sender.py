@@ -68,8 +68,8 @@ class Buckets(Protocol):
         """
 
     def digests(self, made: list[int]) -> list[int]:
-        """Payload digests of the manifest's own buckets, once ``made`` are those of all
-        trailers."""
+        """Digests of the version's tensors, in the manifest's order, once ``made`` are those
+        of all trailers."""
 
     def wire(self, index: int) -> torch.Tensor:
         """The uint8 wire bytes of a bucket that is held: a view, on the buffers' device."""

@@ -20,8 +20,9 @@ import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
-from weft.contract.manifest import WSUM64, Manifest
-from weft.transport.payload import payload_digest
+from weft.contract.manifest import Manifest
+from weft.transport.buckets import whole_parts
+from weft.transport.digest import part_digests
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def learn(
 def learn_in_place(
     model: torch.nn.Module,
     manifest: Manifest,
-    bucket_digests: Sequence[int],
+    bucket_digests: Sequence[Sequence[int]],
     rename: Callable[[str], str],
 ) -> CopyPlan | None:
     """The plan that ``learn`` makes, of a version whose buckets are gone: it is proven by
@@ -183,7 +184,7 @@ def learn_in_place(
 
     Args:
         manifest: Of the base that the model serves now.
-        bucket_digests: Of the payloads that were loaded.
+        bucket_digests: Of the tensors of each bucket that was loaded.
     """
     # No memory stands for the wire: a host may have less of it than a GPU.
     stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
@@ -225,18 +226,15 @@ def _not_plain(model: torch.nn.Module) -> str:
     return ""
 
 
-def _unproven(plan: CopyPlan, manifest: Manifest, bucket_digests: Sequence[int]) -> str:
+def _unproven(plan: CopyPlan, manifest: Manifest, bucket_digests: Sequence[Sequence[int]]) -> str:
     """Why the model does not hold, by this plan, what was digested; empty if it does."""
     if not plan.is_readable:
         return "parameters that were expanded cannot be read back"
     largest = max(bucket.payload_bytes for bucket in manifest.buckets)
     buffer = torch.empty(largest, dtype=torch.uint8, device=plan.device)
-    for index, digest in enumerate(bucket_digests):
+    for index, digests in enumerate(bucket_digests):
         payload = plan.read_bucket(index, buffer)
-        # Only this digest is known on an accelerator.
-        on_device = manifest.digest_algorithm == WSUM64
-        digested = payload if on_device else payload.cpu()
-        if payload_digest(digested, manifest.digest_algorithm) != digest:
+        if part_digests(payload, whole_parts(manifest, index)) != list(digests):
             return f"the parameters of bucket {index} do not hold what was loaded into them"
         # Of two that came from the same bytes, only one was read.
         if not plan.holds_bucket(index, payload):

@@ -19,7 +19,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place, wait_for_copies
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
 from weft.contract.errors import LoadFailedError
-from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import Reference, check_base
 
@@ -51,8 +51,8 @@ class Arriving(Protocol):
         """Say that the calling thread works."""
 
     @property
-    def bucket_digests(self) -> Sequence[int]:
-        """Digests of the payloads that were given so far."""
+    def bucket_digests(self) -> Sequence[Sequence[int]]:
+        """Digests of the tensors of each bucket that was given so far."""
 
 
 def load_in_place(
@@ -128,11 +128,8 @@ def _tensors(
     continue in the next bucket, which comes into the memory of this one. Each is freed with
     its layer, so what is held at a time is about a layer.
     """
-    slots: list[list[TensorSlot]] = [[] for _ in manifest.buckets]
-    for slot in manifest.tensors:
-        slots[slot.bucket].append(slot)
     for index, wire in arrived:
-        for slot in slots[index]:
+        for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
             yield slot.meta.name, tensor_in(slot, wire).clone()
             speak()
         wait_for_copies(wire.device)

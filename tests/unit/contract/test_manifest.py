@@ -86,7 +86,7 @@ def test_layer_of():
 
 def test_layout_digest_is_that_of_the_text_in_the_proto():
     manifest = plan_buckets([meta("a.w", 2, 3), meta("b.w", dtype=DataType.BFLOAT16)])
-    text = "1\n512 2\na.w 1 2,3 0 0\nb.w 3  0 256\n"
+    text = "2\n512 2\na.w 1 2,3 0 0\nb.w 3  0 256\n"
     assert manifest.layout_digest == hashlib.sha256(text.encode()).digest()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import MAX_SENDERS
-from weft.contract.manifest import WSUM64, Manifest, align_up, plan_buckets
+from weft.contract.manifest import Manifest, align_up, plan_buckets
 from weft.contract.send_plan import (
     MAX_WIRE_BUCKETS,
     SendPlan,
@@ -22,7 +22,7 @@ from weft.rpc.codec import send_plan_from_proto, send_plan_to_proto
 
 def layout(sizes: list[int]) -> Manifest:
     metas = [TensorMeta(f"t.{i}.w", DataType.UINT8, (size,)) for i, size in enumerate(sizes)]
-    return plan_buckets(metas, 1024, WSUM64)
+    return plan_buckets(metas, 1024)
 
 
 def in_halves(manifest: Manifest) -> SendPlan:
@@ -92,7 +92,6 @@ def test_a_plan_of_another_layout_is_refused(
     manifest = plan_buckets(
         [TensorMeta(f"t.{i}.w", DataType.UINT8, (size,)) for i, size in enumerate((500, 100))],
         512,
-        WSUM64,
     )
     assert [bucket.payload_bytes for bucket in manifest.buckets] == [512, 256]
     plan = make_send_plan(1, [WireBucket(*wire) for wire in wires])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import WeftError
-from weft.contract.manifest import plan_buckets
+from weft.contract.manifest import WSUM64, plan_buckets
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import effects, events
@@ -46,7 +46,7 @@ CAPABILITIES = Capabilities(
 LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))]))
 OTHER_LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (8, 8))]))
 SPEC = AdapterSpec('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}', b"config")
-DIGEST = ContentDigest(1, b"\1" * 8, LAYOUT.total_bytes)
+DIGEST = ContentDigest(WSUM64, b"\1" * 8, LAYOUT.total_bytes)
 LOAD_FAILED = Failure("LOAD_FAILED", "the engine said no", {"dirty": "false"})
 DIRTY = Failure("LOAD_FAILED", "the engine broke", {"dirty": "true"})
 GONE = Failure("PEER_GONE", "no answer", {})
@@ -178,7 +178,7 @@ class Machine:
         for effect in asked:
             is_base = effect.version.policy == "base"
             facts = VersionFacts(
-                ContentDigest(1, effect.digest, LAYOUT.total_bytes),
+                ContentDigest(WSUM64, effect.digest, LAYOUT.total_bytes),
                 LAYOUT.digest,
                 None if is_base else SPEC,
             )

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
+from weft.contract.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.progress import Activity, Word
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 
 LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})
 BUCKETS = dataclasses.replace(LAYOUT, num_buckets=4)
-DIGEST = ContentDigest(1, b"\1" * 8, BUCKETS.total_bytes)
+DIGEST = ContentDigest(WSUM64, b"\1" * 8, BUCKETS.total_bytes)
 
 
 def push(phase: Phase, *replica_ids: str, **changes: object) -> tuple[Machine, int, int]:

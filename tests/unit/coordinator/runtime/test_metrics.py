@@ -14,6 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
     LOAD_FAILED,
     Machine,
 )
+from weft.contract.manifest import WSUM64
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
@@ -78,7 +79,7 @@ def test_a_push_that_is_given_up_is_aborted_and_staged_nothing() -> None:
     m = _pool("r0")
     ticket = m.run_to(Phase.STAGING)
     m.stage(ticket, 0)
-    m.stage(ticket, 1, ContentDigest(1, b"\2" * 8, DIGEST.size_bytes))
+    m.stage(ticket, 1, ContentDigest(WSUM64, b"\2" * 8, DIGEST.size_bytes))
     assert m.pushes() == {"started": 1, "aborted": 1}
     assert m.value("stage_seconds_count", kind="adapter") == 0
     assert m.value("commit_seconds_count", kind="adapter") == 0

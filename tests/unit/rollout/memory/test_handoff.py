@@ -49,7 +49,7 @@ def wire(index: int) -> torch.Tensor:
 
 def put_all(handoff: HandoffQueue, begin: int = 0) -> None:
     for index in range(begin, COUNT):
-        handoff.put(index, wire(index), index)
+        handoff.put(index, wire(index), [index])
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -67,7 +67,7 @@ def test_a_bucket_s_memory_is_free_when_the_next_one_is_asked_for() -> None:
     for index in range(COUNT):
         given, tensor = next(buckets)
         assert (given, int(tensor[0])) == (index, index)
-        assert handoff.bucket_digests == list(range(index + 1))
+        assert handoff.bucket_digests == [[i] for i in range(index + 1)]
         assert not handoff.is_loaded(index)
         assert index == 0 or handoff.is_loaded(index - 1)
     assert next(buckets, None) is None
@@ -81,7 +81,7 @@ def test_each_side_waits_for_the_other() -> None:
     handoff, loaded = make(), []
     load = InPlaceLoad(handoff, lambda flow: loaded.extend(int(w[0]) for _, w in flow.buckets()))
     for index in range(COUNT):
-        handoff.put(index, wire(index), index)
+        handoff.put(index, wire(index), [index])
         handoff.wait_loaded(index, nothing)
     handoff.wait_complete(nothing)
     assert loaded == list(range(COUNT))
@@ -91,13 +91,13 @@ def test_each_side_waits_for_the_other() -> None:
 
 def test_another_group_goes_on_from_what_was_put() -> None:
     handoff = make()
-    handoff.put(0, wire(0), 0)
-    handoff.put(1, wire(1), 1)
-    assert handoff.digests == [0, 1]
+    handoff.put(0, wire(0), [0])
+    handoff.put(1, wire(1), [1])
+    assert handoff.digests == [[0], [1]]
     handoff.resume(time.monotonic() + 2 * WAIT_SECONDS)
-    handoff.put(1, wire(99), 1)  # again, for a slower member
+    handoff.put(1, wire(99), [1])  # again, for a slower member
     with pytest.raises(DigestMismatchError, match="other bytes"):
-        handoff.put(0, wire(0), 5)
+        handoff.put(0, wire(0), [5])
     put_all(handoff, 2)
     assert [int(w[0]) for _, w in handoff.buckets()] == list(range(COUNT))
 
@@ -136,7 +136,7 @@ def test_a_loader_that_waits_in_vain_ends_the_receiver_too() -> None:
     with pytest.raises(TransferTimeoutError):
         next(handoff.buckets())
     with pytest.raises(TransferTimeoutError):
-        handoff.put(0, wire(0), 0)
+        handoff.put(0, wire(0), [0])
 
 
 def test_a_group_that_ends_wakes_its_receiver_and_nobody_else() -> None:
@@ -182,7 +182,7 @@ def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
     handoff = make()
     load = InPlaceLoad(handoff, mixing)
     for index in range(num_put):
-        handoff.put(index, wire(index), index)
+        handoff.put(index, wire(index), [index])
         if index == 0:
             assert_soon(lambda: handoff.is_begun)
     assert load.end() == (num_put > 0)

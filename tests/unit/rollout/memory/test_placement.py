@@ -12,14 +12,13 @@ from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import WSUM64, pack_trailer, plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.payload import payload_digest
+from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.digest import part_digests
 
-MANIFEST = plan_buckets(
-    [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096, WSUM64
-)
+MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096)
 SIZE = MANIFEST.wire_bytes
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ELSEWHERE = torch.device("cpu", 0)  # not equal to CPU: buffers there, as on an accelerator
@@ -85,7 +84,7 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     store = WorkerStore(10 * SIZE, 10 * SIZE)
     segment = store.reserve("t", SIZE, adapter=False)
     segment.data.fill_(3)
-    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [1]))
+    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [[1]]))
     if settled:
         store.settle_partial("trainer")
     store.settle_partial("another")
@@ -100,10 +99,8 @@ def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tenso
     bucket, wire = MANIFEST.buckets[index], buffers.wire(index)
     payload = wire[: bucket.payload_bytes]
     payload.copy_(torch.arange(payload.numel(), dtype=torch.int32).mul(index + 1).to(torch.uint8))
-    digest = payload_digest(payload.contiguous(), WSUM64)
-    trailer = pack_trailer(digest, nonce, index, bucket.payload_bytes)
-    end = bucket.payload_bytes + len(trailer)
-    wire[bucket.payload_bytes : end] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+    digests = part_digests(payload.contiguous(), whole_parts(MANIFEST, index))
+    seal_bucket(wire, bucket.payload_bytes, nonce, index, digests)
     return payload.clone()
 
 

@@ -9,10 +9,10 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.receive.clone_source import CopiedBuckets
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
-from weft.contract.manifest import TRAILER_BYTES, check_trailer, plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.payload import payload_digest
+from weft.transport.buckets import verify_bucket
 
 MANIFEST = plan_buckets(
     [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], capacity_bytes=4096
@@ -130,20 +130,13 @@ def test_a_clone_is_composed_anew_and_the_copy_is_only_read() -> None:
     copy.segment.data.copy_(torch.randint(0, 255, (SIZE,), dtype=torch.uint8))
     before = copy.segment.data.clone()
     buckets = CopiedBuckets(copy, nonce=77)
-    at = 0
+    at, digests = 0, list[int]()
     for index, bucket in enumerate(MANIFEST.buckets):
-        digest, wire = buckets.make(index), buckets.wire(index)
-        payload = wire[: bucket.payload_bytes]
-        assert torch.equal(payload, before[at : at + bucket.payload_bytes])
-        assert digest == payload_digest(payload, MANIFEST.digest_algorithm)
-        trailer = wire[bucket.payload_bytes : bucket.payload_bytes + TRAILER_BYTES]
-        check_trailer(
-            trailer.numpy().data,
-            digest=digest,
-            nonce=77,
-            bucket=index,
-            payload_bytes=bucket.payload_bytes,
-        )
+        buckets.make(index)
+        wire = buckets.wire(index)
+        assert torch.equal(wire[: bucket.payload_bytes], before[at : at + bucket.payload_bytes])
+        digests += verify_bucket(wire, MANIFEST, index, 77)
         at += bucket.wire_bytes
+    assert buckets.digests([]) == digests
     assert len(MANIFEST.buckets) > 2
     assert torch.equal(copy.segment.data, before)

@@ -12,11 +12,11 @@ from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
 from weft.contract.errors import CapacityError
-from weft.contract.manifest import pack_trailer, plan_buckets
+from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.buckets import seal_bucket
 from weft.transport.group import CPU
-from weft.transport.payload import payload_digest
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
 MANIFEST = plan_buckets(METAS, 256)
@@ -50,9 +50,7 @@ def _land(buffers: InPlaceBuffers, index: int) -> None:
     """A bucket of zeros arrives."""
     size = MANIFEST.buckets[index].payload_bytes
     wire = buffers.wire(index).zero_()
-    digest = payload_digest(wire[:size], MANIFEST.digest_algorithm)
-    trailer = pack_trailer(digest, 7, index, size)
-    wire[size : size + len(trailer)] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+    seal_bucket(wire, size, 7, index, [0] * len(MANIFEST.tensors_by_bucket[index]))
     buffers.accept(index, 7)
 
 

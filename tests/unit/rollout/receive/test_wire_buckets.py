@@ -13,7 +13,7 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
 from rollout_side.receive.wire_buckets import LaneBuffers, PlannedBuffers
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.runs import Run
 from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.tensors import DataType, TensorMeta
@@ -27,7 +27,7 @@ SHAPES = ((13, 24), (100,), (7, 16), (3,))
 
 def layout() -> Manifest:
     metas = [TensorMeta(f"t.{i}.w", DataType.FLOAT32, shape) for i, shape in enumerate(SHAPES)]
-    return plan_buckets(metas, 2048, WSUM64)
+    return plan_buckets(metas, 2048)
 
 
 def cut(index: int, shape: tuple[int, ...], at: int) -> tuple[Run, Run]:
@@ -81,7 +81,7 @@ def fill(wire: torch.Tensor, manifest: Manifest, index: int, payload: torch.Tens
 def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, PlannedBuffers]:
     segment = HostSegment.allocate(manifest.wire_bytes)
     segment.data.fill_(0xAB)  # it was used before
-    partial = PartialTransfer("t1", "trainer", manifest, segment, [], None, [])
+    partial = PartialTransfer("t1", "trainer", manifest, segment, [], [])
     assert partial.carried is not None
     return partial, PlannedBuffers(partial, partial.carried, plan, CPU, 2)
 

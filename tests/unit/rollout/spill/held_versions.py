@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from rollout_side.memory.segment import HostSegment
-from rollout_side.memory.versions import StagedVersion, bucket_starts
+from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
 from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
-from weft.transport.digest import content_digest
-from weft.transport.payload import payload_digest
+from weft.transport.digest import content_digest, tensor_digest
 
 FINGERPRINT = "f" * 64
 CONFIG = '{"peft_type": "LORA", "r": 4}'
@@ -26,8 +25,8 @@ def held(version: str, metas: list[TensorMeta], bucket_bytes: int = 4096) -> Sta
         values = torch.randint(0, 2, (slot.meta.num_bytes,), generator=generator)
         segment.data[at : at + slot.meta.num_bytes] = values.to(torch.uint8)
     digests = [
-        payload_digest(segment.data[at : at + bucket.payload_bytes], manifest.digest_algorithm)
-        for at, bucket in zip(starts, manifest.buckets, strict=True)
+        tensor_digest(content.reshape(-1).view(torch.uint8))
+        for _, content in tensors_in(manifest, segment.data)
     ]
     parsed = PolicyVersion.parse(version)
     return StagedVersion(f"t-{version}", parsed, manifest, segment, content_digest(digests))

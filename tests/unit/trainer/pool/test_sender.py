@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from trainer_side.pool.sender import DEVICE_BUCKET_BYTES, BucketSettings, bucket_settings
-from weft.contract.manifest import DEFAULT_BUCKET_BYTES, WSUM64, XXH3_64
+from trainer_side.pool.sender import DEVICE_BUCKET_BYTES, bucket_capacity
+from weft.contract.manifest import DEFAULT_BUCKET_BYTES
 
 
-def test_buckets_and_digests_suit_the_backend():
+def test_buckets_suit_the_backend():
     for name in ("gloo", "one-sided"):
-        assert bucket_settings(name, None) == BucketSettings(DEFAULT_BUCKET_BYTES, XXH3_64)
-    assert bucket_settings("nccl", None) == BucketSettings(DEVICE_BUCKET_BYTES, WSUM64)
-    assert bucket_settings("nccl", 2**20).bucket_bytes == 2**20
+        assert bucket_capacity(name, None) == DEFAULT_BUCKET_BYTES
+    assert bucket_capacity("nccl", None) == DEVICE_BUCKET_BYTES
+    assert bucket_capacity("nccl", 2**20) == 2**20

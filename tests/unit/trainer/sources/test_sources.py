@@ -17,8 +17,9 @@ from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, check_trailer, plan_buckets
+from weft.contract.manifest import ALIGN_BYTES, plan_buckets
 from weft.contract.tensors import DataType
+from weft.transport.buckets import verify_bucket
 
 KEEP = CastRule(enabled=False)
 
@@ -34,14 +35,9 @@ def packed(source, bucket_bytes):
     packer = Packer(manifest)
     out, position = {}, 0
     for index, bucket in enumerate(manifest.buckets):
-        wire, digest = packer.pack(index, source, nonce=7)
-        check_trailer(
-            wire[bucket.payload_bytes : bucket.payload_bytes + TRAILER_BYTES].numpy().data,
-            digest=digest,
-            nonce=7,
-            bucket=index,
-            payload_bytes=bucket.payload_bytes,
-        )
+        _, digests = packer.pack(index, source, nonce=7)
+        wire = packer.wire(index)
+        assert verify_bucket(wire, manifest, index, 7) == digests
         for slot in manifest.tensors[position : position + bucket.num_tensors]:
             raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
             tensor = raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)

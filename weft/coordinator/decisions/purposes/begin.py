@@ -12,7 +12,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.frozen import replace
-from weft.contract.layout_runs import check_carries_runs
+from weft.contract.runs import check_layout
 from weft.contract.send_plan import check_send_plan
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
@@ -97,7 +97,7 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
         raise InvalidRequestError("a push has a send plan, or carries_runs, or neither; not both")
     if event.layout.manifest is not None:
         if event.carries_runs or event.send_plan is not None:
-            check_carries_runs(event.layout.manifest)
+            check_layout(event.layout.manifest)
         if event.send_plan is not None:
             check_send_plan(event.send_plan, event.layout.manifest)
     under_way = sum(

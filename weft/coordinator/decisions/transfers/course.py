@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.contract.frozen import replace
-from weft.contract.manifest import DIGEST_NAMES
+from weft.contract.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
@@ -153,10 +153,8 @@ def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
     layout = transfer.layout
     if digest.size_bytes != layout.total_bytes:
         return f"{digest.size_bytes} bytes, the manifest has {layout.total_bytes}"
-    wanted = layout.manifest.digest_algorithm if layout.manifest else digest.algorithm
-    if digest.algorithm != wanted:
-        names = [DIGEST_NAMES.get(number, str(number)) for number in (digest.algorithm, wanted)]
-        return f"a digest by {names[0]}, the manifest says {names[1]}"
+    if digest.algorithm != WSUM64:
+        return f"a digest by algorithm {digest.algorithm}, which is not wsum64 ({WSUM64})"
     return ""
 
 

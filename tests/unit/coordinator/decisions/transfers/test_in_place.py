@@ -12,6 +12,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
+from weft.contract.manifest import WSUM64
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import explain_state
@@ -205,7 +206,7 @@ def test_other_bytes_at_one_rank_end_the_push() -> None:
     m = _pool("r0")
     ticket = _loading(m)
     m.stage(ticket, 0)
-    m.stage(ticket, 1, ContentDigest(1, b"\2" * 8, DIGEST.size_bytes))
+    m.stage(ticket, 1, ContentDigest(WSUM64, b"\2" * 8, DIGEST.size_bytes))
     failure = m.transfer(ticket).failure
     assert failure
     assert failure.reason == "DIGEST_MISMATCH"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import BF16, Machine
 from weft.contract.group import MAX_GROUP_SIZE
-from weft.contract.manifest import WSUM64, plan_buckets
+from weft.contract.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
 from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.tensors import TensorMeta
 from weft.coordinator.decisions import effects, events
@@ -15,11 +15,10 @@ from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
 from weft.coordinator.decisions.transfers import stalls
 
-LAYOUT = Layout.of(
-    plan_buckets([TensorMeta(f"w{i}.w", BF16, (16, 16)) for i in range(2)], 512, WSUM64)
-)
+LAYOUT = Layout.of(plan_buckets([TensorMeta(f"w{i}.w", BF16, (16, 16)) for i in range(2)], 512))
 #: Wire buckets 0 and 2 are sender 0's, 1 and 3 sender 1's.
 PLAN = make_send_plan(2, [WireBucket(s, b, 256, 1) for b in range(2) for s in range(2)])
+WITH_GAP = TensorSlot(TensorMeta("w", BF16, (4, 4)), 0, 256)
 DIGEST = ContentDigest(WSUM64, b"\1" * 8, LAYOUT.total_bytes)
 
 
@@ -183,9 +182,9 @@ def test_one_sender_that_stalls_ends_the_push_like_one_alone() -> None:
         ({"carries_runs": True, "policy": "base"}, "INVALID_REQUEST", "not both"),
         ({"send_plan": SendPlan(1, PLAN.buckets[:1])}, "INVALID_REQUEST", "the send plan has 256"),
         (
-            {"layout": Layout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))], 512, 1))},
+            {"layout": Layout.of(make_manifest([WITH_GAP], [Bucket(512, 1)]))},
             "INVALID_MANIFEST",
-            "wsum64",
+            "without gaps",
         ),
     ],
 )

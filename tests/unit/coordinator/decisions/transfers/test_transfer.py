@@ -201,7 +201,7 @@ def test_a_token_of_another_policy_gives_up_nothing() -> None:
 @pytest.mark.parametrize(
     "digest",
     [
-        replace(DIGEST, algorithm=2),
+        replace(DIGEST, algorithm=1),
         replace(DIGEST, algorithm=0),
         replace(DIGEST, size_bytes=DIGEST.size_bytes + 1),
     ],

@@ -30,10 +30,11 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     staged,
 )
 from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft.contract.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import Reference
-from weft.transport.payload import payload_digest
+from weft.transport.buckets import whole_parts
+from weft.transport.digest import part_digests
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))
 NUM_BUCKETS = len(MANIFEST.buckets)
@@ -44,7 +45,7 @@ class ReusedMemory:
 
     def __init__(self, source: StagedVersion, *, fail_at: int = -1, num: int = NUM_BUCKETS) -> None:
         self.version, self.manifest = source.version, source.manifest
-        self.bucket_digests: list[int] = []
+        self.bucket_digests: list[list[int]] = []
         self.wires = wires(source)[:num]
         self._fail_at = fail_at
 
@@ -68,12 +69,10 @@ def wires(source: StagedVersion) -> list[torch.Tensor]:
     ]
 
 
-def digests(manifest: Manifest, wires: list[torch.Tensor], first: int = 0) -> list[int]:
-    """As they are announced: of the payloads."""
-    buckets = manifest.buckets[first : first + len(wires)]
+def digests(manifest: Manifest, wires: list[torch.Tensor], first: int = 0) -> list[list[int]]:
+    """As they are announced: of the tensors of each."""
     return [
-        payload_digest(wire[: bucket.payload_bytes], manifest.digest_algorithm)
-        for bucket, wire in zip(buckets, wires, strict=True)
+        part_digests(wire, whole_parts(manifest, index)) for index, wire in enumerate(wires, first)
     ]
 
 
@@ -156,7 +155,7 @@ def _without_gaps(version: StagedVersion) -> StagedVersion:
 def in_another_way(version: StagedVersion) -> StagedVersion:
     """The same tensors, digested as on an accelerator."""
     metas = [slot.meta for slot in MANIFEST.tensors]
-    manifest = plan_buckets(metas, 512, WSUM64)
+    manifest = plan_buckets(metas, 512)
     return StagedVersion("t", version.version, manifest, version.segment, b"")
 
 
