@@ -659,7 +659,7 @@ class BeginTransferRequest(_message.Message):
     the pool serves another version of the base than adapter.trained_on_base_version.
     """
     protocol_revision: _builtins.int
-    """Of the trainer's process: 1. See types.proto."""
+    """Of the trainer's process: 2. See types.proto."""
     carries_runs: _builtins.bool
     """Whether the sender fills the layout's buckets in an order of its own, and each lists
     what it carries; see Bucket. Of the base only. Refused with UNSUPPORTED where a

@@ -347,7 +347,7 @@ class RegisterRequest(_message.Message):
     dirty_reason.)
     """
     protocol_revision: _builtins.int
-    """Of the replica's process: 1. See types.proto."""
+    """Of the replica's process: 2. See types.proto."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""

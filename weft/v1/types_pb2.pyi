@@ -19,7 +19,7 @@ Conventions of this package, unless a comment says otherwise:
   ROLE_MISSING or POLICY_NOT_ALLOWED, and RESOURCE_EXHAUSTED/TOO_MANY_CALLS (as
   many in flight as one identity may have).
 
-This is protocol revision 1. Who registers, begins a transfer or attends a group says
+This is protocol revision 2. Who registers, begins a transfer or attends a group says
 which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
 refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
 `coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes
@@ -122,34 +122,36 @@ class _DigestAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Diges
     DIGEST_ALGORITHM_UNSPECIFIED: _DigestAlgorithm.ValueType  # 0
     """Not set; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_XXH3_64: _DigestAlgorithm.ValueType  # 1
-    """xxh3_64 with seed 0, over the payload. Detects accidents, not attacks."""
+    """Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
     DIGEST_ALGORITHM_WSUM64: _DigestAlgorithm.ValueType  # 2
-    """A weighted sum that an accelerator makes at the speed of its memory. The
-    payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
-    multiple of 256 bytes); the digest is the sum of
+    """A weighted sum that an accelerator makes at the speed of its memory. A
+    tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
+    filled up with zeros; the digest is the sum of
     w[i] * (2 * mix(i / 4096) + 2 * mix(2^32 + i % 4096) + 1) modulo 2^64, with
     mix(n) the n-th output (from 0) of SplitMix64 seeded with 0. Every weight is
     odd, so that one wrong word is always found, and words that were exchanged
-    are but for accidents of one in 2^32 or rarer. Detects accidents, not attacks.
+    are but for accidents of one in 2^32 or rarer. The digests of parts of a tensor,
+    each word weighed at its place, add up to the tensor's. Detects accidents, not attacks.
     """
 
 class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrapper):
-    """How the payload of a bucket is digested: to an unsigned number of 64 bits, which is
-    little-endian wherever bytes of it are meant.
+    """How tensors are digested: to an unsigned number of 64 bits, which is little-endian
+    wherever bytes of it are meant.
     """
 
 DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
 """Not set; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_XXH3_64: DigestAlgorithm.ValueType  # 1
-"""xxh3_64 with seed 0, over the payload. Detects accidents, not attacks."""
+"""Of protocol revision 1, over payloads of buckets; refused with INVALID_MANIFEST."""
 DIGEST_ALGORITHM_WSUM64: DigestAlgorithm.ValueType  # 2
-"""A weighted sum that an accelerator makes at the speed of its memory. The
-payload is read as little-endian 64-bit words w[0], w[1], ... (it is a
-multiple of 256 bytes); the digest is the sum of
+"""A weighted sum that an accelerator makes at the speed of its memory. A
+tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the last
+filled up with zeros; the digest is the sum of
 w[i] * (2 * mix(i / 4096) + 2 * mix(2^32 + i % 4096) + 1) modulo 2^64, with
 mix(n) the n-th output (from 0) of SplitMix64 seeded with 0. Every weight is
 odd, so that one wrong word is always found, and words that were exchanged
-are but for accidents of one in 2^32 or rarer. Detects accidents, not attacks.
+are but for accidents of one in 2^32 or rarer. The digests of parts of a tensor,
+each word weighed at its place, add up to the tensor's. Detects accidents, not attacks.
 """
 Global___DigestAlgorithm: _TypeAlias = DigestAlgorithm  # noqa: Y015
 
@@ -223,22 +225,27 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class Bucket(_message.Message):
-    """A run of contiguous bytes that is sent and verified as one. On the wire it is its
-    payload: tensors, each little-endian, row-major, from its offset_bytes on, with zeros
-    between them and up to `payload_bytes`; then a trailer of 32 bytes, four little-endian
-    uint64: digest of the payload (zeros included), transfer nonce, bucket index,
-    payload_bytes; then 224 bytes that mean nothing and that nobody reads, so that all is
-    a multiple of 256.
+    """Bytes that are sent and verified as one. On the wire it is its payload: tensors, each
+    little-endian, row-major, from its offset_bytes on, with zeros up to the next multiple of
+    256; then a trailer of 32 bytes, four little-endian uint64: digest, transfer nonce, bucket
+    index, payload_bytes; then 224 bytes that mean nothing and that nobody reads, so that all
+    is a multiple of 256. The digest is xxh3_64 with seed 0 of the digests of its tensors, by
+    offset, 8 bytes, little-endian each.
 
-    Where a transfer carries runs (BeginTransferRequest.carries_runs), what the payloads
-    hold is the sender's choice: bytes of the layout's payloads, each once, in any order.
-    The trailer is followed by a uint64, the number of the bucket's runs, and three for each,
-    in the order of the payload: the bucket of the layout, the first byte in its payload, and
-    how many, multiples of 256. The digest in the trailer is xxh3_64 with seed 0 of that list
-    and of the digests of the runs, 8 bytes, little-endian each; that of a run is
-    its part of the WSUM64 digest of the layout's bucket. The rest means nothing: a
-    bucket is, up to a multiple of 256, as long as payload and trailer and a list of k + 2
-    runs, where k is the number of the layout's smallest tensors that fit in the payload.
+    A bucket may list its runs instead (BeginTransferRequest.carries_runs and send_plan). The
+    trailer is then followed by a uint64, the number of its runs, and five for each, in the
+    order of the payload: the tensor, by its place in the manifest; the first element; the
+    elements of a row; those from the beginning of one row to that of the next, 0 where there
+    is but one; and the rows. One row occupies the blocks of 256 bytes of its tensor that it
+    touches, with zeros before and behind it. Several lie one behind the other from a multiple
+    of 256 on, with zeros up to the next; their first byte, their length and their stride are
+    multiples of 8 bytes, the stride is longer than a row, and the same in all runs of one
+    tensor. The digest in the trailer is xxh3_64 with seed 0 of that list and of the digests
+    of the runs, 8 bytes, little-endian each; that of a run is its part of its tensor's. Of
+    all buckets of a transfer, each element comes once. What follows the list means nothing,
+    up to a multiple of 256: with carries_runs there is room for k + 2 runs, where k is the
+    number of the layout's smallest tensors that fit in the payload; a send plan says for how
+    many.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -337,7 +344,7 @@ class ManifestHeader(_message.Message):
     total_bytes: _builtins.int
     """Payload bytes of all buckets."""
     digest_algorithm: Global___DigestAlgorithm.ValueType
-    """Algorithm of every bucket's trailer."""
+    """How its tensors are digested: DIGEST_ALGORITHM_WSUM64."""
     layout_digest: _builtins.bytes
     """SHA-256 (32 bytes) of the layout: the UTF-8 text that has one line
     "algorithm\\n", one line "payload_bytes num_tensors\\n" a bucket, then one
@@ -409,11 +416,11 @@ class ContentDigest(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     algorithm: Global___DigestAlgorithm.ValueType
-    """How each bucket was digested."""
+    """How each tensor was digested: DIGEST_ALGORITHM_WSUM64."""
     value: _builtins.bytes
-    """xxh3_64 with seed 0, over the concatenation of the buckets' digests in bucket
-    order, each 8 bytes, little-endian, as in its trailer. Itself 8 bytes, big-endian,
-    as xxHash writes a digest.
+    """xxh3_64 with seed 0, over the concatenation of the tensors' digests in the manifest's
+    order, each 8 bytes, little-endian; so neither buckets nor senders have a part in it.
+    Itself 8 bytes, big-endian, as xxHash writes a digest.
     """
     size_bytes: _builtins.int
     """Payload bytes covered."""
@@ -709,11 +716,7 @@ class TensorDigest(_message.Message):
     dtype: _builtins.str
     """Element type, as safetensors files name it (`BF16`)."""
     digest: _builtins.int
-    """As DIGEST_ALGORITHM_WSUM64, over the bytes of this tensor alone: w[0] is its first
-    word, and its last word is filled up with zeros. Neither buckets, their order, nor who
-    sent them have a part in it, and digests of runs of a tensor, each weighed at its place,
-    add up to it.
-    """
+    """DIGEST_ALGORITHM_WSUM64, of its bytes."""
     @_builtins.property
     def dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Full (unsharded) shape, row-major; empty for a scalar."""
