@@ -12,7 +12,10 @@ from tests.integration.models import Model, lora, peft_of, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
 from weft.contract.checkpoint import StoredTensor
-from weft.transport.digest import tensor_digest
+from weft.rpc.channel import open_channel
+from weft.transport.digest import content_digest, tensor_digest
+from weft.v1 import inspect_pb2 as pb
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 def expected(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
@@ -36,6 +39,11 @@ def test_they_do_not_depend_on_how_a_version_came(pool: Pool) -> None:
             publisher.push_base(named_tensors=reversed(base.items()))
     for number in range(1, 5):
         assert digests(pool, "replica-0", f"base@{number}") == expected(base)
+    with open_channel(pool.target) as channel:
+        listed = InspectServiceStub(channel).ListVersions(pb.ListVersionsRequest(policy="base"))
+    content = content_digest([tensor.digest for tensor in expected(base).values()])
+    pushed = {v.version.version: v.content_digest.value for v in listed.versions}
+    assert {number: pushed[number] for number in range(1, 5)} == dict.fromkeys(range(1, 5), content)
 
 
 def test_a_clone_has_those_of_the_push(pool: Pool, publisher: Publisher) -> None:

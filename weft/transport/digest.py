@@ -25,11 +25,12 @@ _MASK = 2**64 - 1
 _ROW_WORDS = 4096
 # Weights are made for this many rows at a time: enough for a tensor of 1 GiB.
 _ROWS = 32768
-# A core's cache keeps so many rows from the first sum over them to the second (1 MiB).
-_CPU_ROWS = 32
-# What has fewer words than this, on a CPU and on an accelerator, is summed together with others,
-# over weights that are written out for so many words at once: that reads and writes more, but
-# launches fewer kernels.
+# A core's cache keeps so many rows (1 MiB): from the first sum over them to the second, and
+# weights of so many that are written out once for the beginnings of all tensors.
+_HOST_ROWS = 32
+# What has fewer words than this, on the host and on an accelerator, is summed together with
+# others, over weights that are written out for so many words at once: that reads and writes
+# more, but launches fewer kernels. On the host only slices are.
 _SMALL_WORDS, _SMALL_WORDS_ON_DEVICE = _ROW_WORDS, 2**19
 _BATCH_WORDS, _BATCH_WORDS_ON_DEVICE = 2**15, 2**22
 # A slice's rows are summed up first where so many of them have the same weights.
@@ -97,27 +98,12 @@ def tensor_digest(
         first_byte: Where in its tensor a part begins; a multiple of 8.
         going_on: Asked now and then on a CPU; what comes of it means nothing once it says no.
     """
-    num, device = content.numel() // 8, content.device
-    words = content[: num * 8].view(torch.int64)
-    piece = _Piece(0, 0, num, first_byte // 8, 0, 0)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    while piece.num:
-        first_row, column = divmod(piece.first, _ROW_WORDS)
-        if column or piece.num < _ROW_WORDS:
-            now = piece.begin(min(piece.num, _ROW_WORDS - column))
-            weights = _column_weights(device)[column : column + now.num]
-            weights = weights + _rows(device, first_row)[0]
-            total += (words[now.at : now.at + now.num] * weights).sum()
-        else:
-            now = piece.begin(piece.num // _ROW_WORDS * _ROW_WORDS)
-            total += _whole_rows(words[now.at : now.at + now.num], first_row, going_on)
-        piece = piece.rest(now.num)
+    num, first = content.numel() // 8, first_byte // 8
+    total = _contiguous(content[: num * 8].view(torch.int64), first, going_on)
     if num * 8 < content.numel():
-        last = torch.zeros(8, dtype=torch.uint8, device=device)
+        last = torch.zeros(8, dtype=torch.uint8, device=content.device)
         last[: content.numel() - num * 8] = content[num * 8 :]
-        row, column = divmod(piece.first, _ROW_WORDS)
-        weight = _column_weights(device)[column] + _rows(device, row)[0]
-        total += (last.view(torch.int64) * weight).sum()
+        total = total + _contiguous(last.view(torch.int64), first + num)
     return int(total.item()) & _MASK
 
 
@@ -131,12 +117,17 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
         payload: uint8, 1-D, contiguous, on any device.
         parts: Need not cover it.
     """
-    words = payload.view(torch.int64)
+    words, is_host = payload.view(torch.int64), _is_host(payload.device)
+    digests = [0] * len(parts)
     small: dict[int, list[_Piece]] = {}
     owners: list[int] = []
     sums: list[torch.Tensor] = []
     for index, part in enumerate(parts):
         words_of = [num_bytes // 8 for num_bytes in part]
+        if is_host and not part.row_bytes:
+            at, num, first, *_ = words_of
+            digests[index] = int(_contiguous(words[at : at + num], first)) & _MASK
+            continue
         for piece in _long_rows(_Piece(index, *words_of), words.device):
             large, rest = _large(words, piece)
             owners += [index] * len(large)
@@ -147,11 +138,35 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
         for batch in _batches(pieces, words.device):
             owners += [piece.part for piece in batch]
             sums.append(_together(words, batch, block_words))
-    digests = [0] * len(parts)
     if sums:
         for owner, value in zip(owners, torch.cat(sums).tolist(), strict=True):
             digests[owner] = (digests[owner] + value) & _MASK
     return digests
+
+
+# -- what is contiguous, by itself -----------------------------------------------------------
+
+
+def _contiguous(
+    words: torch.Tensor, first: int, going_on: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
+    """The sum of words that follow one another from any place in their tensor on."""
+    num, device = len(words), words.device
+    if _is_host(device) and first + num <= _HOST_ROWS * _ROW_WORDS:
+        return torch.dot(words, _first_weights(device)[first : first + num])
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    at = 0
+    while at < num:
+        row, column = divmod(first + at, _ROW_WORDS)
+        if column or num - at < _ROW_WORDS:
+            now = min(num - at, _ROW_WORDS - column)
+            weights = _column_weights(device)[column : column + now] + _rows(device, row)[0]
+            total += (words[at : at + now] * weights).sum()
+        else:
+            now = (num - at) // _ROW_WORDS * _ROW_WORDS
+            total += _whole_rows(words[at : at + now], row, going_on)
+        at += now
+    return total
 
 
 # -- what is large: few kernels for each ---------------------------------------------------
@@ -198,7 +213,7 @@ def _whole_rows(
     """The sum of whole rows, as two plain sums over the rows and the columns of a matrix:
     nothing of their size is made, and int64 arithmetic wraps around as it should."""
     matrix, device = words.view(-1, _ROW_WORDS), words.device
-    step = _CPU_ROWS if device.type == "cpu" else _ROWS
+    step = _HOST_ROWS if _is_host(device) else _ROWS
     by_row = torch.empty(len(matrix), dtype=torch.int64, device=device)
     by_column = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
     for first in range(0, len(matrix), step):
@@ -243,7 +258,7 @@ def _block_words(piece: _Piece) -> int:
 
 def _batches(pieces: Sequence[_Piece], device: torch.device) -> Iterator[list[_Piece]]:
     """Pieces together, up to the words of a batch; longer ones, which are slices, are cut."""
-    bound = _BATCH_WORDS if device.type == "cpu" else _BATCH_WORDS_ON_DEVICE
+    bound = _BATCH_WORDS if _is_host(device) else _BATCH_WORDS_ON_DEVICE
     batch: list[_Piece] = []
     room = bound
     for piece in pieces:
@@ -292,7 +307,11 @@ def _together(words: torch.Tensor, pieces: Sequence[_Piece], size: int) -> torch
 
 
 def _small_words(device: torch.device) -> int:
-    return _SMALL_WORDS if device.type == "cpu" else _SMALL_WORDS_ON_DEVICE
+    return _SMALL_WORDS if _is_host(device) else _SMALL_WORDS_ON_DEVICE
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 # -- weights -------------------------------------------------------------------------------
@@ -308,6 +327,13 @@ def _rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
     if last < _ROWS:
         return _row_weights(rows.device, 0)[rows]
     return _split_mix(rows) << 1
+
+
+@lru_cache(maxsize=64)
+def _first_weights(device: torch.device) -> torch.Tensor:
+    """Of each word of the first rows."""
+    rows = _rows(device, 0)[:_HOST_ROWS].unsqueeze(1)
+    return (rows + _column_weights(device)).view(-1)
 
 
 @lru_cache(maxsize=256)

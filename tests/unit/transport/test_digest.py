@@ -89,14 +89,14 @@ def test_a_row_whose_weights_are_in_another_table_counts_as_defined() -> None:
 # -- parts of a payload, whichever way they are summed ---------------------------------------
 
 
-@pytest.fixture(params=["as on a CPU", "as on an accelerator", "few at once"])
+@pytest.fixture(params=["host", "device", "device, few at once"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which parts are small, and how many of these go together."""
-    if request.param == "as on an accelerator":
-        monkeypatch.setattr(module, "_SMALL_WORDS", module._SMALL_WORDS_ON_DEVICE)
-        monkeypatch.setattr(module, "_BATCH_WORDS", module._BATCH_WORDS_ON_DEVICE)
-    elif request.param == "few at once":
-        monkeypatch.setattr(module, "_BATCH_WORDS", ROW + 96)
+    """Where the payload is taken to lie; which parts are small, how many of these go together."""
+    if request.param != "host":
+        monkeypatch.setattr(module, "_is_host", lambda device: False)
+    if request.param == "device, few at once":
+        monkeypatch.setattr(module, "_SMALL_WORDS_ON_DEVICE", ROW)
+        monkeypatch.setattr(module, "_BATCH_WORDS_ON_DEVICE", ROW + 96)
 
 
 def placed(words: torch.Tensor, part: Part) -> int:
@@ -164,8 +164,7 @@ def test_no_part_has_no_digest() -> None:
 
 def test_many_small_tensors_are_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: a bucket of 500 tensors is summed in a few batches."""
-    monkeypatch.setattr(module, "_SMALL_WORDS", module._SMALL_WORDS_ON_DEVICE)
-    monkeypatch.setattr(module, "_BATCH_WORDS", module._BATCH_WORDS_ON_DEVICE)
+    monkeypatch.setattr(module, "_is_host", lambda device: False)
     real, calls = module._together, []
     monkeypatch.setattr(module, "_together", lambda *args: calls.append(1) or real(*args))
     payload = torch.ones(500 * 4096, dtype=torch.uint8)
