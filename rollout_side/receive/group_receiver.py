@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -19,8 +18,9 @@ from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, is_adapter
 from rollout_side.receive.in_place import InPlaceTransfer
+from rollout_side.receive.incoming_buckets import receive_buckets
 from rollout_side.receive.staging import StagingTransfer
-from rollout_side.receive.transfer import IncomingTransfer, Prepared, ReceiveBuffers
+from rollout_side.receive.transfer import IncomingTransfer, Prepared
 from weft.contract.errors import (
     CapacityError,
     TransferAbortedError,
@@ -34,7 +34,7 @@ from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.contract.send_plan import SendPlan, check_send_plan
 from weft.rpc.codec import send_plan_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer
-from weft.transport.group import Operation, Speak, on_device
+from weft.transport.group import Speak, on_device
 from weft.transport.member import FetchedManifests, Membership
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
@@ -269,10 +269,10 @@ class GroupReceiver:
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):
-            if prepare.carries_runs or plan is not None:  # refused at begin
+            if prepare.carries_runs:  # refused at begin
                 raise UnsupportedError("what is loaded in place comes in the manifest's order")
             transfer = self._load_in_place(
-                membership, prepare.transfer_id, version, manifest, deadline
+                membership, prepare.transfer_id, version, manifest, plan, deadline
             )
         else:
             runs = prepare.carries_runs
@@ -319,6 +319,7 @@ class GroupReceiver:
         transfer_id: str,
         version: PolicyVersion,
         manifest: Callable[[], Manifest],
+        plan: SendPlan | None,
         deadline: float,
     ) -> IncomingTransfer:
         handoff = self._store.handoff.of(transfer_id)
@@ -328,7 +329,8 @@ class GroupReceiver:
         else:
             handoff.resume(deadline)
         handoff.tell(partial(membership.progress.say, pb.ACTIVITY_LOADING, transfer_id))
-        return InPlaceTransfer(handoff, self._store.memory, self._store.staging_capacity_bytes)
+        bound_bytes = self._store.staging_capacity_bytes
+        return InPlaceTransfer(handoff, self._store.memory, bound_bytes, plan)
 
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         prepared = self._prepared
@@ -339,7 +341,7 @@ class GroupReceiver:
         buffers = prepared.transfer.receive_buffers(
             first_bucket, self._device, prepared.num_in_flight, check
         )
-        self._receive_buckets(membership, prepared, buffers, first_bucket)
+        receive_buckets(membership, prepared, buffers, first_bucket)
         # Waits for the loader where it is loaded in place, so it may still be woken.
         digest = prepared.transfer.finish(check)
         self._prepared = None
@@ -359,53 +361,6 @@ class GroupReceiver:
             time.monotonic() - began,
             self.ticket.epoch,
         )
-
-    def _receive_buckets(
-        self, membership: Membership, prepared: Prepared, buffers: ReceiveBuffers, first_bucket: int
-    ) -> None:
-        """Receive, verify in order, report each bucket."""
-        num_buckets = prepared.num_buckets
-        say = membership.progress.say
-        forming = partial(say, pb.ACTIVITY_FORMING, prepared.transfer_id)
-        posted: deque[Operation] = deque()
-        num_posted = num_reported = first_bucket
-        from_sender = dict.fromkeys(membership.lanes, 0)  # receives that are posted
-        waited = verified = 0.0
-        for index in range(first_bucket, num_buckets):
-            self._notify_if_due(membership, prepared, buffers)
-            while num_posted < num_buckets:
-                # In the order of all receivers, and never further: a receive that waits for its
-                # sender may hold up the device, and with it what the sender itself waits for.
-                sender = prepared.sender_of(num_posted)
-                if from_sender[sender] == buffers.ahead:
-                    break
-                if not buffers.make_room(num_posted, wait=not posted):
-                    break
-                seconds = max(1.0, prepared.deadline - time.monotonic())
-                wire = buffers.wire(num_posted)
-                posted.append(membership.lanes[sender].broadcast(wire, seconds, forming))
-                from_sender[sender] += 1
-                num_posted += 1
-            waiting = partial(say, pb.ACTIVITY_WAITING, prepared.transfer_id, index)
-            began = time.perf_counter()
-            posted.popleft().wait(prepared.deadline, waiting)
-            came = time.perf_counter()
-            buffers.accept(index, prepared.nonce)
-            from_sender[prepared.sender_of(index)] -= 1
-            waited, verified = waited + came - began, verified + time.perf_counter() - came
-            while num_reported < min(buffers.num_kept, index + 1):
-                report = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=num_reported)
-                membership.attendance.send(pb.AttendRequest(bucket_verified=report))
-                num_reported += 1
-        prepared.span.set(wait_seconds=waited, verify_seconds=verified)
-        self._notify_if_due(membership, prepared, buffers)
-
-    def _notify_if_due(
-        self, membership: Membership, prepared: Prepared, buffers: ReceiveBuffers
-    ) -> None:
-        if buffers.is_load_due():
-            due = pb.LoadDue(transfer_id=prepared.transfer_id)
-            membership.attendance.send(pb.AttendRequest(load_due=due))
 
     def _drop_prepared(self) -> None:
         """Give back the memory of a transfer that was never started."""

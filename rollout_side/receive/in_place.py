@@ -10,12 +10,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
+from rollout_side.memory.versions import Carried
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
+from rollout_side.receive.wire_buckets import LaneBuffers, open_planned, place_runs
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -24,7 +27,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.manifest import Manifest
-from weft.transport.buckets import verify_bucket
+from weft.contract.send_plan import SendPlan
+from weft.transport.buckets import bucket_sums, verify_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +46,18 @@ class InPlaceTransfer:
         handoff: To which buckets are put; what was put stays with it.
         memory: What there is beside the engine's.
         bound_bytes: Of the buffers that it is received in, but for those that must be.
+        plan: Who sends what, where several do.
     """
 
-    def __init__(self, handoff: HandoffQueue, memory: Memory, bound_bytes: int) -> None:
+    def __init__(
+        self,
+        handoff: HandoffQueue,
+        memory: Memory,
+        bound_bytes: int,
+        plan: SendPlan | None = None,
+    ) -> None:
         self._handoff, self._memory, self._bound_bytes = handoff, memory, bound_bytes
+        self._plan = plan
 
     @property
     def manifest(self) -> Manifest:
@@ -55,7 +67,8 @@ class InPlaceTransfer:
     @property
     def num_verified(self) -> int:
         """See ``IncomingTransfer``."""
-        return len(self._handoff.digests)
+        num_put = len(self._handoff.digests)
+        return num_put if self._plan is None else self._plan.begin_of(num_put)
 
     def receive_buffers(
         self,
@@ -66,9 +79,14 @@ class InPlaceTransfer:
     ) -> ReceiveBuffers:
         """See ``IncomingTransfer``. What comes again, for a slower member, is verified and
         dropped."""
+        plan = self._plan
+        lanes = LaneBuffers(plan, num_in_flight, device) if plan is not None else None
         largest = max(bucket.wire_bytes for bucket in self.manifest.buckets)
         num_more = self._memory.room_for(largest, device, self._bound_bytes, num_in_flight)
-        return InPlaceBuffers(self._handoff, device, num_in_flight, check, num_more)
+        given = (self._handoff, device, num_in_flight, check, num_more)
+        if plan is None or lanes is None:
+            return InPlaceBuffers(*given)
+        return GatheringBuffers(plan, lanes, *given)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
@@ -137,9 +155,12 @@ class InPlaceBuffers:
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        self._handoff.put(index, wire, verify_bucket(wire, self._handoff.manifest, index, nonce))
-        self._num_accepted += 1
+        self._put(index, wire, verify_bucket(wire, self._handoff.manifest, index, nonce))
         self.num_kept = max(self.num_kept, index + 1)
+
+    def _put(self, bucket: int, wire: torch.Tensor, digests: list[int]) -> None:
+        self._handoff.put(bucket, wire, digests)
+        self._num_accepted += 1
         seconds = time.monotonic() - self._began
         num_buckets = len(self._handoff.manifest.buckets)
         due = is_load_due(self._num_accepted, len(self._buffers), num_buckets, seconds)
@@ -150,6 +171,52 @@ class InPlaceBuffers:
         now = self._is_due and not self._was_due
         self._was_due = self._was_due or now
         return now
+
+
+class GatheringBuffers(InPlaceBuffers):
+    """``InPlaceBuffers`` where several send: wire buckets arrive in buffers of their own, and a
+    bucket of the layout is handed over once all of its have come.
+
+    What is gathered in part is gone with the group. So no wire bucket is reported, and released
+    at its sender, before all of its bucket of the layout have come.
+
+    Args:
+        plan: Who sends what.
+        lanes: Where it is received.
+        given: As ``InPlaceBuffers`` has them.
+    """
+
+    def __init__(self, plan: SendPlan, lanes: LaneBuffers, *given: Any) -> None:
+        super().__init__(*given)
+        self._plan, self._lanes = plan, lanes
+        self._num_put = self.num_kept
+        self.num_kept = plan.begin_of(self._num_put)
+        self._gathered: list[Carried] = []
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """See ``ReceiveBuffers``: as for its bucket of the layout."""
+        return super().make_room(self._plan.buckets[index].bucket, wait=wait)
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``ReceiveBuffers``."""
+        return self._lanes.wire(index)
+
+    def accept(self, index: int, nonce: int) -> None:
+        """See ``ReceiveBuffers``."""
+        plan, manifest, wire = self._plan, self._handoff.manifest, self.wire(index)
+        bucket = plan.buckets[index].bucket
+        carried = open_planned(wire, manifest, plan, index, nonce)
+        if bucket < self._num_put:
+            return  # it came again, for a slower member
+        place = super().wire(bucket)
+        place_runs(wire, manifest, carried.runs, place, [0] * len(manifest.buckets))
+        self._gathered.append(carried)
+        if index + 1 == plan.begin_of(bucket + 1):
+            runs = [run for wire in self._gathered for run in wire.runs]
+            digests = [digest for wire in self._gathered for digest in wire.digests]
+            self._put(bucket, place, bucket_sums(manifest, bucket, runs, digests))
+            self._gathered.clear()
+            self._num_put, self.num_kept = bucket + 1, index + 1
 
 
 def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: float) -> bool:

@@ -111,6 +111,41 @@ def test_survivors_and_both_senders_resume_without_a_replica_that_died(
     assert same(engines[0].base, weights(2))
 
 
+def in_place(pool: Pool, replica_id: str) -> EngineDouble:
+    engine = EngineDouble(weights(0), in_place=True)
+    pool.add_replica(replica_id, engine)
+    return engine
+
+
+def test_replicas_that_load_in_place_gather_each_bucket(pool: Pool) -> None:
+    engines = [in_place(pool, "replica-0"), in_place(pool, "replica-1")]
+    trainer = ShardedTrainer(pool.target, 3)
+    for seed in (1, 2):
+        trainer.push(weights(seed))
+        assert all(same(engine.base, weights(seed)) for engine in engines)
+    trainer.close()
+
+
+def test_a_replica_that_loads_in_place_resumes_beside_one_that_stages(pool: Pool) -> None:
+    staging, loading, lost = EngineDouble(weights(0)), in_place(pool, "replica-1"), []
+    pool.add_replica("replica-0", staging)
+    pool.add_replica("replica-2", EngineDouble(weights(0)))
+    trainer = ShardedTrainer(pool.target)
+
+    def before(rank: int, nth: int) -> None:
+        if (rank, nth) == (1, 5) and not lost:
+            lost.append("replica-2")
+            pool.remove_replica("replica-2")
+
+    transfer = trainer.push(weights(1), min_replicas=1, before=before)
+    assert list(transfer.lost_replica_ids) == lost
+    assert same(staging.base, weights(1))
+    assert same(loading.base, weights(1))
+    for buckets in trainer.buckets.values():
+        assert buckets.made == [*range(len(buckets.made))]
+    trainer.close()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sender_that_dies_is_everybodys_error_at_once(
     victim: int, engines: list[EngineDouble], trainer: ShardedTrainer

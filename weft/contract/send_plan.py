@@ -9,6 +9,7 @@ resumes counts in it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,10 @@ class SendPlan:
     def wire_bytes(self, index: int) -> int:
         """Bytes on the wire of a wire bucket, by its place in the order."""
         return self.buckets[index].wire_bytes
+
+    def begin_of(self, bucket: int) -> int:
+        """The first wire bucket of a bucket of the layout; how many there are before it."""
+        return bisect_left(self.buckets, bucket, key=lambda wire: wire.bucket)
 
     def sent_by(self, sender: int) -> tuple[int, ...]:
         """The wire buckets of one sender, ascending."""

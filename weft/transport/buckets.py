@@ -21,6 +21,7 @@ from weft.contract.manifest import (
     pack_trailer,
 )
 from weft.contract.runs import Run, check_coverage, pack_runs, unpack_runs
+from weft.contract.tensors import TensorMeta
 from weft.transport.digest import Part, joined, part_digests
 
 
@@ -123,8 +124,22 @@ def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int])
     Raises:
         InvalidManifestError: They do not cover every element once; names a place.
     """
-    check_coverage([slot.meta for slot in manifest.tensors], runs)
-    sums = [0] * len(manifest.tensors)
+    return _sums([slot.meta for slot in manifest.tensors], runs, digests)
+
+
+def bucket_sums(
+    manifest: Manifest, bucket: int, runs: Sequence[Run], digests: Sequence[int]
+) -> list[int]:
+    """As ``tensor_sums`` of the tensors of one bucket of the layout, from runs that lie in it."""
+    tensors = manifest.tensors_by_bucket[bucket]
+    places = {tensor: nth for nth, tensor in enumerate(tensors)}
+    own = [run._replace(tensor=places[run.tensor]) for run in runs]
+    return _sums([manifest.tensors[tensor].meta for tensor in tensors], own, digests)
+
+
+def _sums(metas: Sequence[TensorMeta], runs: Sequence[Run], digests: Sequence[int]) -> list[int]:
+    check_coverage(metas, runs)
+    sums = [0] * len(metas)
     for run, digest in zip(runs, digests, strict=True):
         sums[run.tensor] = (sums[run.tensor] + digest) % 2**64
     return sums

@@ -173,13 +173,6 @@ def check_room(
                 raise _checked_too_late(replica)
             if carries_runs:
                 raise _in_no_order(replica)
-            if transfer.send_plan is not None:
-                raise UnsupportedError(
-                    f"replica {replica.replica_id!r} loads a base in place, which takes one "
-                    "sender: push with max_senders=1, or start the replicas with --staging device "
-                    "or host",
-                    metadata={"replica": replica.replica_id},
-                )
             continue
         if transfer.kind is PolicyKind.BASE:
             room = capabilities.staging_capacity_bytes - replica.pinned_bytes
