@@ -18,9 +18,10 @@ from weft.coordinator.decisions.effects import (
     Reply,
     SaveEpoch,
 )
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import FitKey, Policy, PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 
 #: Ended transfers that are remembered.
 MAX_HISTORY = 100

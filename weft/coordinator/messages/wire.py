@@ -11,6 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import BeginAnswer
 from weft.coordinator.decisions.recovery.republish import conflicts, publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import (
     Lease,
     Policy,
@@ -19,7 +20,7 @@ from weft.coordinator.decisions.state.pool import (
     num_retained,
 )
 from weft.coordinator.decisions.state.replica import OutOfService, Replica
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,

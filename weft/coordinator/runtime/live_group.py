@@ -14,8 +14,8 @@ from typing import Final
 from weft.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft.contract.lru import Lru
 from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Word
-from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import Layout
 from weft.coordinator.runtime.key_value_store import KeyValueStore
 from weft.v1 import rendezvous_pb2

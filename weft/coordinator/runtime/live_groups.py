@@ -19,8 +19,9 @@ from weft.contract.errors import (
 from weft.contract.lru import Lru
 from weft.contract.manifest import DIGEST_BYTES
 from weft.coordinator.decisions import events
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Word
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout
 from weft.coordinator.messages.wire import group_to_proto
 from weft.coordinator.runtime.key_value_store import KeyValueStore

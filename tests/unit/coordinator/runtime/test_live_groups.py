@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 
 import pytest
@@ -13,11 +15,17 @@ from weft.contract.errors import (
     RequestConflictError,
     StaleEpochError,
 )
+from weft.contract.send_plan import WireBucket, make_send_plan
 from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.transfer import Group, Member
+from weft.coordinator.decisions.purposes.clone import Clone
+from weft.coordinator.decisions.state.group import Group, Member
+from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft.coordinator.decisions.state.values import Failure, PolicyKind
 from weft.coordinator.messages.wire import group_to_proto
-from weft.coordinator.runtime.live_group import Watermark
+from weft.coordinator.runtime.live_group import RankLink, Watermark
 from weft.coordinator.runtime.live_groups import LiveGroups
+from weft.rpc.codec import send_plan_from_proto
+from weft.v1 import rendezvous_pb2
 
 
 def test_the_watermark_is_the_slowest_receiver() -> None:
@@ -107,3 +115,61 @@ async def test_releases_coalesce_and_a_deaf_rank_is_cut_off() -> None:
     with pytest.raises(CapacityError) as refused:
         await read_all()
     assert refused.value.reason == "TOO_SLOW"
+
+
+def _two_senders() -> Group:
+    members = (Member("r0", "i1", 2, 1),)
+    return Group("g", "secret", 1, "t1", "s1", "gloo", members, num_senders=2)
+
+
+async def _heard(link: RankLink) -> list[str]:
+    """What a rank was told, by kind; ends when there is nothing more."""
+    kinds = []
+    with contextlib.suppress(TimeoutError):
+        while message := await asyncio.wait_for(link.next(), 0.05):
+            kinds.append(str(message.WhichOneof("message")))
+    return kinds
+
+
+async def test_each_of_several_senders_is_told_what_one_alone_is() -> None:
+    posted: list[events.Event] = []
+    groups, group = LiveGroups(posted.append), _two_senders()
+    groups.open_group(group)
+    with pytest.raises(InvalidRequestError, match="rank 1 sends"):
+        groups.attend("g", group.token_of(1), 1)
+    links = [groups.attend("g", group.token_of(r), r, 3 - r if r < 2 else 0) for r in range(3)]
+    plan = make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])
+    transfer = Transfer(
+        ids=FreshIds("t", 1, "g", "k", "s"),
+        purpose=Clone(replica_id="r0", source="r1"),
+        policy="math",
+        kind=PolicyKind.ADAPTER,
+        trainer_id="t1",
+        send_plan=plan,
+        begin_at=0.0,
+    )
+    groups.send_prepare("g", transfer, 10.0)
+    assert (await links[2].next()).WhichOneof("message") == "welcome"
+    prepare = (await links[2].next()).prepare
+    assert prepare.num_buckets_in_flight == 2, "the least that a sender has said"
+    assert send_plan_from_proto(prepare.send_plan) == plan
+    groups.send_start("g", "t", 1, 2, 1)
+    said = rendezvous_pb2.BucketVerified(transfer_id="t", bucket=1)
+    for link in links[:2]:
+        with pytest.raises(InvalidRequestError):
+            groups.receive(link, rendezvous_pb2.AttendRequest(bucket_verified=said))
+    groups.receive(links[2], rendezvous_pb2.AttendRequest(bucket_verified=said))
+    renewed = dataclasses.replace(group, group_id="g.1", epoch=2)
+    groups.send_reform("g", "t", renewed, "r1 died")
+    for rank, link in enumerate(links[:2]):
+        messages = [await link.next() for _ in range(4)]
+        kinds = [m.WhichOneof("message") for m in messages if m is not None]
+        assert sorted(map(str, kinds)) == ["reform", "released", "start", "welcome"]
+        (told,) = [m.reform.group for m in messages if m is not None and m.HasField("reform")]
+        assert (told.rank, told.num_senders) == (rank, 2)
+        assert (told.token, list(told.further_tokens)) == (renewed.token_of(rank), [])
+        (freed,) = [m.released for m in messages if m is not None and m.HasField("released")]
+        assert freed.num_buckets == 2
+    failure = Failure("PEER_GONE", "r0 died", {})
+    groups.send_abort("g", "t", failure)
+    assert [await _heard(link) for link in links] == [["abort"], ["abort"], ["start", "abort"]]

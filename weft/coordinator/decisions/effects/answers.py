@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import Lease
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import ReplicaState
 
 

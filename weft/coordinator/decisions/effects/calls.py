@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import AdapterSpec, ContentDigest, HeldVersion
 
 

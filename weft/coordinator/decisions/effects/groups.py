@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.group import Group
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure
 
 

@@ -21,9 +21,10 @@ from weft.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft.coordinator.decisions.recovery import backoff
 from weft.coordinator.decisions.replicas import suspects
 from weft.coordinator.decisions.replicas.replica_state import takes_clones, wants
+from weft.coordinator.decisions.state.group import Group, seats
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, holds
-from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, seats
+from weft.coordinator.decisions.state.transfer import Attempt, Transfer
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 from weft.coordinator.decisions.transfers import abort, course, in_place, reform
 from weft.coordinator.decisions.transfers.discard import discard

@@ -31,9 +31,10 @@ from weft.coordinator.decisions.effects import (
     SaveVersion,
 )
 from weft.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
+from weft.coordinator.decisions.state.group import Group, seats
 from weft.coordinator.decisions.state.pool import Policy, PoolState, live_lease, require_lease
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Group, Purpose, Transfer, seats
+from weft.coordinator.decisions.state.transfer import Purpose, Transfer
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,

@@ -16,8 +16,9 @@ from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup
+from weft.coordinator.decisions.state.group import Group, Member
 from weft.coordinator.decisions.state.replica import Replica, Suspicion
-from weft.coordinator.decisions.state.transfer import Group, Member, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.transfers import abort
 
 #: Between two orders to attend a probe; doubled each time, from the first to the second.

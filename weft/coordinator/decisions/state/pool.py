@@ -14,8 +14,9 @@ from functools import cached_property
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LeaseFencedError
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,

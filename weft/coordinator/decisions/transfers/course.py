@@ -21,9 +21,10 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
 from weft.coordinator.decisions.replicas import holdings
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Group, Transfer, switch_id
+from weft.coordinator.decisions.state.transfer import Transfer, switch_id
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
 from weft.coordinator.decisions.transfers import abort, in_place, reform, stalls, unserved
 from weft.coordinator.decisions.transfers.refusals import is_dirty

@@ -18,8 +18,9 @@ from weft.coordinator.decisions.effects import (
     OpenGroup,
     SendReform,
 )
+from weft.coordinator.decisions.state.group import Group, members_of
 from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.transfer import Attempt, Group, Transfer, members_of
+from weft.coordinator.decisions.state.transfer import Attempt, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import abort
 

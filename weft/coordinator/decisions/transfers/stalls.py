@@ -33,9 +33,10 @@ from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.replicas import suspects
 from weft.coordinator.decisions.replicas.replica_state import base_targets
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import Watch
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import reform
 

@@ -10,8 +10,8 @@ from weft.contract.manifest import WSUM64, Bucket, TensorSlot, make_manifest, pl
 from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.tensors import TensorMeta
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Activity, Word
-from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
 from weft.coordinator.decisions.transfers import stalls
 
