@@ -20,8 +20,8 @@ from tests.sim.stall_checks import StallChecks
 from tests.sim.transfer_checks import SLACK_SECONDS, TransferChecks
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     ReplicaState,

@@ -9,8 +9,9 @@ from tests.sim.clock import Future
 from weft.contract.errors import WeftError
 from weft.contract.manifest import WSUM64, plan_buckets
 from weft.contract.names import BASE_POLICY
+from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.tensors import DataType, TensorMeta
-from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
@@ -41,14 +42,32 @@ def layout_of(policy: str) -> Layout:
     return BASE_LAYOUT if policy == BASE_POLICY else ADAPTER_LAYOUT
 
 
+def plan_of(layout: Layout) -> SendPlan:
+    """Two senders: the first bucket is one's alone, the last the other's, and of those between
+    each has a half."""
+    assert layout.manifest is not None
+    last = layout.num_buckets - 1
+    wires = []
+    for index, bucket in enumerate(layout.manifest.buckets):
+        senders = (0,) if index == 0 else (1,) if index == last else (0, 1)
+        wires += [WireBucket(sender, index, bucket.payload_bytes, 1) for sender in senders]
+    return make_send_plan(2, wires)
+
+
 def digest_over(contents: Sequence[bytes], layout: Layout) -> ContentDigest:
     """Over all buckets; of buckets that belong together it is what they are of."""
     value = contents[0] if len(set(contents)) == 1 else b"mixed"
     return ContentDigest(WSUM64, value, layout.total_bytes)
 
 
+def sender_name(group: Group, rank: int) -> str:
+    """The process that a sender of a group is."""
+    name = group.trainer_id.removeprefix("replica:")
+    return f"{name}.{rank}" if rank else name
+
+
 class Data:
-    """The operations of one transfer in one group, numbered from 0.
+    """The operations of one transfer in one sender's lane of a group, numbered from 0.
 
     Args:
         group: Whose members take part.

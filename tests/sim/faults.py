@@ -39,6 +39,8 @@ class Faults:
             self._freeze_replica,
             self._hang_worker,
             self._hang_trainer,
+            self._crash_rank,
+            self._hang_rank,
             self._leave,
         ]
         self._kinds = [kind for kind in kinds if random.random() < 0.4]
@@ -176,6 +178,20 @@ class Faults:
         """It goes on renewing its leases."""
         trainer = self.world.random.choice(list(self.world.trainers.values()))
         self._freeze(trainer.worker, self.world.random.choice([5.0, 15.0, 40.0]))
+
+    def _crash_rank(self) -> None:
+        """Of a trainer's further ones: it comes back with the next push."""
+        if alive := self._ranks():
+            self.world.crash(self.world.random.choice(alive))
+
+    def _hang_rank(self) -> None:
+        if alive := self._ranks():
+            seconds = self.world.random.choice([5.0, 15.0, 40.0])
+            self._freeze(self.world.random.choice(alive), seconds)
+
+    def _ranks(self) -> list[Process]:
+        ranks = [rank for trainer in self.world.trainers.values() for rank in trainer.others]
+        return [rank for rank in ranks if rank.alive]
 
     def _leave(self) -> None:
         replica = self.world.random.choice(list(self.world.replicas.values()))

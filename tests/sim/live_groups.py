@@ -8,8 +8,8 @@ from typing import Any
 from tests.sim.network import Stream
 from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Activity, Word
-from weft.coordinator.decisions.state.transfer import Group
 from weft.coordinator.runtime.live_group import Watermark
 
 

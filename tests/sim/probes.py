@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future
 from weft.contract.errors import StaleEpochError
-from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.group import Group
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

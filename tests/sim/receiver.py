@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, any_of
-from tests.sim.data import SPEAK_SECONDS, digest_over
+from tests.sim.data import SPEAK_SECONDS, digest_over, sender_name
 from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
@@ -21,7 +21,8 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.group import Group
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind
 
 if TYPE_CHECKING:
@@ -194,17 +195,22 @@ class Receiver:
         self, transfer: Transfer, contents: list[bytes]
     ) -> Generator[Any, Any, None]:
         assert self.stream is not None
-        world, sender = self.world, self._sender
-        data = world.data_of(self.group, transfer.transfer_id, sender)
+        world = self.world
         late = TransferTimeoutError("the bytes did not come")
+        num_received = [0] * self.group.num_senders
         due = world.random.randint(0, AHEAD) if self._in_place(transfer) else 0
-        for number in range(transfer.layout.num_buckets - len(contents)):
+        for index in range(len(contents), transfer.layout.num_buckets):
+            rank = transfer.sender_of(index)
+            sender = sender_name(self.group, rank)
+            data = world.data_of(self.group, transfer.transfer_id, sender, rank)
             if self._in_place(transfer) and len(contents) >= due:
                 self._say_due(transfer)
                 due = len(contents) + transfer.layout.num_buckets
             if self._in_place(transfer) and len(contents) >= AHEAD:
                 yield from self._await_loading(transfer)
-            arrives, left = data.operation(number), self._deadline - world.clock.now
+            arrives = data.operation(num_received[rank])
+            num_received[rank] += 1
+            left = self._deadline - world.clock.now
             bucket, content = yield from self._wait_speaking(
                 transfer, left, arrives, data.broken, self._aborted, late=late
             )
@@ -225,7 +231,3 @@ class Receiver:
             if self._in_place(transfer):
                 self.replica.in_place.verified(transfer.transfer_id, len(contents))
             self.stream.up(("verified", transfer.transfer_id, bucket))
-
-    @property
-    def _sender(self) -> str:
-        return self.group.trainer_id.removeprefix("replica:")

@@ -31,7 +31,8 @@ from weft.contract.errors import (
 from weft.contract.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.transfer import Group, switch_id
+from weft.coordinator.decisions.state.group import Group
+from weft.coordinator.decisions.state.transfer import switch_id
 from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:

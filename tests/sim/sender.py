@@ -1,15 +1,17 @@
-"""Rank 0 of side groups: a model of ``trainer_side.pool.sender`` and of a clone's source."""
+"""A sender of side groups: a model of ``trainer_side.pool.sender`` and of a clone's source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft.coordinator.decisions.state.transfer import Group
+from weft.contract.send_plan import SendPlan
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
@@ -24,8 +26,20 @@ class Sending:
     layout: Layout
     digest: ContentDigest
     deadline: float
+    plan: SendPlan | None = None
+    rank: int = 0
     num_packed: int = 0
     num_released: int = 0
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the transfer, whoever sends them."""
+        return len(self.plan.buckets) if self.plan else self.layout.num_buckets
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Those that are sent here."""
+        return self.plan.sent_by(self.rank) if self.plan else range(self.num_buckets)
 
 
 FindGroup = Callable[[str], Generator[Any, Any, Group | None]]
@@ -36,10 +50,10 @@ class Reformed(Exception):
 
 
 class Epoch:
-    """One membership as rank 0, and what was said in it."""
+    """One membership as a sender, and what was said in it."""
 
-    def __init__(self, world: World, process: Process, group: Group) -> None:
-        self.world, self.group = world, group
+    def __init__(self, world: World, process: Process, group: Group, rank: int = 0) -> None:
+        self.world, self.group, self.rank = world, group, rank
         self.started: dict[str, int] = {}
         self.released: dict[str, int] = {}
         self.broken: WeftError | None = None
@@ -48,7 +62,7 @@ class Epoch:
         self._is_cut_off = False
         self._wake = Future()
         self._name = process.name
-        self.stream = world.attend(process, group, 0, self._message, self._closed)
+        self.stream = world.attend(process, group, rank, self._message, self._closed)
 
     def changed(self) -> Future:
         """Done when something is said next."""
@@ -87,7 +101,7 @@ class Epoch:
 
     def _let_go(self, transfer_id: str) -> None:
         gone = PeerUnavailableError("the sender let go of the group")
-        data = self.world.data_of(self.group, transfer_id, self._name)
+        data = self.world.data_of(self.group, transfer_id, self._name, self.rank)
         self.world.clock.after(self.world.network.delay(), data.broken.set, None, gone)
 
     def send_buckets(self, sending: Sending) -> Generator[Any, Any, None]:
@@ -97,22 +111,24 @@ class Epoch:
             Reformed: The transfer resumes elsewhere.
             WeftError: The transfer or the group has ended.
         """
-        transfer_id, num_buckets = sending.transfer_id, sending.layout.num_buckets
+        transfer_id, indices = sending.transfer_id, sending.indices
         self.num_sent = 0  # of this transfer
         yield from self._wait(lambda: transfer_id in self.started, sending)
         first = self.started[transfer_id]
         if first < sending.num_released:
             raise PeerUnavailableError("a receiver lost a bucket that it had verified")
-        data = self.world.data_of(self.group, transfer_id, self._name)
+        data = self.world.data_of(self.group, transfer_id, self._name, self.rank)
         data.epoch = self
-        for bucket in range(first, num_buckets):
-            if bucket >= sending.num_packed:
-                yield from self._await_released(sending, bucket - NUM_BUFFERS + 1)
-                sending.num_packed = bucket + 1
+        self.num_sent = first
+        for nth in range(bisect_left(indices, first), len(indices)):
+            if nth >= sending.num_packed:
+                if nth >= NUM_BUFFERS:
+                    yield from self._await_released(sending, indices[nth - NUM_BUFFERS] + 1)
+                sending.num_packed = nth + 1
             yield self.world.random.uniform(0.001, 0.1)
-            data.send(bucket, sending.digest.value)
-            self.num_sent = bucket + 1
-        yield from self._await_released(sending, num_buckets)
+            data.send(indices[nth], sending.digest.value)
+            self.num_sent = indices[nth] + 1
+        yield from self._await_released(sending, sending.num_buckets)
         self.stream.up(("staged", transfer_id, sending.digest))
 
     def _await_released(self, sending: Sending, num_buckets: int) -> Generator[Any, Any, None]:
@@ -150,11 +166,11 @@ class Epoch:
 
 
 class Sender:
-    """A trainer's place in one group after another."""
+    """A trainer rank's place in one group after another."""
 
-    def __init__(self, world: World, process: Process, group: Group) -> None:
-        self._world, self._process = world, process
-        self.epoch = Epoch(world, process, group)
+    def __init__(self, world: World, process: Process, group: Group, rank: int = 0) -> None:
+        self._world, self._process, self._rank = world, process, rank
+        self.epoch = Epoch(world, process, group, rank)
 
     @property
     def usable(self) -> bool:
@@ -190,7 +206,7 @@ class Sender:
             released = epoch.released.get(sending.transfer_id, 0)
             sending.num_released = max(sending.num_released, released)
             epoch.stream.leave()
-            self.epoch = Epoch(self._world, self._process, epoch.successor)
+            self.epoch = Epoch(self._world, self._process, epoch.successor, self._rank)
 
     def stand_by(self, sending: Sending, outcome: Future) -> Generator[Any, Any, None]:
         """Stay a member until the outcome is known: the survivors of a loss after the

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft.coordinator.decisions.purposes.push import Push
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.transfer import Group, Transfer
+from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Phase
 
 if TYPE_CHECKING:
@@ -53,15 +54,23 @@ class StallChecks:
         if transfer.phase is Phase.FORMING:
             return not ranks <= transfer.attempt.prepared.keys()
         first = min(transfer.attempt.prepared.values())
-        data = self._world.data.get((group.group_id, transfer.transfer_id))
-        num_sent = first + (data.num_sent if data else 0)
+        sent = self._sent(transfer, group, first)
         told = transfer.attempt.watch.num_verified
-        verified = {rank: told.get(rank, first) for rank in range(group.size)}
+        verified = {rank: told.get(rank, first) for rank in group.receivers}
         if is_source:
-            return all(verified[rank] >= num_sent for rank in range(1, group.size))
-        if num_sent == transfer.layout.num_buckets:
+            return all(count >= first + len(sent) for count in verified.values())
+        if first + len(sent) == transfer.layout.num_buckets:
             return not ranks <= transfer.attempt.staged.keys()
-        return any(verified[rank] < num_sent for rank in ranks - transfer.attempt.staged.keys())
+        return any(verified[rank] in sent for rank in ranks - transfer.attempt.staged.keys())
+
+    def _sent(self, transfer: Transfer, group: Group, first: int) -> set[int]:
+        """The buckets that were sent in this group."""
+        sent: set[int] = set()
+        for rank in group.senders:
+            data = self._world.data.get((group.group_id, transfer.transfer_id, rank))
+            own = [bucket for bucket in transfer.sent_by(rank) if bucket >= first]
+            sent.update(own[: data.num_sent if data else 0])
+        return sent
 
     def _check_trainer(self, state: PoolState, transfer: Transfer) -> None:
         trainer = self._world.trainers.get(transfer.trainer_id)
@@ -75,7 +84,8 @@ class StallChecks:
             and self._world.clock.now - other.begin_at > _SLACK_SECONDS
         ]
         longest = self._world.settings.sender_stall_seconds + _SLACK_SECONDS
-        if others_wait and min(trainer.worker.frozen_for(), self._age(transfer)) > longest:
+        hangs_for = max(rank.frozen_for() for rank in (trainer.worker, *trainer.others))
+        if others_wait and min(hangs_for, self._age(transfer)) > longest:
             fail(f"{transfer.transfer_id} of a trainer that hangs is waited for by {others_wait}")
 
     def _age(self, transfer: Transfer) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
-from tests.sim.data import layout_of
+from tests.sim.data import layout_of, plan_of
 from tests.sim.sender import Sender, Sending
 from tests.unit.coordinator.decisions.machine import SPEC
 from weft.contract.errors import (
@@ -22,8 +22,9 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.send_plan import SendPlan
 from weft.coordinator.decisions.effects import BeginAnswer
-from weft.coordinator.decisions.state.transfer import Group
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Push:
     min_replicas: int
     version: PolicyVersion | None = None
     transfer_id: str = ""
+    plan: SendPlan | None = None
     error: WeftError | None = None
     done: bool = False
 
@@ -60,12 +62,17 @@ class SimTrainer(Process):
         self.pushing = False
         #: The threads that train and push; leases are renewed by another one.
         self.worker = Process(world.clock, f"{name}'s push")
+        #: Its further ranks, which send with it in some pushes; ended with it.
+        self.others = [Process(world.clock, f"{name}.1")] * world.random.choice([0, 0, 1])
+        self._senders: list[Sender] = []
         self.spawn(self._renew())
         self.worker.spawn(self._train())
 
     def crash(self) -> None:
         """End it at once."""
         self.worker.crash()
+        for rank in self.others:
+            rank.crash()
         super().crash()
 
     def _train(self) -> Generator[Any, Any, None]:
@@ -128,6 +135,9 @@ class SimTrainer(Process):
     def _push(self, push: Push, content: bytes) -> Generator[Any, Any, None]:
         layout = layout_of(push.policy)
         yield self._call("describe", self._left(push))
+        self.others = [r if r.alive else Process(self.clock, r.name) for r in self.others]
+        if self.others and self.world.random.random() < 0.7:
+            push.plan = plan_of(layout)
         begun = yield from self._begin(push, layout)
         push.version, push.transfer_id = begun.version, begun.transfer_id
         digest = ContentDigest(WSUM64, content, layout.total_bytes)
@@ -135,8 +145,12 @@ class SimTrainer(Process):
             yield from self._outcome(push, None, None)
             return
         self.world.checks.sending(begun, digest)
-        sending = Sending(begun.transfer_id, layout, digest, push.deadline)
+        sending = Sending(begun.transfer_id, layout, digest, push.deadline, push.plan)
         sender = self._sender_for(begun.group)
+        ended = Future()
+        for rank, (process, other) in enumerate(zip(self.others, self._senders, strict=False), 1):
+            part = replace(sending, rank=rank)
+            process.spawn(self._send_part(push, layout, other, part, ended))
         try:
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 yield from sender.carry(sending, partial(self._group_now, push, layout))
@@ -144,6 +158,16 @@ class SimTrainer(Process):
         except WeftError as error:
             yield from self._give_up(push, error)
             raise
+        finally:
+            ended.set()
+
+    def _send_part(
+        self, push: Push, layout: Layout, sender: Sender, part: Sending, ended: Future
+    ) -> Generator[Any, Any, None]:
+        """What a further rank does, until rank 0 has told it over their link that all is over."""
+        with contextlib.suppress(WeftError):
+            yield from sender.carry(part, partial(self._group_now, push, layout))
+            yield from sender.stand_by(part, ended)
 
     def _begin(self, push: Push, layout: Layout) -> Generator[Any, Any, BeginAnswer]:
         fenced = False
@@ -189,6 +213,7 @@ class SimTrainer(Process):
             min_replicas=push.min_replicas,
             group_id=group_id,
             time_left=self._left(push),
+            send_plan=push.plan,
         )
 
     def _group_now(
@@ -232,9 +257,20 @@ class SimTrainer(Process):
         if self.sender is not None:
             if self.sender.usable and self.sender.epoch.group.group_id == group.group_id:
                 return self.sender
-            self.sender.close()
+            self._close_senders()
         self.sender = Sender(self.world, self, group)
+        self._senders = [
+            Sender(self.world, process, group, rank)
+            for rank, process in enumerate(self.others, 1)
+            if rank in group.senders
+        ]
         return self.sender
+
+    def _close_senders(self) -> None:
+        for sender in (self.sender, *self._senders):
+            if sender is not None:
+                sender.close()
+        self.sender, self._senders = None, []
 
     def _outcome(
         self, push: Push, sender: Sender | None, sending: Sending | None
@@ -263,6 +299,4 @@ class SimTrainer(Process):
                     policy=push.policy,
                     fencing_token=token,
                 )
-        if self.sender is not None:
-            self.sender.close()
-            self.sender = None
+        self._close_senders()

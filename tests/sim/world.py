@@ -31,8 +31,8 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import PolicyVersion
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import Settings
-from weft.coordinator.decisions.state.transfer import Group
 
 POLICIES = ["base", "math", "code"]
 
@@ -79,7 +79,7 @@ class World:
         self.network = Network(self.clock, self.random)
         self.catalog = CatalogModel()
         self.checks = Checks(self)
-        self.data: dict[tuple[str, str], Data] = {}
+        self.data: dict[tuple[str, str, int], Data] = {}
         self.corruption = self.clean_failure = self.dirty_failure = self.slow_disk = 0.0
         self.refusals = 0.0
         self._refused_by_all: dict[PolicyVersion, bool] = {}
@@ -140,11 +140,11 @@ class World:
             if process.name in members and self.random.random() < 0.6:
                 self.clock.after(self.network.delay(), data.break_off, gone)
 
-    def data_of(self, group: Group, transfer_id: str, sender: str) -> Data:
-        """The bytes of a transfer in a group."""
+    def data_of(self, group: Group, transfer_id: str, sender: str, rank: int = 0) -> Data:
+        """The bytes of a transfer in a sender's lane of a group."""
         while len(self.data) > _MAX_DATA:
             del self.data[next(iter(self.data))]
-        key = group.group_id, transfer_id
+        key = group.group_id, transfer_id, rank
         if key not in self.data:
             self.data[key] = Data(group, sender)
         return self.data[key]
@@ -222,6 +222,7 @@ class World:
         self.operator.spawn(self.operator.put_back())
         # The longest push, a commit's answer, a lost replica, an expired lease.
         workers = [p.worker for p in (*self.replicas.values(), *self.trainers.values())]
+        workers += [rank for trainer in self.trainers.values() for rank in trainer.others]
         awake_at = max(worker.frozen_until for worker in workers)
         self.clock.run_until(max(self.clock.now, awake_at) + 10.0)
         # The longest pause between two attempts at a clone comes on top.
