@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
+from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
 from weft.contract.errors import (
@@ -26,7 +27,7 @@ from weft.contract.errors import (
 )
 from weft.contract.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
-from weft.rpc.codec import duration_to_proto
+from weft.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.status import error_from_rpc
 from weft.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
@@ -256,6 +257,33 @@ async def test_a_replica_that_takes_no_runs_is_named(pool: Pool) -> None:
     error = await fails(trainer.begin(carries_runs=True), "UNIMPLEMENTED", "UNSUPPORTED")
     assert error.metadata["replica"] == "old"
     await trainer.begin()
+
+
+async def test_a_send_plan_is_refused_where_it_does_not_fit(pool: Pool) -> None:
+    await pool.replica()
+    trainer = await pool.trainer(policy="base")
+    trainer.manifest = plan_buckets(REFERENCE.tensors, 2048)
+    await trainer.put_manifest()
+    plan = send_plan_to_proto(in_halves(trainer.manifest))
+    begun = await trainer.begin(send_plan=plan)
+    assert (begun.group.rank, begun.group.num_senders) == (0, 2)
+    assert len({begun.group.token, *begun.group.further_tokens}) == 2
+    shorter, idle, unlike, twice = (types_pb2.SendPlan() for _ in range(4))
+    for odd in (shorter, idle, unlike, twice):
+        odd.CopyFrom(plan)
+    shorter.num_runs.pop()
+    idle.num_senders = 3
+    unlike.payload_bytes[0] += 2**20
+    twice.senders[1] = 0
+    for odd in (shorter, idle, unlike, twice, types_pb2.SendPlan(), types_pb2.SendPlan(
+        num_senders=1
+    )):  # fmt: skip
+        await fails(trainer.begin(send_plan=odd), "INVALID_ARGUMENT", "INVALID_REQUEST")
+    both = trainer.begin(send_plan=plan, carries_runs=True)
+    await fails(both, "INVALID_ARGUMENT", "INVALID_REQUEST")
+    plan.num_senders = 257
+    error = await fails(trainer.begin(send_plan=plan), "INVALID_ARGUMENT", "INVALID_REQUEST")
+    assert error.metadata["field"] == "SendPlan.num_senders"
 
 
 async def test_what_the_sender_found_is_the_outcome(pool: Pool) -> None:

@@ -18,12 +18,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
+from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
 from weft.contract.manifest import plan_buckets
 from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_aio_channel
+from weft.rpc.codec import send_plan_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.v1 import (
     admin_pb2,
@@ -120,7 +122,12 @@ class World:
             timeout=Duration(seconds=30),
             backend="gloo",
             protocol_revision=PROTOCOL_REVISION,
+            send_plan=self.send_plan() if self.chance.random() < 0.3 else None,
         )
+
+    def send_plan(self) -> types_pb2.SendPlan:
+        """One that fits."""
+        return send_plan_to_proto(in_halves(self.manifest))
 
     async def refresh(self) -> None:
         """Put back what requests have ended: the replica's service, the lease, the push."""
