@@ -72,10 +72,13 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     pool, engines, publisher, monkeypatch
 ):
     publisher.push_base(Model(1))
-    pack = trainer_side.pool.packer.pack_trailer
-    monkeypatch.setattr(
-        trainer_side.pool.packer, "pack_trailer", lambda digest, *rest: pack(digest ^ 1, *rest)
-    )
+    seal = trainer_side.pool.packer.seal_bucket
+
+    def seal_others(*given):
+        *given, digests = given
+        return seal(*given, [digest ^ 1 for digest in digests])
+
+    monkeypatch.setattr(trainer_side.pool.packer, "seal_bucket", seal_others)
     with pytest.raises(DigestMismatchError):
         publisher.push_base(Model(2))
     monkeypatch.undo()
