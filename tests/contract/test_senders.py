@@ -15,6 +15,7 @@ from tests.doubles import sharded_trainer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
+from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.transport.buckets import seal_bucket
 
@@ -62,11 +63,13 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("num_senders", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_senders", "backend"), [(1, GLOO), (2, GLOO), (3, GLOO), (2, ONE_SIDED)]
+)
 def test_every_rank_sends_what_it_holds(
-    num_senders: int, pool: Pool, engines: list[EngineDouble]
+    num_senders: int, backend: str, pool: Pool, engines: list[EngineDouble]
 ) -> None:
-    trainer = ShardedTrainer(pool.target, num_senders)
+    trainer = ShardedTrainer(pool.target, num_senders, backend=backend)
     first = trainer.push(weights(1))
     assert all(same(engine.base, weights(1)) for engine in engines)
     sent = [trainer.buckets[rank].made for rank in range(num_senders)]

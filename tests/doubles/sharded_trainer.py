@@ -14,6 +14,7 @@ import grpc
 import torch
 
 from trainer_side.sources.source import CastRule, make_metas
+from weft.contract.capabilities import GLOO
 from weft.contract.errors import WeftError
 from weft.contract.manifest import Manifest, plan_buckets
 from weft.contract.runs import Run
@@ -23,6 +24,7 @@ from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
+from weft.transport.backends import allocate
 from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
 from weft.transport.digest import part_digests
 from weft.transport.group import CPU
@@ -101,11 +103,12 @@ class ShardBuckets:
 
     num_buffers = 2
 
-    def __init__(self, push: ShardedPush, rank: int) -> None:
+    def __init__(self, push: ShardedPush, rank: int, backend: str) -> None:
+        self._backend = backend
         self.manifest, self._push, self._rank = push.manifest, push, rank
         self._indices = push.plan.sent_by(rank)
         need = max(push.plan.wire_bytes(index) for index in self._indices)
-        self._buffers = [torch.zeros(need, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [allocate(backend, need, CPU) for _ in range(2)]
         self._runs: list[Run] = []
         self._digests: list[int] = []
         self.made: list[int] = []
@@ -141,7 +144,10 @@ class ShardBuckets:
 
     def move(self) -> None:
         """To other memory: an abandoned operation may still read this."""
-        self._buffers = [buffer.clone() for buffer in self._buffers]
+        old = self._buffers
+        self._buffers = [allocate(self._backend, len(buffer), CPU) for buffer in old]
+        for buffer, before in zip(self._buffers, old, strict=True):
+            buffer.copy_(before)
 
 
 class ShardedPush:
@@ -163,8 +169,11 @@ class ShardedPush:
 class ShardedTrainer:
     """A trainer of the base whose ranks send what they hold."""
 
-    def __init__(self, target: str, num_senders: int = 2, bucket_bytes: int = 4096) -> None:
+    def __init__(
+        self, target: str, num_senders: int = 2, bucket_bytes: int = 4096, backend: str = GLOO
+    ) -> None:
         self._target, self._num_senders, self._bucket_bytes = target, num_senders, bucket_bytes
+        self._backend = backend
         self._channel = open_channel(target)
         self.stub = PublishServiceStub(self._channel)
         self.ranks: dict[int, SendingRank] = {}
@@ -234,7 +243,8 @@ class ShardedTrainer:
             layout_digest=manifest.layout_digest,
             require=pb.Requirement(min_replicas=min_replicas),
             timeout=duration_to_proto(timeout_seconds),
-            backend="gloo",
+            backend=self._backend,
+            trial_names=self.stub.DescribeTarget(pb.DescribeTargetRequest()).trial_names,
             group_id=self.ranks[0].ticket.group_id if self.ranks else "",
             protocol_revision=PROTOCOL_REVISION,
             send_plan=send_plan_to_proto(push.plan),
@@ -253,7 +263,7 @@ class ShardedTrainer:
             self.ranks[rank] = SendingRank(ticket, CPU)
 
     def _send(self, rank: int, push: ShardedPush, transfer_id: str, deadline: float) -> None:
-        buckets = self.buckets[rank] = ShardBuckets(push, rank)
+        buckets = self.buckets[rank] = ShardBuckets(push, rank, self._backend)
         sending = Sending(transfer_id, buckets, deadline, None, push.plan, rank)
         while True:
             member = self.ranks[rank]
