@@ -20,7 +20,9 @@ from trainer_side.params.choose import Kind
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.leases import Notices
+from trainer_side.pool.peer import Peer
 from trainer_side.pool.progress import reporter_for
+from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
@@ -103,6 +105,9 @@ class Publisher:
             once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
             fails with ``POLICY_OWNED`` as soon as that process is seen to live.
 
+        max_senders: A sharded trainer's ranks send what they hold, each over a stream of its own
+            to the coordinator, where so many or fewer do (64); else rank 0 gathers and sends all.
+
     Raises:
         InvalidRequestError: An argument that cannot be right; nothing was tried.
     """
@@ -126,6 +131,7 @@ class Publisher:
         on_base_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
         takeover: bool = False,
+        max_senders: int | None = None,
         tls: Tls | None = None,
         token: str | None = None,
     ) -> None:
@@ -136,6 +142,7 @@ class Publisher:
         checks.check_ranks(ranks)
         checks.check_choice("backend", backend, BackendChoice)
         checks.check_count("bucket_bytes", bucket_bytes)
+        checks.check_count("max_senders", max_senders)
         checks.check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
             checks.check_callable("progress", progress)
@@ -152,19 +159,23 @@ class Publisher:
         )
         self._notices = Notices(on_publish_again) if on_publish_again else None
         self._client: PoolClient | None = None
+        selection = BackendSelection(backend, send_from)
         if pushing_ranks.rank == SENDER:
             self._client = PoolClient(
                 coordinator,
                 trainer_id,
                 data_host,
-                BackendSelection(backend, send_from),
+                selection,
                 reporter_for(progress),
                 connect_seconds=connect_seconds,
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
                 credentials=credentials,
             )
-        self._pushing = Pushing(pushing_ranks, self._client, bucket_bytes)
+        peer = Peer(coordinator, data_host, selection, credentials)
+        self._pushing = Pushing(
+            pushing_ranks, self._client, bucket_bytes, peer, max_senders or DEFAULT_MAX_SENDERS
+        )
         self._background = Background(self._pushing, ranks_of(ranks))
 
     @property

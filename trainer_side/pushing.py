@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
+from trainer_side.pool.peer import Peer
 from trainer_side.pool.sender import bucket_capacity
+from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
+from trainer_side.pool.shard_push import ShardPush
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
@@ -19,6 +22,7 @@ from trainer_side.sources.content import Content
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
+from trainer_side.sources.shard_source import shard_source
 from trainer_side.sources.source import Source
 from weft import tracing
 from weft.contract.capabilities import NCCL
@@ -74,13 +78,23 @@ class Pushing:
         ranks: Of the trainer; closed with it.
         client: At the sender, closed with it; None elsewhere.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
+        peer: This rank as a further sender; closed with it.
+        max_senders: Of ranks that hold more shards than these, rank 0 gathers all.
     """
 
-    def __init__(self, ranks: Ranks, client: PoolClient | None, bucket_bytes: int | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        client: PoolClient | None,
+        bucket_bytes: int | None,
+        peer: Peer,
+        max_senders: int = DEFAULT_MAX_SENDERS,
+    ) -> None:
         self._lock = threading.Lock()
         self._ranks, self._sender_client = ranks, client
         self._bucket_bytes = bucket_bytes
         self._origins = Origins()
+        self._peer, self._max_senders, self._plans = peer, max_senders, ShardPlans()
         #: What the last push that succeeded cost.
         self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
@@ -114,6 +128,7 @@ class Pushing:
         """Wait for the push under way, leave the other ranks and the pool."""
         with self._lock:
             self._ranks.abandon()
+            self._peer.close()
             self._origins.close()
             if self._sender_client is not None:
                 self._sender_client.close()
@@ -137,11 +152,17 @@ class Pushing:
                 "was sent",
                 reason="REPLACED",
             )
-        target = pb.DescribeTargetResponse.FromString(
-            ranks.share(lambda: self._client.describe(deadline).SerializeToString())
-        )
-        with self._traced("weft.push.plan"):
-            what, source, adapter, manifest = self._plan(request, target, deadline)
+        without: list[str] = []
+        while True:
+            target = pb.DescribeTargetResponse.FromString(
+                ranks.share(lambda: self._client.describe(deadline, without).SerializeToString())
+            )
+            with self._traced("weft.push.plan"):
+                what, source, adapter, manifest = self._plan(request, target, deadline)
+                shards = self._shards(source, manifest)
+            if shards is None or self._can_all_send(shards, target):
+                break
+            without.append(target.backends[0])
         description = source.description if source else DESCRIPTION
         span.set(
             kind="base" if adapter is None else "adapter",
@@ -153,8 +174,9 @@ class Pushing:
 
         def begin() -> bytes:
             assert manifest is not None
+            plan = shards.plan if shards else None
             return self._begin(
-                request, what, manifest, adapter, target, finite, carries_runs, deadline
+                request, what, manifest, adapter, target, finite, carries_runs, plan, deadline
             )
 
         shared = ranks.share(begin)
@@ -170,7 +192,10 @@ class Pushing:
             ", ".join(begun.replica_ids),
             begun.group.epoch,
         )
-        transfer = self._carry_out(begun, what, source, manifest, finite, deadline)
+        if shards is not None and manifest is not None:
+            transfer = self._send_shards(begun, shards, manifest, finite, deadline)
+        else:
+            transfer = self._carry_out(begun, what, source, manifest, finite, deadline)
         about_base: tuple[str, ...] = ()
         if adapter is None:
             self._origins.pushed(what.base, version.version)
@@ -178,7 +203,8 @@ class Pushing:
             about_base = origin.remarks(transfer.served_over_base_version)
         backend = transfer.backend or target.backends[0]
         span.set(replicas=len(transfer.serving_replica_ids), backend=backend)
-        remarks = (*what.remarks, *about_base, *missing_replicas(transfer))
+        gathered = shards.source.remarks if shards else ()
+        remarks = (*what.remarks, *gathered, *about_base, *missing_replicas(transfer))
         self._warn(version, remarks, about_base)
         report = PushReport(
             version=version,
@@ -227,6 +253,7 @@ class Pushing:
         target: pb.DescribeTargetResponse,
         finite: bool,
         carries_runs: bool,
+        shards: ShardPlan | None,
         deadline: float,
     ) -> bytes:
         origin = Origin(None)
@@ -251,6 +278,7 @@ class Pushing:
             trained_on=origin.version,
             refuse_other_base=adapter is not None and request.base.on_change == "refuse",
             carries_runs=carries_runs,
+            shards=shards,
         )
         return origin.encode(begun.SerializeToString())
 
@@ -281,6 +309,32 @@ class Pushing:
             self._manifests.put((capacity, metas), manifest)
         return manifest
 
+    def _shards(
+        self, source: Source | RunSource | None, manifest: Manifest | None
+    ) -> ShardPush | None:
+        """What the ranks hold, where each is to send it; the same on every rank."""
+        if manifest is None or source is None or isinstance(source, RunSource):
+            return None
+        ranks = self._ranks
+        with agreeing(ranks):
+            shards = shard_source(source, ranks)
+            plan = self._plans.plan(manifest, shards.held) if shards else None
+        if ranks.size > 1:
+            self._check_same(plan.digest if plan else b"")
+        if shards is None or plan is None or len(plan.senders) > self._max_senders:
+            return None
+        try:
+            shards.gather()
+        except BaseException:
+            ranks.abandon()  # others may wait for us inside it
+            raise
+        return ShardPush(shards, plan, ranks)
+
+    def _can_all_send(self, push: ShardPush, target: pb.DescribeTargetResponse) -> bool:
+        """Whether every rank that sends can use the backend that rank 0 would: the same on all."""
+        is_peer = self._ranks.rank != SENDER and push.sender is not None
+        return not self._ranks.agree(flags=int(is_peer and not self._peer.can_use(target)))
+
     def _check_same(self, mine: bytes) -> None:
         """The ranks of a trainer must have the same layout in mind, by its digest; empty for
         named tensors, which rank 0 alone lays out."""
@@ -291,6 +345,41 @@ class Pushing:
                     f"rank {self._ranks.rank} of this trainer would push other names or shapes "
                     "than its rank 0: every rank must push the same model"
                 )
+
+    def _send_shards(
+        self,
+        begun: pb.BeginTransferResponse,
+        push: ShardPush,
+        manifest: Manifest,
+        finite: bool,
+        deadline: float,
+    ) -> pb.Transfer:
+        """Send what this rank holds, beside the others; the outcome everywhere."""
+        ranks, number = self._ranks, push.sender
+        is_under_way = begun.HasField("group")
+        is_peer = is_under_way and ranks.rank != SENDER and number is not None
+        try:
+            with agreeing(ranks):
+                if is_peer and number is not None:
+                    self._peer.join(begun, number)
+        except BaseException as error:
+            if ranks.rank == SENDER:
+                self._client.give_up(begun, error)
+            raise
+
+        def send() -> bytes:
+            try:
+                transfer = self._client.carry_out(begun, push, manifest, finite, deadline)
+                return transfer.SerializeToString()
+            finally:
+                push.add_up()
+
+        with contextlib.ExitStack() as beside:
+            if is_peer:
+                beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
+            elif ranks.rank != SENDER:
+                push.add_up()
+            return pb.Transfer.FromString(ranks.share(send))
 
     def _carry_out(
         self,

@@ -17,8 +17,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -51,6 +52,21 @@ _NUMBERS = itertools.count()
 #: Which ranks push together: all of ``torch.distributed``, only this process, or those
 #: of a group.
 Together = Literal["all", "this"] | dist.ProcessGroup
+
+
+class Sum(Protocol):
+    """A sum under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` returns or raises at once."""
+
+    def result(self) -> list[int]:
+        """Blocks for it.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
 
 
 class Ranks(Protocol):
@@ -94,6 +110,22 @@ class Ranks(Protocol):
             mine: Elsewhere than at the sender: contiguous uint8 CPU bytes to give; None
                 gives nothing.
             theirs: At the sender: where to put each other rank's, of equal size.
+        """
+
+    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
+        """Bring every rank's bytes to all.
+
+        Args:
+            messages: One of each rank: contiguous uint8 CPU bytes, as long on every rank; its
+                own is given, the others are overwritten. Empty ones are left out.
+        """
+
+    def add_up(self, values: torch.Tensor) -> Sum:
+        """Begin to add up every rank's values; returns at once.
+
+        Args:
+            values: int64, 1-D, as long on every rank; sums wrap around. The caller must leave
+                it alone until the sum is done.
         """
 
     def abandon(self) -> None:
@@ -149,8 +181,27 @@ class OneRank:
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
         """See ``Ranks.collect``."""
 
+    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
+        """See ``Ranks.exchange``."""
+
+    def add_up(self, values: torch.Tensor) -> Sum:
+        """See ``Ranks.add_up``."""
+        return _OwnSum(values)
+
     def abandon(self) -> None:
         """See ``Ranks.abandon``."""
+
+
+@dataclass(frozen=True)
+class _OwnSum:
+    """Of one rank: what it gave."""
+
+    values: torch.Tensor
+    done = True
+
+    def result(self) -> list[int]:
+        """See ``Sum``."""
+        return [int(value) for value in self.values.tolist()]
 
 
 class TorchRanks:
@@ -238,6 +289,26 @@ class TorchRanks:
         for work in works:
             self._wait(work)
 
+    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
+        """See ``Ranks.exchange``."""
+        works = []
+        for root, message in enumerate(messages):
+            options = BroadcastOptions()
+            options.rootRank = root
+            options.timeout = self._left()
+            if message.numel():
+                works.append(self._start(partial(self._linked.broadcast, [message], options)))
+        for work in works:
+            self._wait(work)
+
+    def add_up(self, values: torch.Tensor) -> Sum:
+        """See ``Ranks.add_up``."""
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        options.timeout = self._left()
+        work = self._start(partial(self._linked.allreduce, [values], options))
+        return _LinkSum(work, values, self._wait)
+
     def abandon(self) -> None:
         """See ``Ranks.abandon``."""
         link, self._link, self._over = self._link, None, True
@@ -300,6 +371,25 @@ class TorchRanks:
             f"Publisher(ranks='this')): {str(error).partition('. This is typically')[0]}",
             reason="RANK_GONE",
         )
+
+
+@dataclass(frozen=True)
+class _LinkSum:
+    """A sum over the link."""
+
+    work: Any
+    values: torch.Tensor
+    wait: Callable[[Any], None]
+
+    @property
+    def done(self) -> bool:
+        """See ``Sum``."""
+        return bool(self.work.is_completed())
+
+    def result(self) -> list[int]:
+        """See ``Sum``."""
+        self.wait(self.work)
+        return [int(value) for value in self.values.tolist()]
 
 
 def _encode(error: BaseException) -> bytes:

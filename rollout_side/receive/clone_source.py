@@ -149,6 +149,10 @@ class CopiedBuckets:
         self._digests.append(digests)
         return seal_bucket(buffer, len(payload), self._nonce, index, digests)
 
+    def are_summed(self) -> bool:
+        """See ``Buckets``: one rank sends all."""
+        return True
+
     def digests(self, made: list[int]) -> list[int]:
         """See ``Buckets``."""
         return in_manifest_order(self.manifest, self._digests)

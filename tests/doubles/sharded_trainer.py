@@ -135,6 +135,9 @@ class ShardBuckets:
         self._digests += digests
         return seal_bucket(wire, payload_bytes, push.nonce, wire_index, digests, runs)
 
+    def are_summed(self) -> bool:
+        return True
+
     def digests(self, made: list[int]) -> list[int]:
         return self._push.link.sum(self._rank, self._runs, self._digests)
 

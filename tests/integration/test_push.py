@@ -171,8 +171,8 @@ def test_a_replica_that_comes_between_trial_and_begin_is_not_left_out(
 ):
     tried = PoolClient.describe
 
-    def describe(self, deadline):
-        target = tried(self, deadline)
+    def describe(self, deadline, *rest):
+        target = tried(self, deadline, *rest)
         self._offered.trial_names.pop()  # as if one had registered since
         return target
 

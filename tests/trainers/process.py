@@ -130,9 +130,10 @@ class Rank:
             return
         from trainer_side.pool.packer import Packer
         from trainer_side.pool.run_packer import RunPacker
+        from trainer_side.pool.shard_packer import ShardPacker
 
         held = Path(sys.argv[3]).with_name("held")
-        originals = [(kind, kind.pack) for kind in (Packer, RunPacker)]
+        originals = [(kind, kind.pack) for kind in (Packer, RunPacker, ShardPacker)]
 
         def pack(packer: Any, at: int, *rest: Any, **more: Any) -> Any:
             if at == bucket:

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_side.params.elements import Elements, HeldElements, held_elements
+from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
+from trainer_side.params.sharded import ShardedParams
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.
@@ -107,6 +111,37 @@ class MergedParams:
         out = torch.empty_like(self.metas[name], device="cpu")
         self._merge([0], [name], [out])
         return out
+
+    def elements(self, name: str) -> Elements | None:
+        """A weight as the ranks hold it, each merging its own elements; None where one rank must
+        have it whole: DoRA, experts, embeddings, transposed weights, biases."""
+        base, merge = held_elements(self._params, self._raw[name]), self._merges.get(name)
+        if base is None or merge is None:
+            return base
+        width = self.metas[name].shape[-1]
+        if merge.form != "linear" or merge.magnitude or merge.is_transposed:
+            return None
+        if merge.a not in self._factors or not merges_in_place(base, width):
+            return None
+        assert isinstance(self._params, ShardedParams)
+        rank = self._params.ranks.rank
+        shape, factors = self.metas[name].shape, self._factors
+        return MergedElements(base, shape, factors, merge.a, merge.b, merge.scaling, rank)
+
+    def prepare(self) -> None:
+        """Bring the factors to every rank: collective, before any of ``elements`` is read."""
+        self._factors.bring()
+
+    @cached_property
+    def _factors(self) -> Factors:
+        """Of all weights that can be merged where they lie."""
+        held: dict[str, HeldElements] = {}
+        for merge in self._merges.values():
+            pair = {name: held_elements(self._params, name) for name in (merge.a, merge.b) if name}
+            if merge.form == "linear" and all(pair.values()):
+                held.update({name: each for name, each in pair.items() if each is not None})
+        assert isinstance(self._params, ShardedParams)
+        return Factors(held, self._params.metas, self._params.ranks)
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``: what the sums are formed of."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -17,6 +17,9 @@ from trainer_side.pool.contact import Contact, data_address
 from trainer_side.pool.leases import Leases
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
+from trainer_side.pool.shard_plan import ShardPlan
+from trainer_side.pool.shard_push import ShardPush
+from trainer_side.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
@@ -39,7 +42,12 @@ from weft.contract.names import BASE_POLICY
 from weft.contract.tensors import Reference
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
-from weft.rpc.codec import duration_to_proto, ticket_from_proto, version_from_proto
+from weft.rpc.codec import (
+    duration_to_proto,
+    send_plan_to_proto,
+    ticket_from_proto,
+    version_from_proto,
+)
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
@@ -99,6 +107,8 @@ class PoolClient:
         )
         self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
+        #: The trainer's ranks that send in the group that is kept.
+        self._senders: tuple[int, ...] = (SENDER,)
         self._put: set[bytes] = set()
         self._reference: tuple[object, Reference] | None = None
         #: What the push under way was begun with.
@@ -106,9 +116,12 @@ class PoolClient:
         self._offered = pb.DescribeTargetResponse()
         self._selected = SelectedBackend("", "")
 
-    def describe(self, deadline: float) -> pb.DescribeTargetResponse:
+    def describe(self, deadline: float, without: Collection[str] = ()) -> pb.DescribeTargetResponse:
         """What the pool serves, and of its backends the one to use; blocks until a
         replica has described it.
+
+        Args:
+            without: Backends that another rank of the trainer cannot use.
 
         Raises:
             PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
@@ -126,7 +139,7 @@ class PoolClient:
             )
         self._offered = pb.DescribeTargetResponse()
         self._offered.CopyFrom(target)
-        self._selected = self._selection.backend(target)
+        self._selected = self._selection.backend(target, without)
         target.backends[:] = [self._selected.name]
         return target
 
@@ -168,6 +181,7 @@ class PoolClient:
         trained_on: int | None,
         refuse_other_base: bool,
         carries_runs: bool,
+        shards: ShardPlan | None = None,
     ) -> pb.BeginTransferResponse:
         """Begin, after acquiring the lease and making the manifest known as needed.
 
@@ -197,9 +211,15 @@ class PoolClient:
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
             carries_runs=carries_runs,
+            send_plan=send_plan_to_proto(shards.send_plan) if shards is not None else None,
             protocol_revision=PROTOCOL_REVISION,
         )
         self._request = request
+        senders = shards.senders if shards is not None else (SENDER,)
+        if senders != self._senders and self._sender is not None:  # a rank keeps its place
+            self._sender.close()
+            self._sender = None
+        self._senders = senders
         tracer = tracing.of_process()
         # The transfer is a part of the push: it lasts longer than its beginning.
         metadata = tracing.call_metadata(tracer.current())
@@ -272,13 +292,16 @@ class PoolClient:
     def carry_out(
         self,
         begun: pb.BeginTransferResponse,
-        source: Source | RunSource,
+        source: Source | RunSource | ShardPush,
         manifest: Manifest,
         check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
         """Send, then learn the outcome; the group is kept if all went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
+            return self._outcome(begun, deadline, None)
+        if isinstance(source, ShardPush) and source.sender is None:  # the other ranks send
+            source.add_up()
             return self._outcome(begun, deadline, None)
         sender, tracer = None, tracing.of_process()
         try:
@@ -291,7 +314,7 @@ class PoolClient:
             with tracer.span("weft.push.await"):
                 return self._outcome(begun, deadline, sender)
         except BaseException as error:
-            self._give_up(begun, error)
+            self.give_up(begun, error)
             if names := self._lost_weights(begun, error):
                 if isinstance(error, WeftError):
                     raise with_lost_weights(error, names) from error
@@ -302,7 +325,7 @@ class PoolClient:
         self,
         sender: Sender,
         begun: pb.BeginTransferResponse,
-        source: Source | RunSource,
+        source: Source | RunSource | ShardPush,
         manifest: Manifest,
         check_finite: bool,
         deadline: float,
@@ -382,7 +405,7 @@ class PoolClient:
         self._leases.published(begun.version.policy)
         return transfer
 
-    def _give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
+    def give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
         """Tell the coordinator, best effort, and leave the group."""
         request = pb.AbortTransferRequest(
             transfer_id=begun.transfer_id,

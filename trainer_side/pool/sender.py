@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-import grpc
 import torch
 
 from trainer_side.pool.packer import Packer
 from trainer_side.pool.run_packer import RunPacker
+from trainer_side.pool.shard_packer import ShardPacker
+from trainer_side.pool.shard_push import ShardPush
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import NCCL
@@ -65,6 +66,10 @@ class _PackedBuckets:
         self._digests.append(packed[1])
         return packed[0]
 
+    def are_summed(self) -> bool:
+        """See ``Buckets``: one rank sends all."""
+        return True
+
     def digests(self, made: list[int]) -> list[int]:
         """See ``Buckets``."""
         return in_manifest_order(self.manifest, self._digests)
@@ -97,6 +102,10 @@ class _RunBuckets:
             self.spoiled = True
             raise
 
+    def are_summed(self) -> bool:
+        """See ``Buckets``: one rank sends all."""
+        return True
+
     def digests(self, made: list[int]) -> list[int]:
         """See ``Buckets``."""
         return self.packer.digests()
@@ -110,10 +119,60 @@ class _RunBuckets:
         self.packer.move(held)
 
 
-_Packed = _PackedBuckets | _RunBuckets
+class _ShardBuckets:
+    """What one rank of a sharded trainer holds, packed for one push; see ``Buckets``."""
+
+    def __init__(
+        self, packer: ShardPacker, push: ShardPush, nonce: int, check_finite: bool
+    ) -> None:
+        self.packer = packer
+        self.manifest = packer.manifest
+        self.num_buffers = len(packer.buffers)
+        #: See ``_PackedBuckets``.
+        self.spoiled = False
+        self._push, self._nonce, self._check_finite = push, nonce, check_finite
+        self._totals = [0] * len(packer.manifest.tensors)
+
+    def make(self, index: int, speak: Callable[[], None]) -> int:
+        """Copy or compute what this rank holds of a bucket, digest and seal it."""
+        source, totals = self._push.source, self._totals
+        try:
+            return self.packer.pack(index, source, self._nonce, totals, finite=self._check_finite)
+        except BaseException:
+            self.spoiled = True
+            raise
+
+    def are_summed(self) -> bool:
+        """See ``Buckets``."""
+        return self._push.add_up(self._totals).done
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``: of all ranks' parts."""
+        return [total % 2**64 for total in self._push.add_up().result()]
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The wire bytes of a bucket that was made and is still held."""
+        return self.packer.wire(index)
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers."""
+        self.packer.move(held)
 
 
-def _is_known_or_moved(outcome: grpc.Future[Any], rank: SendingRank) -> bool:
+_Packed = _PackedBuckets | _RunBuckets | _ShardBuckets
+
+
+class Outcome(Protocol):
+    """What becomes of a push, once it is known: a call under way, a future."""
+
+    def done(self) -> bool:
+        """Whether it is known."""
+
+    def add_done_callback(self, fn: Callable[[Any], None]) -> Any:
+        """Call ``fn`` when it is, on any thread."""
+
+
+def _is_known_or_moved(outcome: Outcome, rank: SendingRank) -> bool:
     return outcome.done() or rank.successor is not None
 
 
@@ -141,6 +200,7 @@ class Sender:
         self.device = device
         self._credentials = credentials
         self._packer: Packer | None = None
+        self._shard_packer: ShardPacker | None = None
         self._buffers: list[torch.Tensor] = []
         self._last: tuple[Sending, _Packed, FindGroup] | None = None
         self._rank = SendingRank(ticket, device, credentials)
@@ -157,7 +217,7 @@ class Sender:
 
     def send(
         self,
-        source: Source | RunSource,
+        source: Source | RunSource | ShardPush,
         manifest: Manifest,
         *,
         transfer_id: str,
@@ -174,7 +234,7 @@ class Sender:
         more while a group is replaced that cannot be aborted (gloo's).
 
         Args:
-            source: What is sent.
+            source: What is sent, or of a sharded trainer this rank's part.
             manifest: Its layout.
             transfer_id, nonce: Of the transfer.
             deadline: ``time.monotonic()`` at which to give up.
@@ -199,15 +259,21 @@ class Sender:
                 manifest, source, self._buffers, self.device, self.ticket.backend
             )
             buckets = _RunBuckets(run_packer, nonce, check_finite)
+        elif isinstance(source, ShardPush):
+            self._packer = None
+            shard_packer = self._shard_packer_for(manifest, source)
+            buckets = _ShardBuckets(shard_packer, source, nonce, check_finite)
         else:
             packer = self._packer = self._packer_for(manifest)
             buckets = _PackedBuckets(packer, source, nonce, check_finite)
         self._buffers = buckets.packer.buffers
         sending = Sending(transfer_id, buckets, deadline, progress)
+        if isinstance(source, ShardPush):
+            sending.plan, sending.sender = source.plan.send_plan, self.ticket.rank
         self._last = sending, buckets, find_group
         return self._carry(sending, buckets, find_group)
 
-    def stand_by(self, outcome: grpc.Future[Any]) -> None:
+    def stand_by(self, outcome: Outcome) -> None:
         """Stay a member until the transfer's outcome is known; blocks until then.
 
         A replica may be lost after the last bucket: the survivors then agree once
@@ -260,7 +326,25 @@ class Sender:
     def close(self) -> None:
         """Leave the group; blocks at most 10 s."""
         self._rank.leave()
-        self._packer, self._buffers = None, []
+        self._packer, self._shard_packer, self._buffers = None, None, []
+
+    def _shard_packer_for(self, manifest: Manifest, push: ShardPush) -> ShardPacker:
+        """The packer of this layout and plan; else its buffers are handed on to another's."""
+        plan, number = push.plan, self.ticket.rank
+        kept = self._shard_packer
+        if kept is None or kept.manifest is not manifest or kept.plan is not plan.send_plan:
+            carried = plan.carried[number]
+            kept = ShardPacker(
+                manifest,
+                plan.send_plan,
+                number,
+                carried,
+                self._buffers,
+                self.device,
+                self.ticket.backend,
+            )
+            self._shard_packer = kept
+        return kept
 
     def _packer_for(self, manifest: Manifest) -> Packer:
         """The packer of this layout; its buffers are handed on to another layout's."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from trainer_side.params.elements import Elements, held_elements
+from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
@@ -47,6 +49,21 @@ class ModuleSource:
             (group, position) for group in self._groups for position in range(len(group.targets))
         ]
         self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
+
+    def elements(self, index: int) -> Elements | None:
+        """See ``HeldSource``: of what has its parameter's name, or another, but not its form."""
+        group, _ = self._index[index]
+        if not group.is_identity:
+            return None
+        name = group.sources[0]
+        if isinstance(self._params, MergedParams):
+            return self._params.elements(name)
+        return held_elements(self._params, name)
+
+    def prepare(self) -> None:
+        """See ``HeldSource``."""
+        if isinstance(self._params, MergedParams):
+            self._params.prepare()
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""

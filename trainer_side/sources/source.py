@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from trainer_side.params.elements import Elements, held_elements
 from trainer_side.params.params import Params, WholeParams
 from weft.contract.errors import InvalidManifestError
 from weft.contract.tensors import DataType, TensorMeta
@@ -97,6 +98,13 @@ class ParamsSource:
         self._params, self._names = params, list(names)
         self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
         self._dtypes = torch_dtypes(self.metas)
+
+    def elements(self, index: int) -> Elements | None:
+        """See ``HeldSource``."""
+        return held_elements(self._params, self._names[index])
+
+    def prepare(self) -> None:
+        """See ``HeldSource``: nothing is computed."""
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""

@@ -41,6 +41,9 @@ from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
+# How often a sender looks whether the others have come to their end, too.
+_SUM_SECONDS = 0.0005
+
 #: Called after each release with (buckets verified by all, buckets in all).
 Progress = Callable[[int, int], None]
 
@@ -66,6 +69,10 @@ class Buckets(Protocol):
         Returns:
             The digest in its trailer.
         """
+
+    def are_summed(self) -> bool:
+        """Whether ``digests`` returns at once: where several ranks send, each adds its part.
+        Asked again and again after the last bucket; the first time begins it."""
 
     def digests(self, made: list[int]) -> list[int]:
         """Digests of the version's tensors, in the manifest's order, once ``made`` are those
@@ -178,6 +185,7 @@ class SendingRank:
         """
         self._follow(sending.transfer_id)
         self._send_buckets(sending)
+        self._await_sum(sending)
         digest = content_digest(sending.buckets.digests(sending.digests))
         manifest = sending.buckets.manifest
         content = types_pb2.ContentDigest(
@@ -272,6 +280,16 @@ class SendingRank:
         self._await(lambda: direction.num_released >= num_wanted, sending.deadline, what)
         if sending.progress is not None:
             sending.progress(direction.num_released, sending.num_buckets)
+
+    def _await_sum(self, sending: Sending) -> None:
+        """Block until the other senders' parts of the digests are known, or the transfer goes
+        on in another group."""
+        while not sending.buckets.are_summed():
+            if time.monotonic() >= sending.deadline:
+                raise TransferTimeoutError("the deadline passed while waiting for other senders")
+            self.wait(self._is_over, _SUM_SECONDS)
+            self._raise_end()
+            self._say(pb.ACTIVITY_WAITING)
 
     def _await_sent(self, operation: Operation, deadline: float) -> None:
         """Block until the backend has let go of a buffer; raises as ``send``.

@@ -1,0 +1,208 @@
+"""``python -m benchmarks.gpu_sharded``: pushes of a trainer that is sharded over GPUs (FSDP2), or
+that shares its one GPU with the replica.
+
+The replica is ``weft rollout`` on the GPU named by ``--replica-gpu``, with memory to spare for a
+trainer there; each rank of the trainer is a process on a GPU of its own, from 0. ``--dry`` runs the
+same on CPUs over gloo, with a tiny model: for writing this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
+from benchmarks.machine import describe
+from trainer_side import Publisher
+
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_RANK = 32
+_TINY = {
+    **QWEN3_8B,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,
+}
+_LOOKS = 200.0
+
+
+def trainer(args: argparse.Namespace) -> None:
+    """One rank: pushes again and again, and prints what that took where it is rank 0."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu" if args.dry else f"cuda:{rank}")
+    if not args.dry:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if args.dry else "nccl")
+    config = AutoConfig.from_pretrained(args.model)
+    with device:
+        torch.manual_seed(3)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layers = model.model.layers
+    if args.what != "full":
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=_RANK, lora_alpha=64, init_lora_weights=False,
+                              task_type="CAUSAL_LM", target_modules=_TARGETS)  # fmt: skip
+        model = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    if size > 1:
+        mesh = init_device_mesh(device.type, (size,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    def push(publisher: Publisher) -> None:
+        if args.what == "full":
+            publisher.push_base(model)
+        elif args.what == "merged":
+            publisher.push_merged(model)
+        else:
+            publisher.push_adapter(model, "math")
+
+    def settle() -> None:
+        if not args.dry:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    seconds = []
+    name = f"{args.what}, {'FSDP2 over ' + str(size) if size > 1 else 'whole'}"
+    with Publisher(
+        args.coordinator,
+        trainer_id="sharded",
+        progress=None,
+        timeout_seconds=90,
+        backend=args.backend,
+    ) as publisher:
+        for number in range(args.pushes):
+            settle()
+            began = time.perf_counter()
+            push(publisher)
+            settle()
+            seconds.append(time.perf_counter() - began)
+            report = publisher.last_report
+            assert report is not None
+            if rank == 0:
+                print(
+                    f"  {name} #{number}: {seconds[-1] * 1e3:.1f} ms (forming "
+                    f"{report.forming_seconds * 1e3:.1f}, staging "
+                    f"{report.staging_seconds * 1e3:.1f}, committing "
+                    f"{report.committing_seconds * 1e3:.1f}, pause "
+                    f"{report.pause_seconds * 1e3:.1f}) {report.source} {report.remarks}",
+                    flush=True,
+                )
+    if rank == 0:
+        kept = seconds[2:] or seconds
+        size_gb = report.total_bytes / 1e9
+        print(f"RESULT {name}: {size_gb:.3f} GB, first {seconds[0] * 1e3:.0f} ms, then median "
+              f"{statistics.median(kept) * 1e3:.1f} of {len(kept)}, min {min(kept) * 1e3:.1f} ms",
+              flush=True)  # fmt: skip
+    if size > 1 and args.what == "full":
+        for _ in range(2):
+            settle()
+            began = time.perf_counter()
+            for parameter in model.parameters():
+                parameter.full_tensor()
+            settle()
+        if rank == 0:
+            print(f"RESULT beside it, full_tensor() of every parameter: "
+                  f"{(time.perf_counter() - began) * 1e3:.1f} ms", flush=True)  # fmt: skip
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+def floors() -> None:
+    """The rates of the links that bytes go over, in this run: 1 GiB at a time."""
+    size = 2**30
+    source = torch.ones(size, dtype=torch.uint8, device="cuda:0")
+    for to in range(min(2, torch.cuda.device_count())):
+        target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{to}")
+        for repeats in (2, 16):
+            for device in {0, to}:
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            for _ in range(repeats):
+                target.copy_(source, non_blocking=True)
+            for device in {0, to}:
+                torch.cuda.synchronize(device)
+        rate = repeats * size / (time.perf_counter() - began) / 1e9
+        print(f"RESULT floor: a copy from GPU 0 to GPU {to}: {rate:.0f} GB/s", flush=True)
+        del target
+    del source
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator", default="", help="of a trainer's rank; set by the parent")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--what", default="full,adapter,merged")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--pushes", type=int, default=7)
+    parser.add_argument("--staging", default="device")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--replica-gpu", default="1")
+    parser.add_argument("--memory", default="0.3")
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        trainer(args)
+    print(describe(), flush=True)
+    if not args.dry:
+        floors()
+    work = Path(tempfile.mkdtemp(prefix="weft-sharded-"))
+    config = _TINY if args.dry else {**QWEN3_8B, "num_hidden_layers": args.layers}
+    model = write_config(work / "model", config)
+    pool = GpuPool(work).start()
+    vllm = ("--load-format", "dummy", "--max-model-len", "512", "--gpu-memory-utilization",
+            args.memory, "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
+            "--max-cpu-loras", "4", "--enforce-eager")  # fmt: skip
+    try:
+        staging = "host" if args.dry else args.staging
+        pool.launch("replica-0", args.replica_gpu, model, *vllm, options=("--staging", staging))
+        pool.url("replica-0")
+        pool.wait_registered(1, 60)
+        for what in args.what.split(","):
+            _ranks(args, pool.target, model, what)
+    finally:
+        pool.stop()
+
+
+def _ranks(args: argparse.Namespace, target: str, model: Path, what: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(args.ranks), "-m", "benchmarks.gpu_sharded", "--coordinator", target,
+               "--model", str(model), "--what", what, "--pushes", str(args.pushes),
+               "--backend", args.backend, *(["--dry"] if args.dry else [])]  # fmt: skip
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            code = process.wait(_LOOKS)
+            if code:
+                print(f"RESULT {what}: the trainer ended with {code}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"RESULT {what}: did not end in {_LOOKS:.0f} s", flush=True)
+            os.killpg(process.pid, 9)
+
+
+if __name__ == "__main__":
+    main()
+    print(json.dumps({"ok": True}), flush=True)

@@ -1,0 +1,98 @@
+"""A weight that is merged where it lies is what one rank would have made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from trainer_side.params.elements import HeldElements
+from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
+from trainer_side.params.sharded import Run, Sharded
+from trainer_side.ranks import OneRank
+
+_OUT, _IN, _R = 300, 72, 8
+
+
+class _Ranks(OneRank):
+    """One of several, whose messages are what the others gave before."""
+
+    def __init__(self, rank: int, size: int, given: dict[int, torch.Tensor]) -> None:
+        self.rank, self.size, self._given = rank, size, given
+
+    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
+        for rank, message in enumerate(messages):
+            if rank == self.rank:
+                self._given[rank] = message.clone()
+            elif rank in self._given:
+                message.copy_(self._given[rank])
+
+
+def _held(whole: torch.Tensor, runs: Sequence[Run], rank: int) -> HeldElements:
+    parts = [run.of(whole).reshape(-1) for run in runs if run.rank == rank]
+    local = torch.cat(parts) if parts else None
+    return HeldElements(Sharded(whole.shape, whole.dtype, tuple(runs), local), rank)
+
+
+def _expected(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """As one rank merges, in the rows that it merges at a time."""
+    rows = 2**19 // _IN
+    out = torch.empty(weight.shape, dtype=dtype)
+    for first in range(0, len(weight), rows):
+        part = slice(first, first + rows)
+        out[part] = weight[part].float() + (b[part].float() @ a.float()) * scaling
+    return out
+
+
+_ROWS = [Run(0, 0, 150 * _IN), Run(1, 150 * _IN, 150 * _IN)]
+_FLAT = [Run(0, 0, 10_001), Run(1, 10_001, 31), Run(0, 10_032, _OUT * _IN - 10_032)]
+_COLUMNS = [Run(0, 0, 40, _IN, _OUT), Run(1, 40, 32, _IN, _OUT)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("runs", "is_rows"), [(_ROWS, True), (_FLAT, False), (_COLUMNS, False)])
+def test_each_rank_merges_its_own(runs: list[Run], is_rows: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight, scaling = torch.randn(_OUT, _IN, dtype=dtype), 1.5
+    a, b = torch.randn(_R, _IN, dtype=dtype), torch.randn(_OUT, _R, dtype=dtype)
+    halves = {
+        "a": [Run(0, 0, a.numel() // 2), Run(1, a.numel() // 2, a.numel() // 2)],
+        "b": [Run(1, 0, b.numel())],
+    }
+    metas = {"a": a.to("meta"), "b": b.to("meta")}
+    given: dict[int, torch.Tensor] = {}
+    merged = torch.empty_like(weight)
+    for rank in (0, 1, 0):  # the first has now what the second gave
+        ranks = _Ranks(rank, 2, given)
+        held = {"a": _held(a, halves["a"], rank), "b": _held(b, halves["b"], rank)}
+        factors = Factors(held, metas, ranks)
+        assert "a" in factors
+        factors.bring()
+        if len(given) < 2:
+            continue
+        assert torch.equal(factors["a"], a)
+        assert torch.equal(factors["b"], b)
+        base = _held(weight, runs, rank)
+        assert merges_in_place(base, _IN)
+        own = MergedElements(base, weight.shape, factors, "a", "b", scaling, rank)
+        for number, run in enumerate(run for run in runs if run.rank == rank):
+            assert own.held(number) is None
+            out = torch.empty(run.size, dtype=dtype)
+            own.fill(number, out)
+            run.of(merged).copy_(out.view(run.shape))
+    want = _expected(weight, a, b, scaling, dtype)
+    if is_rows:  # bit by bit
+        assert torch.equal(merged, want)
+    torch.testing.assert_close(
+        merged, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+
+
+def test_slices_that_are_no_block_of_a_matrix_are_not_merged_in_place() -> None:
+    whole = torch.zeros(4, 6)
+    assert not merges_in_place(_held(whole, [Run(0, 0, 2, 12, 2)], 0), 6)
+    assert not merges_in_place(_held(whole, [Run(0, 4, 4, 6, 2)], 0), 6)
+    assert merges_in_place(_held(whole, [Run(0, 4, 2, 6, 4)], 0), 6)

@@ -1,0 +1,149 @@
+"""A sharded trainer's tensors, each rank reading what it holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from trainer_side.params.elements import Elements
+from trainer_side.params.params import copy_into
+from trainer_side.params.sharded import Run as HeldRun
+from trainer_side.ranks import SENDER, Ranks
+from trainer_side.sources.source import Source, torch_dtypes
+from weft.contract.runs import Run, why_not
+
+#: Tensors that must be brought together are brought to one rank before anything is sent: more
+#: of them than this, and all are gathered bucket by bucket.
+MAX_GATHERED_BYTES = 2 * 2**30
+
+
+@runtime_checkable
+class HeldSource(Source, Protocol):
+    """A source that knows where the elements of its tensors lie."""
+
+    def elements(self, index: int) -> Elements | None:
+        """Tensor ``index`` as the ranks hold it; None where it must be brought together."""
+
+    def prepare(self) -> None:
+        """Before any of ``elements`` is read: bring to every rank what it computes with;
+        collective, blocks."""
+
+
+class ShardSource:
+    """The tensors of one push; the same plan on every rank, each with its own elements.
+
+    Args:
+        source: The same tensors, whole; collective.
+        elements: Of each tensor; None of one that must be brought together.
+        rank: This one.
+    """
+
+    def __init__(self, source: HeldSource, elements: Sequence[Elements | None], rank: int) -> None:
+        self.description, self.metas = source.description, source.metas
+        self._source, self._elements, self._rank = source, elements, rank
+        self._dtypes = torch_dtypes(source.metas)
+        self._whole: dict[int, torch.Tensor] = {}
+        #: Which tensors are brought together first.
+        self.gathered = [i for i, each in enumerate(elements) if each is None]
+        #: For each tensor, who holds which elements of it.
+        self.held = [
+            _held(i, each, meta.num_bytes // meta.dtype.itemsize_bytes)
+            for i, (each, meta) in enumerate(zip(elements, self.metas, strict=True))
+        ]
+        self._numbers = _numbers(self.held, rank)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the push's success does not tell."""
+        if not self.gathered:
+            return ()
+        names = [self.metas[i].name for i in self.gathered[:3]]
+        more = f" and {len(self.gathered) - 3} more" if len(self.gathered) > 3 else ""
+        return (
+            f"{', '.join(names)}{more} could not be sent as the ranks hold them, and were brought "
+            "together at rank 0 first",
+        )
+
+    def gather(self) -> None:
+        """Bring together what must be: collective, blocks; it is kept at the sender, on the
+        host."""
+        self._source.prepare()
+        for index in self.gathered:
+            meta = self.metas[index]
+            out = None
+            if self._rank == SENDER:
+                out = [torch.empty(meta.shape, dtype=self._dtypes[index])]
+                self._whole[index] = out[0]
+            self._source.read(index, 1, out)
+
+    def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        """Copy or compute elements that this rank holds; not collective.
+
+        Args:
+            runs: Of ``held``.
+            outs: A view for each, 1-D, contiguous, of the dtype that travels; overwritten.
+        """
+        views: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
+        for run, out in zip(runs, outs, strict=True):
+            each = self._elements[run.tensor]
+            if each is None:
+                held: torch.Tensor | None = self._whole[run.tensor].view(-1)
+            else:
+                held = each.held(self._numbers[run])
+            if held is not None:
+                views.append(out)
+                tensors.append(held)
+            elif each is not None:
+                each.fill(self._numbers[run], out)
+        if views:
+            copy_into(views, tensors)
+
+
+def shard_source(source: Source, ranks: Ranks) -> ShardSource | None:
+    """The tensors of ``source`` as the ranks hold them; None where it is read whole: in a trainer
+    of one rank, or where most must be brought together anyhow. The same on every rank."""
+    if ranks.size == 1 or not source.is_collective:
+        return None
+    if not isinstance(source, HeldSource):
+        return None
+    found = [_sendable(i, source.elements(i), source) for i in range(len(source.metas))]
+    left = sum(m.num_bytes for m, each in zip(source.metas, found, strict=True) if each is None)
+    total = sum(meta.num_bytes for meta in source.metas)
+    if left > MAX_GATHERED_BYTES or 2 * left > total:
+        return None
+    return ShardSource(source, found, ranks.rank)
+
+
+def _sendable(index: int, elements: Elements | None, source: Source) -> Elements | None:
+    """Elements whose runs can travel as they are."""
+    if elements is None:
+        return None
+    meta = source.metas[index]
+    is_wrong = any(why_not(_run(index, run), meta) for run in elements.runs)
+    return None if is_wrong or not elements.runs else elements
+
+
+def _held(index: int, elements: Elements | None, numel: int) -> list[tuple[int, Run]]:
+    if elements is None:
+        return [(SENDER, Run(index, 0, numel))]
+    return [(run.rank, _run(index, run)) for run in elements.runs]
+
+
+def _run(index: int, run: HeldRun) -> Run:
+    return Run(index, run.begin, run.numel, run.stride, run.repeats)
+
+
+def _numbers(held: Sequence[Sequence[tuple[int, Run]]], rank: int) -> Mapping[Run, int]:
+    """Which of its tensor's own runs each run of this rank is."""
+    numbers: dict[Run, int] = {}
+    for tensor in held:
+        own = defaultdict[int, int](int)
+        for holder, run in tensor:
+            if holder == rank:
+                numbers[run] = own[run.tensor]
+                own[run.tensor] += 1
+    return numbers
