@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.peer import Peer
-from trainer_side.pool.sender import bucket_capacity
+from trainer_side.pool.sender import bucket_capacity, packs_on_device
 from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
 from trainer_side.pool.shard_push import ShardPush
 from trainer_side.push_request import PushRequest
@@ -25,7 +25,6 @@ from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.shard_source import shard_source
 from trainer_side.sources.source import Source
 from weft import tracing
-from weft.contract.capabilities import NCCL
 from weft.contract.errors import (
     BaseMismatchError,
     InvalidManifestError,
@@ -426,7 +425,7 @@ def checks_finite(wanted: bool | None, adapter: Adapter | None, backend: str) ->
     speed of its memory. On a CPU it costs about what the digest does (25 ms for 175 MB on
     one core; ``python -m benchmarks.finite``), so there it must be asked for.
     """
-    return (adapter is not None and backend == NCCL) if wanted is None else wanted
+    return (adapter is not None and packs_on_device(backend)) if wanted is None else wanted
 
 
 def missing_replicas(transfer: pb.Transfer) -> tuple[str, ...]:

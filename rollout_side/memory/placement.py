@@ -11,7 +11,7 @@ import torch
 
 from rollout_side.config import Staging
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
-from weft.contract.capabilities import NCCL
+from weft.contract.capabilities import NCCL, ONE_SIDED
 from weft.contract.errors import CapacityError
 from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, Speak, silent
@@ -79,7 +79,7 @@ class Memory:
 
     def device_of(self, backend: str) -> torch.device:
         """Where a side group of this backend receives."""
-        return self.device if backend == NCCL else CPU
+        return self.device if backend in (NCCL, ONE_SIDED) else CPU
 
 
 def stage_on_device(

@@ -291,14 +291,20 @@ def test_a_late_one_clones_what_another_serves_and_keeps_no_copy_of(
     place.in_place.pool.set_apart("late")  # the trainer has its GPU
 
 
-def test_bytes_move_over_nccl(place: Place, note: Note) -> None:
+def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
     if DRY:
         pytest.skip("no GPU")
     assert re.search(r"staged base@\d+", place.pushed.log())
-    with place.pushed.publisher(backend="gloo") as publisher:
-        publisher.push_base(place.model)  # the other way is open, too
-    assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
-    note(place.kind, "a base over gloo after those over NCCL", "bitwise a fresh engine's")
+    chosen = []
+    for backend in ("auto", "nccl", "gloo"):
+        with place.pushed.publisher(backend=backend) as publisher:
+            publisher.push_base(place.model)
+            assert publisher.last_report is not None
+            chosen.append(publisher.last_report.backend)
+        assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
+    assert chosen[1:] == ["nccl", "gloo"]
+    assert chosen[0] in ("one-sided", "nccl")  # whether it sees the trainer's GPU
+    note(place.kind, f"a base over {', '.join(chosen)}", "bitwise a fresh engine's")
 
 
 def test_both_ranks_get_what_one_received(wide: Place, note: Note) -> None:

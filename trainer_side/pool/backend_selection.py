@@ -12,6 +12,7 @@ from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
 from weft.contract.errors import NotReadyError
 from weft.transport.backends import available_backends, gpu_uuid
 from weft.transport.group import CPU
+from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
 from weft.transport.one_sided.trial import why_not_readable
 from weft.v1 import publish_pb2 as pb
@@ -70,7 +71,7 @@ class BackendSelection:
 
     def device_of(self, backend: str) -> torch.device:
         """Where the buckets of a backend are packed."""
-        if backend != NCCL or not torch.cuda.is_available():
+        if backend == GLOO or not torch.cuda.is_available():
             return CPU
         if self.device is not None:
             return self.device
@@ -79,7 +80,7 @@ class BackendSelection:
     def _why_not(self, name: str, have: Collection[str], target: pb.DescribeTargetResponse) -> str:
         """Why a backend that the pool offers cannot be used; empty if it can."""
         if name == ONE_SIDED:
-            return why_unavailable() or why_not_readable(target.trial_names)
+            return self._why_not_one_sided(target)
         if name not in have:
             return "this process has none"
         if name == NCCL:
@@ -87,6 +88,13 @@ class BackendSelection:
             if any(count > 1 for uuid, count in used.items() if uuid):
                 return "two members share a GPU"
         return ""
+
+    def _why_not_one_sided(self, target: pb.DescribeTargetResponse) -> str:
+        device = self.device_of(ONE_SIDED)
+        if device.type == "cpu" and target.gpu_uuids:
+            return "replicas receive on GPUs, and this process has none"
+        missing = device_memory.why_unavailable() if device.type == "cuda" else ""
+        return missing or why_unavailable() or why_not_readable(target.trial_names, device)
 
 
 def _reason(name: str, choice: BackendChoice) -> str:

@@ -17,7 +17,7 @@ from trainer_side.pool.shard_packer import ShardPacker
 from trainer_side.pool.shard_push import ShardPush
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
-from weft.contract.capabilities import NCCL
+from weft.contract.capabilities import NCCL, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest
@@ -30,10 +30,15 @@ from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 DEVICE_BUCKET_BYTES = 2**30
 
 
+def packs_on_device(backend: str) -> bool:
+    """Whether buckets for a backend are packed on an accelerator; the same on every rank."""
+    return backend == NCCL or (backend == ONE_SIDED and torch.cuda.is_available())
+
+
 def bucket_capacity(backend: str, chosen: int | None) -> int:
     """Payload bytes of a bucket over a backend, where the user has not chosen them; the same
     on every rank."""
-    return chosen or (DEVICE_BUCKET_BYTES if backend == NCCL else DEFAULT_BUCKET_BYTES)
+    return chosen or (DEVICE_BUCKET_BYTES if packs_on_device(backend) else DEFAULT_BUCKET_BYTES)
 
 
 _log = logging.getLogger(__name__)

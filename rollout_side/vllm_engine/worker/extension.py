@@ -94,7 +94,7 @@ class WeftWorker:
             state.receiver = receiver_factory(store, state.tracer)
             state.cloner = Cloner(store)
             if ONE_SIDED in backends:
-                state.trials = TrialAnswerer()
+                state.trials = TrialAnswerer(memory.device_of(ONE_SIDED))
             if settings.spill is not None:
                 spill = SpillSettings(**settings.spill)
                 folder = SpillFolder(spill, state.reference.fingerprint)

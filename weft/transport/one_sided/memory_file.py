@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import mmap
 import os
 import weakref
@@ -20,7 +19,9 @@ import numpy as np
 import torch
 
 from weft.contract.errors import CapacityError, UnsupportedError
+from weft.transport.one_sided.device_memory import copy_to
 from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.messages import Export, next_export_id
 
 # Linux 5.1; Python names it since 3.13.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -36,8 +37,11 @@ class MemoryFile(mmap.mmap):
     export_id: int
     """Unlike any other's of this process."""
 
+    def offer(self) -> tuple[Export, int]:
+        """What lets another process map it: a message, and the descriptor that goes with it."""
+        return Export(self.export_id, len(self)), self.fd
 
-_ids = itertools.count(1)
+
 # By the address that they are mapped at.
 _files: weakref.WeakValueDictionary[int, MemoryFile] = weakref.WeakValueDictionary()
 
@@ -65,7 +69,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
     except BaseException:
         os.close(fd)
         raise
-    file.fd, file.export_id = fd, next(_ids)
+    file.fd, file.export_id = fd, next_export_id()
     weakref.finalize(file, os.close, fd).atexit = False
     tensor = torch.frombuffer(file, dtype=torch.uint8)
     _files[tensor.data_ptr()] = file
@@ -110,13 +114,20 @@ class Mapping:
             raise OneSidedError(f"the peer's memory cannot be mapped: {error}") from error
         self.content = np.frombuffer(self._map, dtype=np.uint8)
 
-    def copy(self, first_byte: int, target: torch.Tensor, check: Callable[[], None]) -> None:
+    def copy(
+        self,
+        first_byte: int,
+        target: torch.Tensor,
+        check: Callable[[], None],
+        after: torch.cuda.Event | None = None,
+    ) -> None:
         """Copy bytes from there on until ``target`` is full; blocks, without the interpreter's
         lock.
 
         Args:
             target: uint8, contiguous.
             check: Called often; what it raises ends the copying.
+            after: Where that is on a GPU: what must have happened on it before.
 
         Raises:
             OneSidedError: There are not so many.
@@ -124,9 +135,17 @@ class Mapping:
         end = first_byte + target.numel()
         if end > len(self.content):
             raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {len(self.content):,}")
+        if target.is_cuda:
+            check()
+            stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+            copy_to(target, self.content.ctypes.data + first_byte, stream, after)
+            return
         into = target.numpy()
         for at in range(0, target.numel(), _COPIED_BYTES):
             check()
             piece = into[at : at + _COPIED_BYTES]
             begin = first_byte + at
             np.copyto(piece, self.content[begin : begin + len(piece)])
+
+    def close(self) -> None:
+        """Nothing: it is unmapped with its last reference."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
+import select
 import socket
 import struct
 from dataclasses import astuple, dataclass
@@ -50,8 +52,27 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportDevice:
+    """An allocation of the sender's on a GPU."""
+
+    export_id: int
+    num_bytes: int
+    gpu: bytes
+    """Its UUID."""
+    handle: bytes
+    """CUDA's, for another process."""
+
+
+@dataclass(frozen=True, slots=True)
 class Withdraw:
     """The sender uses it no more: its receivers unmap it."""
+
+    export_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A receiver has unmapped it."""
 
     export_id: int
 
@@ -87,7 +108,27 @@ class Tried:
     content: bytes
 
 
-Message = Hello | Welcome | Export | Withdraw | Ready | Taken | Try | Tried
+@dataclass(frozen=True, slots=True)
+class TryDevice:
+    """The same of memory on a GPU."""
+
+    num_bytes: int
+    gpu: bytes
+    handle: bytes
+
+
+Message = (
+    Hello | Welcome | Export | ExportDevice | Withdraw | Withdrawn | Ready | Taken
+    | Try | TryDevice | Tried
+)  # fmt: skip
+
+_export_ids = itertools.count(1)
+
+
+def next_export_id() -> int:
+    """A number of a buffer, unlike any other's of this process."""
+    return next(_export_ids)
+
 
 _BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
     1: (Hello, struct.Struct("<I32s")),
@@ -98,6 +139,9 @@ _BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
     6: (Taken, struct.Struct("<Q")),
     7: (Try, struct.Struct("<Q")),
     8: (Tried, struct.Struct("<32s")),
+    9: (ExportDevice, struct.Struct("<QQ16s64s")),
+    10: (Withdrawn, struct.Struct("<Q")),
+    11: (TryDevice, struct.Struct("<Q16s64s")),
 }
 _KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
 
@@ -200,6 +244,18 @@ class Channel:
         """Let both ends find it closed at once; from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Say that nothing follows; from any thread. The peer may still be heard."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the peer has called ``end``, or is gone; messages may still be unread."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Give the socket back."""

@@ -11,18 +11,21 @@ from collections import deque
 
 import torch
 
+from weft.transport.one_sided.device_memory import DeviceMapping
 from weft.transport.one_sided.directory import connect
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import Mapping
 from weft.transport.one_sided.messages import (
     Channel,
     Export,
+    ExportDevice,
     Hello,
     Message,
     Ready,
     Taken,
     Welcome,
     Withdraw,
+    Withdrawn,
 )
 from weft.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
 
@@ -43,15 +46,17 @@ class Receiving:
     #: A thread of its own connects.
     is_formed = True
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._place, self._rank = Place(store), rank
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self._place, self._rank, self._device = Place(store), rank, device
         self._lock = threading.Lock()  # guards what follows
         self._posted: deque[OneSidedWork] = deque()
         self._error = ""
+        #: While its first answer is awaited. Later it is closed by the thread alone, once all
+        #: is unmapped: by that the sender knows that it may free its memory.
         self._channel: Channel | None = None
         #: Held while a piece is copied.
         self._copying = threading.Lock()
-        self._mapped: dict[int, Mapping] = {}
+        self._mapped: dict[int, Mapping | DeviceMapping] = {}
         self._ready: deque[Ready] = deque()
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
@@ -98,6 +103,7 @@ class Receiving:
             try:
                 self._follow(channel)
             finally:
+                self._unmap()
                 channel.close()
         except OneSidedError as error:
             self._end(str(error))
@@ -105,7 +111,6 @@ class Receiving:
             # Also what the store raises when the group is over.
             self._end(f"the group's sender was not reached: {error!r}")
         finally:
-            self._mapped.clear()
             with self._lock:
                 works, self._channel = [*self._posted], None
                 self._posted.clear()
@@ -129,6 +134,9 @@ class Receiving:
             if not isinstance(welcome, Welcome):
                 raise OneSidedError(f"the sender began with {type(welcome).__name__}")
             check_secret(welcome.secret, digest, _SENDER)
+            with self._lock:
+                self._channel = None
+            self._check()
         except BaseException:
             channel.close()
             raise
@@ -143,19 +151,36 @@ class Receiving:
                 self._wakeup.clear()
                 self._check()
                 if any(key.fileobj is channel for key, _ in events):
-                    self._hear(*channel.receive())
+                    self._hear(channel, *channel.receive())
                 while self._ready and self._posted:
                     self._take(channel, self._ready.popleft())
 
-    def _hear(self, message: Message, fd: int | None) -> None:
+    def _unmap(self) -> None:
+        for mapped in self._mapped.values():
+            try:
+                mapped.close()
+            except OneSidedError as error:
+                _log.warning("a sender's memory stays mapped: %s", error)
+        self._mapped.clear()
+
+    def _map(self, export: Export | ExportDevice, fd: int | None) -> Mapping | DeviceMapping:
+        if isinstance(export, ExportDevice):
+            return DeviceMapping(export, self._device)
+        assert fd is not None
+        return Mapping(fd, export.num_bytes)
+
+    def _hear(self, channel: Channel, message: Message, fd: int | None) -> None:
         try:
-            if isinstance(message, Export):
-                assert fd is not None
+            if isinstance(message, Export | ExportDevice):
                 if len(self._mapped) >= MAX_MAPPED:
                     raise OneSidedError(f"the sender hands over more than {MAX_MAPPED} buffers")
-                self._mapped[message.export_id] = Mapping(fd, message.num_bytes)
+                if message.export_id in self._mapped:
+                    raise OneSidedError(f"the sender hands over buffer {message.export_id} again")
+                self._mapped[message.export_id] = self._map(message, fd)
             elif isinstance(message, Withdraw):
-                self._mapped.pop(message.export_id, None)
+                if (mapped := self._mapped.pop(message.export_id, None)) is not None:
+                    mapped.close()
+                channel.send(Withdrawn(message.export_id))
             elif isinstance(message, Ready) and len(self._ready) < _MAX_READY:
                 self._ready.append(message)
             else:
@@ -178,8 +203,9 @@ class Receiving:
             )
         with self._copying:
             # One lock for the whole bucket: ``_check`` ends it after a piece.
-            mapped.copy(ready.first_byte, work.buffer, self._check)
-        # Refused if the sender has left: it may have changed the bytes meanwhile.
+            mapped.copy(ready.first_byte, work.buffer, self._check, work.after)
+        if channel.is_ended:  # it may have changed the bytes meanwhile
+            raise OneSidedError("the sender left while its memory was read")
         channel.send(Taken(ready.sequence))
         with self._lock:
             self._posted.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -11,17 +12,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
 from weft.transport.one_sided.directory import listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import MemoryFile, file_of
 from weft.transport.one_sided.messages import (
     Channel,
-    Export,
     Hello,
     Ready,
     Taken,
     Welcome,
     Withdraw,
+    Withdrawn,
 )
 from weft.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
 
@@ -37,7 +39,8 @@ class SentWork(OneSidedWork):
 
     def __init__(self, buffer: torch.Tensor, sequence: int, missing: set[int]) -> None:
         super().__init__(buffer)
-        self.file, self.first_byte = file_of(buffer)
+        self.memory: MemoryFile | DeviceView
+        self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
         self.sequence, self.missing = sequence, missing
 
 
@@ -47,20 +50,37 @@ class _Member:
 
     rank: int
     channel: Channel
-    known: dict[int, weakref.ref[MemoryFile]] = field(default_factory=dict)
+    known: dict[int, weakref.ref[MemoryFile | DeviceView]] = field(default_factory=dict)
+    mapped: dict[int, DeviceBlock] = field(default_factory=dict)
+    """What must not be freed before it says that it has unmapped it."""
 
     def say(self, work: SentWork) -> None:
         """Let it copy a bucket."""
-        for export_id, file in [*self.known.items()]:
-            if file() is None:
-                del self.known[export_id]
-                self.channel.send(Withdraw(export_id))
-        file_id = work.file.export_id
-        if file_id not in self.known:
-            self.channel.send(Export(file_id, len(work.file)), work.file.fd)
-            self.known[file_id] = weakref.ref(work.file)
-        ready = Ready(work.sequence, file_id, work.first_byte, work.buffer.numel())
-        self.channel.send(ready)
+        for known_id, used in [*self.known.items()]:
+            if used() is None:
+                del self.known[known_id]
+                self.channel.send(Withdraw(known_id))
+        memory = work.memory
+        if memory.export_id not in self.known:
+            self.channel.send(*memory.offer())
+            self.known[memory.export_id] = weakref.ref(memory)
+            if isinstance(memory, DeviceView):
+                self.mapped[memory.export_id] = memory.block
+        self.channel.send(
+            Ready(work.sequence, memory.export_id, work.first_byte, work.buffer.numel())
+        )
+
+    def wait_unmapped(self) -> None:
+        """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
+        it closes its socket. However long that takes: what is freed earlier is read no more,
+        says CUDA, with undefined results."""
+        with contextlib.suppress(OneSidedError):
+            while self.mapped:
+                message, fd = self.channel.receive()
+                if fd is not None:
+                    os.close(fd)
+                if isinstance(message, Withdrawn):
+                    self.mapped.pop(message.export_id, None)
 
 
 class Sending:
@@ -119,7 +139,7 @@ class Sending:
         """Called with the lock held."""
         self._error = self._error or error
         for member in self._members.values():
-            member.channel.shut()
+            member.channel.end()
         for work in self._works.values():
             work.end(self._error)
         self._works.clear()
@@ -142,10 +162,14 @@ class Sending:
             unlink(self._name)
             self._listener.close()
             with self._lock:
-                for channel in [*self._strangers, *(m.channel for m in self._members.values())]:
-                    channel.close()
+                members = [*self._members.values()]
                 self._members.clear()
             self._wakeup.close()
+            for channel in self._strangers:
+                channel.close()
+            for member in members:
+                member.wait_unmapped()
+                member.channel.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -183,7 +207,7 @@ class Sending:
         try:
             member = self._recognise(channel)
         except OneSidedError as error:
-            _log.warning("refused on a group's socket: %s", error)
+            _log.info("refused on a group's socket: %s", error)
             selector.unregister(channel)
             channel.close()
             return
@@ -207,13 +231,16 @@ class Sending:
 
     def _hear(self, member: _Member) -> None:
         try:
-            taken, fd = member.channel.receive()
+            message, fd = member.channel.receive()
         except OneSidedError as error:
             raise OneSidedError(f"rank {member.rank} is gone: {error}") from error
         if fd is not None:
             os.close(fd)
         with self._lock:
-            work = self._works.get(taken.sequence) if isinstance(taken, Taken) else None
+            if isinstance(message, Withdrawn):
+                member.mapped.pop(message.export_id, None)
+                return
+            work = self._works.get(message.sequence) if isinstance(message, Taken) else None
             if work is None or member.rank not in work.missing:
                 raise OneSidedError(f"rank {member.rank} has taken what it was not given")
             work.missing.remove(member.rank)

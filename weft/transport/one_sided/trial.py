@@ -18,13 +18,25 @@ from collections.abc import Iterable
 
 import torch
 
+from weft.contract.errors import CapacityError
+from weft.transport.one_sided.device_memory import DeviceMapping, view_of
+from weft.transport.one_sided.device_memory import allocate as on_device
 from weft.transport.one_sided.directory import connect, listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
-from weft.transport.one_sided.messages import SECRET_BYTES, Channel, Tried, Try
+from weft.transport.one_sided.messages import (
+    SECRET_BYTES,
+    Channel,
+    ExportDevice,
+    Tried,
+    Try,
+    TryDevice,
+)
+from weft.transport.one_sided.works import recorded
 
 _log = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 _BACKLOG = 64
 _ASK_SECONDS = 2.0
 
@@ -32,11 +44,15 @@ _ASK_SECONDS = 2.0
 class TrialAnswerer:
     """Answers trials, on a thread of its own, until it is closed.
 
+    Args:
+        device: Where it would receive.
+
     Raises:
         OneSidedError: There is no directory for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self._listener, self.name = listen(_BACKLOG)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
@@ -61,41 +77,67 @@ class TrialAnswerer:
             try:
                 self._answer(Channel(connected))
             except OneSidedError as error:
-                _log.info("a trial of one-sided reading failed: %s", error)
+                _log.debug("a trial of one-sided reading failed: %s", error)
+            except Exception:  # noqa: BLE001 (the edge of a thread)
+                _log.exception("a trial of one-sided reading failed")
             finally:
                 connected.close()
 
     def _answer(self, channel: Channel) -> None:
         asked, fd = channel.receive(_ASK_SECONDS)
-        if fd is None or not isinstance(asked, Try):
-            raise OneSidedError(f"it began with {type(asked).__name__}")
+        mapped: Mapping | DeviceMapping
         try:
-            mapped = Mapping(fd, asked.num_bytes)
+            if isinstance(asked, TryDevice):
+                export = ExportDevice(0, asked.num_bytes, asked.gpu, asked.handle)
+                mapped = DeviceMapping(export, self._device)
+            elif isinstance(asked, Try) and fd is not None:
+                mapped = Mapping(fd, asked.num_bytes)
+            else:
+                raise OneSidedError(f"it began with {type(asked).__name__}")
         finally:
-            os.close(fd)
-        channel.send(Tried(mapped.content[:SECRET_BYTES].tobytes()))
+            if fd is not None:
+                os.close(fd)
+        try:
+            content = torch.zeros(SECRET_BYTES, dtype=torch.uint8, device=self._device)
+            mapped.copy(0, content, lambda: None, recorded(content))
+        finally:
+            mapped.close()
+        channel.send(Tried(content.cpu().numpy().tobytes()))
 
 
-def why_not_readable(names: Iterable[str], timeout_seconds: float = _ASK_SECONDS) -> str:
+def why_not_readable(
+    names: Iterable[str],
+    device: torch.device = CPU,
+    timeout_seconds: float = _ASK_SECONDS,
+) -> str:
     """Why a process of those names cannot read this one's memory; empty if all can. Blocks for
-    a fraction of a millisecond each, or for so long in all."""
+    a fraction of a millisecond each, or for so long in all.
+
+    Args:
+        device: Where that memory is.
+    """
     deadline = time.monotonic() + timeout_seconds
     try:
         secret = secrets.token_bytes(SECRET_BYTES)
-        buffer = allocate(SECRET_BYTES)
+        buffer = allocate(SECRET_BYTES) if device.type == "cpu" else on_device(SECRET_BYTES, device)
         buffer.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        file, _ = file_of(buffer)
+        if buffer.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+        offer, fd = (view_of(buffer) or file_of(buffer))[0].offer()
+        asked: Try | TryDevice = Try(offer.num_bytes)
+        if isinstance(offer, ExportDevice):
+            asked = TryDevice(offer.num_bytes, offer.gpu, offer.handle)
         for name in names:
             if not name:
                 return "a replica takes part in no trial"
             channel = Channel(connect(name, max(0.001, deadline - time.monotonic())))
             try:
-                channel.send(Try(SECRET_BYTES), file.fd)
+                channel.send(asked, fd)
                 tried, _ = channel.receive(max(0.001, deadline - time.monotonic()))
             finally:
                 channel.close()
             if tried != Tried(secret):
                 return f"the process {channel.pid} read other bytes than were written"
-    except OneSidedError as error:
+    except (RuntimeError, CapacityError) as error:
         return str(error)
     return ""

@@ -18,11 +18,22 @@ from weft.transport.one_sided.messages import SECRET_BYTES
 _PREFIX = "one-sided"
 
 
+def recorded(buffer: torch.Tensor) -> torch.cuda.Event | None:
+    """What this thread's stream was given until now for the buffer's GPU; None on a CPU."""
+    if not buffer.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(buffer.device))
+    return event
+
+
 class OneSidedWork:
     """A broadcast; see ``backends.Work``."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
+        #: What the buffer must not be written before; None on a CPU.
+        self.after = recorded(buffer)
         self._woken = threading.Event()
         self._error = ""
         self.done = False

@@ -21,7 +21,7 @@ def target(*backends: str, gpus: tuple[str, ...] = ()) -> DescribeTargetResponse
 def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why replicas cannot read this process's memory; none can unless a test empties it."""
     why = ["it is on another host"]
-    monkeypatch.setattr(module, "why_not_readable", lambda names: "".join(why))
+    monkeypatch.setattr(module, "why_not_readable", lambda names, device: "".join(why))
     monkeypatch.setattr(module, "why_unavailable", lambda: "")
     return why
 
@@ -30,6 +30,7 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has one."""
     monkeypatch.setattr(module, "available_backends", lambda _: ALL)
+    monkeypatch.setattr(module.device_memory, "why_unavailable", lambda: "")
     monkeypatch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -55,6 +56,13 @@ def test_on_one_host_replicas_read_the_senders_memory(readable: list[str]) -> No
     again = BackendSelection().backend(target("one-sided", "gloo"), without=["one-sided"])
     assert again.name == "gloo"
     assert "not one-sided: this push has found" in again.why
+
+
+def test_replicas_on_gpus_do_not_read_from_the_host(readable: list[str]) -> None:
+    readable.clear()
+    selected = BackendSelection().backend(target("one-sided", "gloo", gpus=("GPU-0",)))
+    assert selected.name == "gloo"
+    assert "not one-sided: replicas receive on GPUs" in selected.why
 
 
 def test_a_process_that_cannot_take_part_asks_nobody(
@@ -91,10 +99,25 @@ def test_nccl_is_never_used_where_two_share_a_gpu(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_memory_of_a_gpu_is_what_is_tried_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(module, "why_not_readable", lambda names, device: tried.append(device))
+    assert BackendSelection().backend(target("one-sided", "nccl")).name == "one-sided"
+    assert tried == [torch.device("cuda", 1)]
+    monkeypatch.setattr(module.device_memory, "why_unavailable", lambda: "no libcudart")
+    selected = BackendSelection().backend(target("one-sided", "nccl"))
+    assert (selected.name, len(tried)) == ("nccl", 1)
+    assert "not one-sided: no libcudart" in selected.why
+
+
+@pytest.mark.usefixtures("gpu")
 def test_the_device_is_the_current_one_or_as_chosen() -> None:
     assert BackendSelection().device_of("nccl") == torch.device("cuda", 1)
     chosen = BackendSelection(device=torch.device("cuda", 3))
     assert chosen.device_of("nccl") == torch.device("cuda", 3)
+    assert chosen.device_of("one-sided") == torch.device("cuda", 3)
     assert chosen.device_of("gloo") == torch.device("cpu")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from weft.transport.one_sided.receiving import Receiving
@@ -54,7 +55,9 @@ def join(directory: Path, store: StoreDouble) -> Iterator[Join]:
 
     def make(num_receivers: int) -> tuple[Sending, list[Receiving]]:
         sender = Sending(store, num_receivers + 1)
-        receivers = [Receiving(store, rank) for rank in range(1, num_receivers + 1)]
+        receivers = [
+            Receiving(store, rank, torch.device("cpu")) for rank in range(1, num_receivers + 1)
+        ]
         members.extend([sender, *receivers])
         return sender, receivers
 

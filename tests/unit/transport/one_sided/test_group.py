@@ -230,13 +230,24 @@ def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatc
     (directory / name).unlink(missing_ok=True)
 
 
-def test_a_sender_that_took_too_many_acknowledgements_ends(join: Join, wait: Wait) -> None:
-    sender, (receiver,) = join(1)
-    wait(lambda: receiver._channel is not None and sender._members)
-    assert receiver._channel is not None
-    receiver._channel.send(Taken(99))
-    wait(lambda: sender._error)
-    assert "has taken what it was not given" in sender._error
+def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
+    directory: Path, store: StoreDouble, wait: Wait
+) -> None:
+    secret = b"r" * 32
+    store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
+    sender = Sending(store, 2)
+    channel = Channel(connect(listed(store, wait), 5.0))
+    try:
+        channel.send(Hello(1, secret))
+        assert isinstance(channel.receive(5.0)[0], Welcome)
+        sent = sender.broadcast(filled(1), 10.0)
+        channel.send(Taken(99))
+        assert sent.wait_until(soon())
+        with pytest.raises(OneSidedError, match="has taken what it was not given"):
+            sent.finish()
+    finally:
+        channel.close()
+    wait(lambda: not sender._thread.is_alive())
 
 
 Lie = Callable[[Channel, bytes], None]
@@ -309,7 +320,7 @@ def test_a_sender_that_lies_is_found_out(
     listener, name = listen(1)
     secret = b"s" * 32
     store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
-    receiver = Receiving(store, 1)
+    receiver = Receiving(store, 1, torch.device("cpu"))
     work = receiver.broadcast(empty(), 10.0)
     channel = Channel(listener.accept()[0])
     try:
@@ -346,7 +357,7 @@ time.sleep(60.0)
 def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
     directory: Path, store: StoreDouble, wait: Wait
 ) -> None:
-    receiver = Receiving(store, 1)
+    receiver = Receiving(store, 1, torch.device("cpu"))
     wait(lambda: "one-sided/1" in store.values)
     digest = store.values["one-sided/1"].decode().strip()
     command = [sys.executable, "-c", _SENDER, digest]

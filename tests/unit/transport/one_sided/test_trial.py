@@ -15,13 +15,16 @@ from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import (
     Channel,
     Export,
+    ExportDevice,
     Hello,
     Ready,
     Taken,
     Tried,
     Try,
+    TryDevice,
     Welcome,
     Withdraw,
+    Withdrawn,
     pack,
     unpack,
 )
@@ -49,7 +52,7 @@ def test_a_process_elsewhere_cannot(directory: Path, name: str) -> None:
 def test_one_that_says_nothing_is_waited_for_no_longer(directory: Path) -> None:
     listener, name = listen(1)
     try:
-        assert "timed out" in why_not_readable([name], 0.05)
+        assert "timed out" in why_not_readable([name], timeout_seconds=0.05)
     finally:
         unlink(name)
         listener.close()
@@ -156,7 +159,8 @@ def test_sockets_of_the_dead_are_removed(directory: Path) -> None:
     "message",
     [
         Hello(3, b"a" * 32), Welcome(b"b" * 32), Export(1, 2**40), Withdraw(7),
-        Ready(1, 2, 3, 4), Taken(2**63), Try(32), Tried(b"c" * 32),
+        Ready(1, 2, 3, 4), Taken(2**63), Try(32), Tried(b"c" * 32), Withdrawn(7),
+        ExportDevice(1, 2**40, b"u" * 16, b"h" * 64), TryDevice(32, b"u" * 16, b"h" * 64),
     ],
 )  # fmt: skip
 def test_a_message_arrives_as_it_was_sent(message: Hello) -> None:

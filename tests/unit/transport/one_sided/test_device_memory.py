@@ -1,0 +1,162 @@
+"""The plane over memory of a GPU, with a double of CUDA's runtime; the real one runs in
+``tests/gpu/test_one_sided.py``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
+from weft.contract.errors import CapacityError
+from weft.transport.one_sided import device_memory
+from weft.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.messages import ExportDevice
+from weft.transport.one_sided.receiving import Receiving
+from weft.transport.one_sided.sending import Sending
+from weft.transport.one_sided.trial import TrialAnswerer, why_not_readable
+
+CPU = torch.device("cpu")
+SIZE = 2**20
+Join = Callable[[int], tuple[Sending, list[Receiving]]]
+Wait = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture(autouse=True)
+def cudart(monkeypatch: pytest.MonkeyPatch) -> CudartDouble:
+    """The double in place of the library, and of what torch says of GPUs."""
+    double = CudartDouble()
+    monkeypatch.setattr(device_memory, "cudart", lambda: double)
+    monkeypatch.setattr(device_memory, "as_tensor", as_tensor)
+    monkeypatch.setattr(device_memory, "uuid_of", lambda index: UUIDS[index].bytes)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return double
+
+
+def empty() -> torch.Tensor:
+    return torch.zeros(SIZE, dtype=torch.uint8)
+
+
+def push(sender: Sending, receivers: list[Receiving], buffer: torch.Tensor) -> None:
+    deadline = time.monotonic() + 10.0
+    sent = sender.broadcast(buffer, 10.0)
+    for receiver in receivers:
+        into = empty()
+        work = receiver.broadcast(into, 10.0)
+        assert work.wait_until(deadline)
+        work.finish()
+        assert torch.equal(into, buffer)
+    assert sent.wait_until(deadline)
+    sent.finish()
+
+
+def test_receivers_map_a_block_once_and_copy_out_of_it(join: Join, cudart: CudartDouble) -> None:
+    sender, receivers = join(3)
+    buffer = allocate(SIZE, CPU)
+    for value in (1, 2):
+        push(sender, receivers, buffer.fill_(value))
+    assert len(cudart.mapped) == 3
+    assert len(cudart.allocated) == 1
+
+
+def test_a_block_is_unmapped_before_it_is_freed(
+    join: Join, cudart: CudartDouble, wait: Wait
+) -> None:
+    sender, receivers = join(2)
+    for value in range(3):
+        push(sender, receivers, allocate(SIZE, CPU).fill_(value))
+    last = allocate(SIZE, CPU).fill_(9)
+    push(sender, receivers, last)
+    wait(lambda: len(cudart.allocated) <= 2)
+    del last
+    sender.abort()
+    wait(lambda: not cudart.allocated)
+    assert not cudart.mapped
+    assert not cudart.freed_while_mapped
+
+
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+def test_so_it_is_where_either_leaves_first(
+    join: Join, cudart: CudartDouble, wait: Wait, first: str
+) -> None:
+    sender, receivers = join(1)
+    buffer = allocate(SIZE, CPU)
+    push(sender, receivers, buffer)
+    (sender if first == "sender" else receivers[0]).abort()
+    del buffer
+    wait(lambda: not cudart.allocated)
+    assert not cudart.mapped
+    assert not cudart.freed_while_mapped
+
+
+def test_a_block_is_whole_pages_of_the_device(cudart: CudartDouble) -> None:
+    """A handle names the beginning of what CUDA took from the device."""
+    buffer = allocate(5, CPU)
+    found = view_of(buffer[2:4])
+    assert found is not None
+    view, first_byte = found
+    assert (first_byte, view.block.num_bytes) == (2, 2 * 2**20)
+    assert view_of(torch.zeros(4, dtype=torch.uint8)) is None
+    del buffer, found, view
+    assert not cudart.allocated
+
+
+def test_a_gpu_that_is_not_visible_is_named(cudart: CudartDouble) -> None:
+    export = ExportDevice(1, SIZE, (99).to_bytes(16, "big"), bytes(64))
+    with pytest.raises(OneSidedError, match=r"000063 is not visible.*CUDA_VISIBLE_DEVICES"):
+        DeviceMapping(export, CPU)
+
+
+def test_what_cuda_refuses_is_an_error_of_ours(cudart: CudartDouble) -> None:
+    cudart.errors = {"cudaIpcOpenMemHandle": 400}
+    export = ExportDevice(1, SIZE, UUIDS[1].bytes, bytes(64))
+    with pytest.raises(OneSidedError, match="cudaIpcOpenMemHandle failed with CUDA's error 400"):
+        DeviceMapping(export, CPU)
+    cudart.errors = {"cudaMalloc": 2}
+    with pytest.raises(CapacityError, match="cudaMalloc failed with CUDA's error 2"):
+        allocate(SIZE, CPU)
+    cudart.errors = {"cudaIpcGetMemHandle": 1}
+    with pytest.raises(OneSidedError):
+        allocate(SIZE, CPU)
+    assert not cudart.allocated
+
+
+def test_no_more_is_read_than_there_is(cudart: CudartDouble) -> None:
+    buffer = allocate(SIZE, CPU)
+    found = view_of(buffer)
+    assert found is not None
+    mapping = DeviceMapping(found[0].offer()[0], CPU)
+    with pytest.raises(OneSidedError, match="bytes 1,048,577 to 2,097,153 of 2,097,152"):
+        mapping.copy(SIZE + 1, empty(), lambda: None)
+    mapping.close()
+    mapping.close()
+    assert not cudart.mapped
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_trial_reads_from_the_device(
+    cudart: CudartDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.transport.one_sided.trial.allocate", lambda size: allocate(size, CPU))
+    answerer = TrialAnswerer()
+    try:
+        assert why_not_readable([answerer.name, answerer.name]) == ""
+        assert not cudart.mapped
+        cudart.errors = {"cudaIpcOpenMemHandle": 400}
+        assert "closed its socket" in why_not_readable([answerer.name])
+        cudart.errors = {"cudaMalloc": 2}
+        assert "no room" in why_not_readable([answerer.name])
+    finally:
+        answerer.close()
+    assert not cudart.allocated
+
+
+def test_a_torch_without_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    device_memory.cudart.cache_clear()
+    if not torch.cuda.is_available():
+        assert "libcudart" in device_memory.why_unavailable()
