@@ -14,6 +14,7 @@ from weft.contract.errors import PeerUnavailableError
 from weft.contract.manifest import plan_buckets
 from weft.contract.names import PolicyVersion
 from weft.contract.tensors import DataType, TensorMeta
+from weft.transport.buckets import in_manifest_order
 from weft.transport.digest import content_digest
 
 #: Some tensors share a bucket, and the tensors of some layers lie in several.
@@ -70,4 +71,4 @@ def arriving_digest(file: Path) -> bytes:
     arriving = FromFile(PolicyVersion("base", 1), file)
     for _ in arriving.buckets():
         pass
-    return content_digest(arriving.bucket_digests)
+    return content_digest(in_manifest_order(arriving.manifest, arriving.bucket_digests))
