@@ -73,6 +73,8 @@ class RolloutConfig:
     """Which side groups to join."""
     running_requests: RunningRequests = "recompute"
     """What becomes of requests that run when the base changes."""
+    enable_sleep: bool = False
+    """Whether trainers on the same GPU may put the engine to sleep."""
     drain_seconds: float = 30.0
     """How long running requests and transfers may take to end once the process is told
     to stop; 0 cuts them."""

@@ -82,6 +82,28 @@ class SendOrder:
     timeout_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class SleepOrder:
+    """How an engine is to fall asleep."""
+
+    trainer_id: str
+    """Who wants it to; empty for an operator."""
+    aborts: bool
+    """Whether running requests are aborted, rather than finished."""
+    timeout_seconds: float
+    """How long those may take to end."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """An engine sleeps."""
+
+    trainer_id: str
+    """Who put it to sleep; empty for an operator."""
+    weights_awake: bool = False
+    """Whether a switch has woken its weights; the KV cache sleeps on."""
+
+
 class Engine(Protocol):
     """A running engine. Every method is a coroutine of the agent's event loop, is
     bounded by the engine's own step time, and may be cancelled only by ending the
@@ -110,6 +132,25 @@ class Engine(Protocol):
     @property
     def loading(self) -> str:
         """Transfer that generation is paused for, by ``load_in_place``; else empty."""
+
+    @property
+    def asleep(self) -> Asleep | None:
+        """Set while it sleeps: it answers no requests. A switch wakes the weights, and no
+        more; adapters stay until they are awake."""
+
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        """Refuse new requests, let running ones end, reset the prefix cache, and give the
+        accelerator's memory back, also that of copies of bases. The weights of one that
+        sleeps are put to sleep again.
+
+        Raises:
+            NotReadyError: ``SLEEP_DISABLED``: it cannot; or ``TRANSFER_UNDER_WAY``: a base
+                is being loaded in place. Nothing changed.
+            TransferTimeoutError: Requests have not ended in time; it takes new ones again.
+        """
+
+    async def wake_up(self) -> None:
+        """Take the memory back and take requests again; succeeds if it is awake."""
 
     async def join_group(self, order: JoinOrder) -> None:
         """Tell the receivers to join; returns before they have joined."""

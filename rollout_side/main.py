@@ -104,6 +104,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         backend=config.backend,
         retain_base=config.retain_base,
         spill=_spill_settings(config),
+        enable_sleep=config.enable_sleep,
         vllm_defaults=config.vllm_defaults,
         running_requests=config.running_requests,
         traced_as=config.agent.replica_id if config.telemetry.traces else "",

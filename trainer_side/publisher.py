@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from trainer_side import arguments as checks
+from trainer_side import sleeping
 from trainer_side.background import Background, WhenBusy
 from trainer_side.params.choose import Kind
 from trainer_side.pool.backend_selection import BackendSelection
@@ -26,6 +27,7 @@ from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
+from trainer_side.sleeping import WhenRunning
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
 from weft.contract.capabilities import BackendChoice
@@ -373,6 +375,58 @@ class Publisher:
         request = self._settings.base(model, cast, adapter_name)
         request = request.with_options(check_finite, require, timeout_seconds)
         return self._background.submit(request, when_busy)
+
+    # -- the replicas on the same GPUs --------------------------------------------
+
+    def sleep_rollouts(
+        self, *, when_running: WhenRunning = "finish", timeout_seconds: float = 60.0
+    ) -> tuple[str, ...]:
+        """Have the replicas that share a GPU with this trainer give its memory back.
+
+        At once nothing is routed to them; once their requests have ended they sleep: weights
+        lie in host memory, the KV cache is gone. A push wakes the weights of those that it
+        reaches, ``wake_rollouts`` the KV cache. The sleep is a part of this publisher's lease
+        of the base, which is acquired: when that ends, they wake by themselves. Every rank
+        calls it, as a push; waits for pushes under way.
+
+        Args:
+            when_running: Running requests "finish", or "abort" with what they have.
+            timeout_seconds: How long those may take to end; to fall asleep, an engine may take
+                three minutes more.
+
+        Returns:
+            The replicas that sleep; none where none shares a GPU.
+
+        Raises:
+            NotReadyError: ``SLEEP_DISABLED``: one was started without ``--enable-sleep``;
+                nothing changed. Or ``TRANSFER_UNDER_WAY``: one loads a base in place.
+            TransferTimeoutError: Requests did not end; that replica takes requests again.
+            WeftError: As for a push.
+        """
+        checks.check_choice("when_running", when_running, WhenRunning)
+        checks.check_seconds("timeout_seconds", timeout_seconds)
+        self._background.wait_idle()
+        return self._pushing.between_pushes(
+            lambda ranks, client: sleeping.sleep(ranks, client, when_running, timeout_seconds)
+        )
+
+    def wake_rollouts(self, *, timeout_seconds: float = 180.0) -> tuple[str, ...]:
+        """Wake what ``sleep_rollouts`` has put to sleep, weights and KV cache; returns once
+        they take requests. One that missed versions meanwhile is routed to once it has them.
+        Every rank calls it.
+
+        Returns:
+            The replicas that were woken; none where none slept.
+
+        Raises:
+            TransferTimeoutError: Not in time; they are woken all the same.
+            WeftError: As for a push.
+        """
+        checks.check_seconds("timeout_seconds", timeout_seconds)
+        self._background.wait_idle()
+        return self._pushing.between_pushes(
+            lambda ranks, client: sleeping.wake(ranks, client, timeout_seconds)
+        )
 
     @property
     def wanted(self) -> frozenset[str]:

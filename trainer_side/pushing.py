@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
@@ -39,6 +40,7 @@ from weft.rpc.codec import version_from_proto
 from weft.tracing import Span
 from weft.v1 import publish_pb2 as pb
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _MAX_MANIFESTS = 32
@@ -122,6 +124,11 @@ class Pushing:
         with self._lock, self._traced("weft.push", parent=parent, policy=request.policy) as span:
             self.last_report = self._push(request, began, is_replaced, span)
             return self.last_report.version
+
+    def between_pushes(self, work: Callable[[Ranks, PoolClient | None], _T]) -> _T:
+        """Something else that the ranks do in step, once no push is under way."""
+        with self._lock:
+            return work(self._ranks, self._sender_client)
 
     def close(self) -> None:
         """Wait for the push under way, leave the other ranks and the pool."""

@@ -36,6 +36,7 @@ _STATES = {
     pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
     pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
     pb.REPLICA_STATE_SUSPECT: ("suspect", "yellow"),
+    pb.REPLICA_STATE_ASLEEP: ("asleep", "yellow"),
 }
 
 

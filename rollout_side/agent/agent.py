@@ -18,7 +18,7 @@ from rollout_side.agent.registration import Registration
 from rollout_side.agent.requested import resolve
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
-from rollout_side.engine import Engine, JoinOrder, SendOrder
+from rollout_side.engine import Engine, JoinOrder, SendOrder, SleepOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
@@ -88,6 +88,16 @@ class Agent:
         )
         await self.engine.send(order)
 
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        """Put the engine to sleep, when its turn has come; see ``Engine``."""
+        await self.serving.turns.take(self.engine.fall_asleep(order))
+        self.hurry()
+
+    async def wake_up(self) -> None:
+        """Wake the engine, when its turn has come."""
+        await self.serving.turns.take(self.engine.wake_up())
+        self.hurry()
+
     # -- requests for tokens ---------------------------------------------------
 
     def requested(self, asked: str) -> PolicyVersion:
@@ -121,6 +131,7 @@ class Agent:
             and not self.serving.dirty_reason
             and not self._drain.under_way
             and not self.refusing
+            and self.engine.asleep is None
         )
 
     @property
@@ -154,6 +165,7 @@ class Agent:
             number,
             held=frozenset(now.held()),
             last_epoch=self._last_epoch,
+            asleep=self.engine.asleep,
         )
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:

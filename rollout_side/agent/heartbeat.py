@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout_side.agent.drain import Draining
-from rollout_side.engine import MemoryUse
+from rollout_side.engine import Asleep, MemoryUse
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.names import PolicyVersion, VersionVector
@@ -51,6 +51,8 @@ class Holdings:
     """Versions with their digests, and whether they are spilled."""
     last_epoch: int = 0
     """The highest epoch of a side group that it was told."""
+    asleep: Asleep | None = None
+    """Set while the engine sleeps."""
 
 
 @dataclass(frozen=True, order=True)
@@ -103,6 +105,13 @@ def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVers
     return types_pb2.HeldVersion(
         version=version_to_proto(version), content_digest=digest, spilled=spilled
     )
+
+
+def sleep_to_proto(asleep: Asleep | None) -> pb.Sleep | None:
+    """A sleep as the coordinator takes it; None of an engine that is awake."""
+    if asleep is None:
+        return None
+    return pb.Sleep(trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake)
 
 
 def drain_to_proto(drain: Draining | None) -> pb.Drain | None:

@@ -21,6 +21,7 @@ from rollout_side.agent.heartbeat import (
     answer_from_proto,
     drain_to_proto,
     held_to_proto,
+    sleep_to_proto,
 )
 from rollout_side.config import AgentConfig
 from weft.contract.checkpoint import READING, Checkpoint
@@ -235,6 +236,7 @@ class Registration:
             checkpoint=checkpoint_to_proto(now.checkpoint),
             refusing=now.refusing,
             protocol_revision=PROTOCOL_REVISION,
+            sleep=sleep_to_proto(now.asleep),
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -280,6 +282,7 @@ class Registration:
             held_versions_complete=self._held_wanted,
             refusing=now.refusing,
             order_number=now.order_number,
+            sleep=sleep_to_proto(now.asleep),
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted

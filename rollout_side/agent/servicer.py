@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.heartbeat import OrderKey
+from rollout_side.agent.heartbeat import OrderKey, sleep_to_proto
 from rollout_side.agent.serving import SpilledCopy
-from rollout_side.engine import JoinOrder, SendOrder, SwitchTimes
+from rollout_side.engine import JoinOrder, SendOrder, SleepOrder, SwitchTimes
 from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
@@ -32,11 +32,15 @@ from weft.rpc.codec import (
 )
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.tracing import NO_TRACER, Span, Tracer, parent_in
-from weft.v1 import publish_pb2, types_pb2
+from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+#: Whether running requests are aborted before the engine sleeps.
+_ABORTS = {registry_pb2.WHEN_RUNNING_FINISH: False, registry_pb2.WHEN_RUNNING_ABORT: True}
 
 
 def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
@@ -304,6 +308,31 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent.hurry()
         return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
 
+    async def Sleep(  # noqa: N802
+        self, request: pb.SleepRequest, context: _Context
+    ) -> pb.SleepResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        if request.when_running not in _ABORTS:
+            raise InvalidRequestError("when_running must say what becomes of running requests")
+        order = SleepOrder(
+            trainer_id=request.trainer_id,
+            aborts=_ABORTS[request.when_running],
+            timeout_seconds=duration_from_proto(request.timeout),
+        )
+        await agent.fall_asleep(order)
+        return pb.SleepResponse(sleep=sleep_to_proto(agent.engine.asleep))
+
+    async def WakeUp(  # noqa: N802
+        self, request: pb.WakeUpRequest, context: _Context
+    ) -> pb.WakeUpResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        await agent.wake_up()
+        return pb.WakeUpResponse(version_vector=vector_to_proto(agent.serving.vector))
+
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:
@@ -319,6 +348,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             staging_used_bytes=serving.memory.staging_bytes,
             retained_base_versions=serving.memory.retained_bases,
             spilled_versions=map(version_to_proto, serving.memory.spilled),
+            sleep=sleep_to_proto(agent.engine.asleep),
         )
 
 

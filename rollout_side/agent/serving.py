@@ -60,7 +60,8 @@ class Serving:
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._engine = engine
         self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
-        self._turns = Turns()
+        #: In which orders to switch, and to sleep, are carried out.
+        self.turns = Turns()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
 
@@ -85,7 +86,7 @@ class Serving:
     @property
     def is_switching(self) -> bool:
         """Whether an order to switch is being carried out, or a base loaded in place."""
-        return self._turns.taken or bool(self._engine.loading)
+        return self.turns.taken or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
 
@@ -108,7 +109,7 @@ class Serving:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        return await self._turns.take(
+        return await self.turns.take(
             self._commit(transfer_id, version, config_json, content_digest, alias, facts)
         )
 
@@ -163,7 +164,7 @@ class Serving:
             NotReadyError: It was not prepared here, or has ended.
             LoadFailedError: As ``Engine``.
         """
-        await self._turns.take(self._load_in_place(transfer_id, version, timeout_seconds))
+        await self.turns.take(self._load_in_place(transfer_id, version, timeout_seconds))
 
     async def _load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -179,7 +180,7 @@ class Serving:
         """Drop what was staged for a transfer, and end its loading in place. In turn with
         the orders to switch: once it returns, ``vector`` says whether one was of this
         transfer, and no later one finds anything."""
-        await self._turns.take(self._discard(transfer_id))
+        await self.turns.take(self._discard(transfer_id))
 
     async def _discard(self, transfer_id: str) -> None:
         was_loading = self._engine.loading == transfer_id
@@ -198,7 +199,7 @@ class Serving:
             DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        return await self._turns.take(self._switch(version, spilled))
+        return await self.turns.take(self._switch(version, spilled))
 
     async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.

@@ -82,6 +82,15 @@ class RetainedBases:
             dropped.append(oldest.segment)
         return dropped
 
+    def drop_on_device(self) -> None:
+        """Drop the copies on an accelerator, but for pinned ones; their memory is free once
+        nobody sends them."""
+        self._copies = [
+            copy
+            for copy in self._copies
+            if copy.segment.data.device.type == "cpu" or self._is_pinned(copy)
+        ]
+
     def _drop_beyond(self) -> list[Segment]:
         newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
         self._copies = newest + [copy for copy in beyond if self._is_pinned(copy)]

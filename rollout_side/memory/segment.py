@@ -256,6 +256,10 @@ class SegmentPool:
             if segment.num_bytes not in {free.num_bytes for free in self._free}:
                 self._free = [*self._free[-1:], segment]
 
+    def drop_on_device(self) -> None:
+        """Give the free memory of an accelerator back."""
+        self._free = [free for free in self._free if free.data.device.type == "cpu"]
+
     def is_lent(self, segment: object) -> bool:
         """Whether a segment is being sent."""
         return self._lent[id(segment)] > 0

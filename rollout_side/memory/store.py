@@ -79,6 +79,7 @@ class WorkerStore:
     _segments: SegmentPool = field(default_factory=SegmentPool)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _served: ServedBase | None = None
+    _asleep: ServedBase | None = None
     _last_adapter_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -311,6 +312,23 @@ class WorkerStore:
         finally:
             with self._lock:
                 self._segments.take_back(lent)
+
+    def fall_asleep(self) -> bool:
+        """Let go of copies on the accelerator, and let nobody read the engine's weights;
+        False while somebody does. Copies that are pinned stay."""
+        with self._lock:
+            if self._served is not None:
+                if self._segments.is_lent(self._served):
+                    return False
+                self._asleep, self._served = self._served, None
+            self._bases.drop_on_device()
+            self._segments.drop_on_device()
+            return True
+
+    def wake_up(self) -> None:
+        """The engine's weights can be read again, as they were."""
+        with self._lock:
+            self._served, self._asleep = self._served or self._asleep, None
 
     # -- the engine's side --------------------------------------------------
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, SwitchTimes
+from rollout_side.engine import (
+    Asleep,
+    JoinOrder,
+    MemoryUse,
+    SendOrder,
+    SleepOrder,
+    SpillOrder,
+    SwitchTimes,
+)
 from rollout_side.generation import GenerateOrder
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import HandoffQueue
@@ -31,6 +39,7 @@ from weft.contract.errors import (
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
+    TransferTimeoutError,
     WeftError,
 )
 from weft.contract.manifest import Manifest
@@ -114,6 +123,9 @@ class EngineDouble:
         self.refuse_reason = ""
         self.dirty_reason = ""
         self.load: InPlaceLoad | None = None
+        self.asleep: Asleep | None = None
+        #: What the engine's memory went through.
+        self.sleeps: list[str] = []
         #: Called before each bucket that is loaded in place.
         self.before_bucket: Callable[[int], None] = lambda index: None
 
@@ -125,13 +137,41 @@ class EngineDouble:
         return self.running + len(self.answers)
 
     def generate(self, order: GenerateOrder) -> AnswerDouble:
-        if self.refuse_reason:
-            raise PeerUnavailableError(self.refuse_reason, reason="REFUSING")
+        if reason := self.refuse_reason or ("it sleeps" if self.asleep else ""):
+            raise PeerUnavailableError(reason, reason="REFUSING")
         if order.adapter and self.store.adapter(order.adapter) is None:
             raise NotFoundError(f"{order.adapter} is not here")
         answer = AnswerDouble(self, order)
         self.answers.add(answer)
         return answer
+
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        if not self.capabilities.can_sleep:
+            raise NotReadyError("it cannot sleep", reason="SLEEP_DISABLED")
+        if self.load is not None:
+            raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
+        former, self.asleep = self.asleep, Asleep(order.trainer_id)
+        end = asyncio.get_running_loop().time() + order.timeout_seconds
+        if order.aborts:
+            self.running = 0
+        while self.num_requests() or not self.store.fall_asleep():
+            if asyncio.get_running_loop().time() >= end:
+                self.asleep = former
+                raise TransferTimeoutError("requests have not ended in time")
+            await asyncio.sleep(0.005)
+        self.sleeps.append("sleep")
+
+    async def wake_up(self) -> None:
+        self._wake_weights()
+        if self.asleep is not None:
+            self.sleeps.append("kv_cache")
+        self.asleep = None
+
+    def _wake_weights(self) -> None:
+        if self.asleep is not None and not self.asleep.weights_awake:
+            self.asleep = Asleep(self.asleep.trainer_id, weights_awake=True)
+            self.sleeps.append("weights")
+            self.store.wake_up()
 
     def refuse_requests(self, reason: str) -> None:
         self.refuse_reason = reason
@@ -153,6 +193,7 @@ class EngineDouble:
         content_digest: bytes,
         alias: int = 0,
     ) -> SwitchTimes:
+        self._wake_weights()
         self.store.staged(transfer_id, content_digest)
         self._maybe_fail()
         self.store.keep_adapter(transfer_id, config_json)
@@ -162,6 +203,7 @@ class EngineDouble:
     async def apply_base(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
+        self._wake_weights()
         times = self._apply_base(transfer_id, content_digest)
         self.base_version = version.version
         return times
@@ -189,6 +231,7 @@ class EngineDouble:
         handoff = self.store.handoff.of(transfer_id)
         if handoff is None:
             raise NotReadyError(f"{transfer_id} was not prepared")
+        self._wake_weights()
         if self.load is not None:
             await self.discard(self.load.transfer_id)
         self.store.set_served(None)
@@ -313,7 +356,8 @@ class EngineDouble:
         self.aliases_hidden = hidden
 
     async def retire(self, version: PolicyVersion) -> bool:
-        if version in self.in_use:
+        is_asleep = self.asleep is not None and not self.asleep.weights_awake
+        if version in self.in_use or is_asleep:
             return False
         self.store.drop_adapter(version)
         return True

@@ -69,6 +69,7 @@ def _heartbeat(world: World) -> list[Message]:
         spilled_versions=[types.PolicyVersion(policy="math", version=1)],
         pinned_base_versions=[1],
         drain=registry.Drain(time_left=_SOON, reason="leaving"),
+        sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True),
     )
     return [beat]
 
@@ -220,6 +221,18 @@ _MAKERS: Mapping[str, _Maker] = {
             transfer_id=world.transfer_id, policy="code", fencing_token=world.token
         )
     ],
+    "PublishService/SleepRollouts": lambda world: [
+        publish.SleepRolloutsRequest(
+            fencing_token=world.token,
+            session_id="s1",
+            gpu_uuids=["GPU-1"],
+            when_running=registry.WHEN_RUNNING_ABORT,
+            timeout=_SOON,
+        )
+    ],
+    "PublishService/WakeRollouts": lambda world: [
+        publish.WakeRolloutsRequest(fencing_token=world.token, session_id="s1")
+    ],
     "RegistryService/Register": _register,
     "RegistryService/PutReference": _reference,
     "RegistryService/Heartbeat": _heartbeat,
@@ -253,6 +266,12 @@ _MAKERS: Mapping[str, _Maker] = {
     "AdminService/Drain": _just(
         admin.DrainRequest(replica_id="stranger", timeout=_SOON, reason="why not")
     ),
+    "AdminService/SleepReplica": _just(
+        admin.SleepReplicaRequest(
+            replica_id="stranger", when_running=registry.WHEN_RUNNING_FINISH, timeout=_SOON
+        )
+    ),
+    "AdminService/WakeReplica": _just(admin.WakeReplicaRequest(replica_id="stranger")),
     "GenerateService/Generate": _generate,
     "ReplicaService/JoinGroup": _join,
     "ReplicaService/CommitTransfer": _commit,
@@ -275,4 +294,15 @@ _MAKERS: Mapping[str, _Maker] = {
         replica.DigestVersionRequest(version=types.PolicyVersion(policy="base", version=1))
     ),
     "ReplicaService/SendVersion": _send,
+    "ReplicaService/Sleep": lambda world: [
+        replica.SleepRequest(
+            coordinator_generation=world.generation,
+            trainer_id="fuzz",
+            when_running=registry.WHEN_RUNNING_ABORT,
+            timeout=_SOON,
+        )
+    ],
+    "ReplicaService/WakeUp": lambda world: [
+        replica.WakeUpRequest(coordinator_generation=world.generation)
+    ],
 }

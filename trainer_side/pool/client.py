@@ -161,6 +161,30 @@ class PoolClient:
         """Policies held here that no replica can serve until they are pushed again."""
         return self._leases.wanted
 
+    def with_base_lease(
+        self, call: Callable[[PublishServiceStub, int, str, float], _T], deadline: float
+    ) -> _T:
+        """An RPC that the base's lease entitles to, which is acquired as needed.
+
+        Args:
+            call: Made with the stub, the lease's token, this session's id, and the seconds
+                that are left.
+            deadline: ``time.monotonic()`` of it all.
+        """
+        if not self._contact.was_reached:
+            self._contact.wait(deadline)
+        fenced = False
+        while True:
+            token = self._leases.token(BASE_POLICY, types_pb2.POLICY_KIND_BASE, deadline)
+            make = partial(call, self._stub, token, self._leases.session_id)
+            try:
+                return self._call(make, deadline)
+            except LeaseFencedError as error:
+                self._leases.forget(BASE_POLICY)
+                if fenced or error.metadata.get("holder"):
+                    raise
+                fenced = True
+
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
         if self._sender is not None:

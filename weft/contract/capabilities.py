@@ -58,6 +58,8 @@ class Capabilities:
     """Where its receiving worker answers trials of one-sided reading; empty: nowhere."""
     gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
     """Of its workers; empty on CPUs."""
+    can_sleep: bool = field(default=False, compare=False)
+    """Whether its engine can give the GPU's memory back for a while."""
     quantization: str = field(default="", compare=False)
     """How the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

@@ -212,6 +212,7 @@ REASONS: dict[str, type[WeftError]] = {
     "MANIFEST_UNKNOWN": NotReadyError,
     "ALREADY_COMMITTED": NotReadyError,
     "LORA_DISABLED": NotReadyError,
+    "SLEEP_DISABLED": NotReadyError,
     "BACKEND_MISMATCH": NotReadyError,
     "REVISION_MISMATCH": NotReadyError,
     "ADDRESS_IN_USE": NotReadyError,

@@ -70,6 +70,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         running_requests=value.running_requests,
         trial_name=value.trial_name,
         gpu_uuids=value.gpu_uuids,
+        can_sleep=value.can_sleep,
     )
 
 
@@ -105,6 +106,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         running_requests=message.running_requests or "recompute",
         trial_name=message.trial_name,
         gpu_uuids=tuple(message.gpu_uuids),
+        can_sleep=message.can_sleep,
     )
 
 

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from weft.v1 import inspect_pb2 as _inspect_pb2
+from weft.v1 import registry_pb2 as _registry_pb2
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -518,3 +519,91 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SleepReplicaRequest(_message.Message):
+    """Asks to put a replica to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    WHEN_RUNNING_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica."""
+    when_running: _registry_pb2.WhenRunning.ValueType
+    """What becomes of running requests."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time until they have ended; absent means a minute."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        when_running: _registry_pb2.WhenRunning.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepReplicaRequest: _TypeAlias = SleepReplicaRequest  # noqa: Y015
+
+@_typing.final
+class SleepReplicaResponse(_message.Message):
+    """It sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepReplicaResponse: _TypeAlias = SleepReplicaResponse  # noqa: Y015
+
+@_typing.final
+class WakeReplicaRequest(_message.Message):
+    """Asks to wake a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which replica."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeReplicaRequest: _TypeAlias = WakeReplicaRequest  # noqa: Y015
+
+@_typing.final
+class WakeReplicaResponse(_message.Message):
+    """It is awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeReplicaResponse: _TypeAlias = WakeReplicaResponse  # noqa: Y015

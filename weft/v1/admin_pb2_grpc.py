@@ -75,6 +75,16 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SleepReplica = channel.unary_unary(
+                '/weft.v1.AdminService/SleepReplica',
+                request_serializer=weft_dot_v1_dot_admin__pb2.SleepReplicaRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.SleepReplicaResponse.FromString,
+                _registered_method=True)
+        self.WakeReplica = channel.unary_unary(
+                '/weft.v1.AdminService/WakeReplica',
+                request_serializer=weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.FromString,
+                _registered_method=True)
         self.GetBase = channel.unary_unary(
                 '/weft.v1.AdminService/GetBase',
                 request_serializer=weft_dot_v1_dot_admin__pb2.GetBaseRequest.SerializeToString,
@@ -210,6 +220,28 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepReplica(self, request, context):
+        """Puts one replica to sleep, as PublishService.SleepRollouts does, until WakeReplica: no lease ends
+        it, and no trainer wakes it. Answers when it sleeps. Not durable at the coordinator, but the
+        replica remembers it; a new process of it is put to sleep again.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST (no way to
+        end requests is named); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
+        TRANSFER_UNDER_WAY; DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED;
+        ALREADY_EXISTS/REQUEST_CONFLICT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeReplica(self, request, context):
+        """Wakes a replica, whoever put it to sleep. Answers when it is awake.
+        Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
+        DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetBase(self, request, context):
         """Which base model the pool is bound to, and what would hinder binding it anew.
         Idempotent: reads only. Statuses: none of its own.
@@ -275,6 +307,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'SleepReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepReplica,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.SleepReplicaRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.SleepReplicaResponse.SerializeToString,
+            ),
+            'WakeReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeReplica,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.SerializeToString,
             ),
             'GetBase': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBase,
@@ -504,6 +546,60 @@ class AdminService(object):
             '/weft.v1.AdminService/Drain',
             weft_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/SleepReplica',
+            weft_dot_v1_dot_admin__pb2.SleepReplicaRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.SleepReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/WakeReplica',
+            weft_dot_v1_dot_admin__pb2.WakeReplicaRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.WakeReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

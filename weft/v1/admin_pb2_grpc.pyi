@@ -120,6 +120,20 @@ class AdminServiceStub:
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
     """
+    SleepReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SleepReplicaRequest, _admin_pb2.SleepReplicaResponse]
+    """Puts one replica to sleep, as PublishService.SleepRollouts does, until WakeReplica: no lease ends
+    it, and no trainer wakes it. Answers when it sleeps. Not durable at the coordinator, but the
+    replica remembers it; a new process of it is put to sleep again.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST (no way to
+    end requests is named); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
+    TRANSFER_UNDER_WAY; DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED;
+    ALREADY_EXISTS/REQUEST_CONFLICT.
+    """
+    WakeReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeReplicaRequest, _admin_pb2.WakeReplicaResponse]
+    """Wakes a replica, whoever put it to sleep. Answers when it is awake.
+    Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
+    DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
+    """
     GetBase: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]
     """Which base model the pool is bound to, and what would hinder binding it anew.
     Idempotent: reads only. Statuses: none of its own.
@@ -227,6 +241,20 @@ class AdminServiceAsyncStub(AdminServiceStub):
     within a heartbeat. Only a shorter time changes a drain that is under way.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (the time is negative or over a day).
+    """
+    SleepReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.SleepReplicaRequest, _admin_pb2.SleepReplicaResponse]  # type: ignore[assignment]
+    """Puts one replica to sleep, as PublishService.SleepRollouts does, until WakeReplica: no lease ends
+    it, and no trainer wakes it. Answers when it sleeps. Not durable at the coordinator, but the
+    replica remembers it; a new process of it is put to sleep again.
+    Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST (no way to
+    end requests is named); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
+    TRANSFER_UNDER_WAY; DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED;
+    ALREADY_EXISTS/REQUEST_CONFLICT.
+    """
+    WakeReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeReplicaRequest, _admin_pb2.WakeReplicaResponse]  # type: ignore[assignment]
+    """Wakes a replica, whoever put it to sleep. Answers when it is awake.
+    Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
+    DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
     """
     GetBase: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetBaseRequest, _admin_pb2.GetBaseResponse]  # type: ignore[assignment]
     """Which base model the pool is bound to, and what would hinder binding it anew.
@@ -380,6 +408,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         within a heartbeat. Only a shorter time changes a drain that is under way.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (the time is negative or over a day).
+        """
+
+    @_abc_1.abstractmethod
+    def SleepReplica(
+        self,
+        request: _admin_pb2.SleepReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SleepReplicaResponse, _abc.Awaitable[_admin_pb2.SleepReplicaResponse]]:
+        """Puts one replica to sleep, as PublishService.SleepRollouts does, until WakeReplica: no lease ends
+        it, and no trainer wakes it. Answers when it sleeps. Not durable at the coordinator, but the
+        replica remembers it; a new process of it is put to sleep again.
+        Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST (no way to
+        end requests is named); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
+        TRANSFER_UNDER_WAY; DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED;
+        ALREADY_EXISTS/REQUEST_CONFLICT.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeReplica(
+        self,
+        request: _admin_pb2.WakeReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WakeReplicaResponse, _abc.Awaitable[_admin_pb2.WakeReplicaResponse]]:
+        """Wakes a replica, whoever put it to sleep. Answers when it is awake.
+        Idempotent: succeeds if it is. Statuses: NOT_FOUND/REPLICA_UNKNOWN; as for WakeRollouts
+        DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED; ALREADY_EXISTS/REQUEST_CONFLICT.
         """
 
     @_abc_1.abstractmethod

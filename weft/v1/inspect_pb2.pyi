@@ -54,6 +54,10 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     receiver has answered a probe, or another process of it registers; while it
     serves what the pool serves it may be routed to.
     """
+    REPLICA_STATE_ASLEEP: _ReplicaState.ValueType  # 8
+    """A trainer on its GPU, or an operator, put it to sleep, or it is being woken; it still
+    receives pushes.
+    """
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """Where a replica stands."""
@@ -81,6 +85,10 @@ REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 7
 (or sends) there made no progress. It takes no part in transfers until every
 receiver has answered a probe, or another process of it registers; while it
 serves what the pool serves it may be routed to.
+"""
+REPLICA_STATE_ASLEEP: ReplicaState.ValueType  # 8
+"""A trainer on its GPU, or an operator, put it to sleep, or it is being woken; it still
+receives pushes.
 """
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
@@ -212,6 +220,8 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A holder of such a version could not describe it."""
     EVENT_KIND_VERSION_CONFLICT: _EventKind.ValueType  # 38
     """Such a version has different bytes at different replicas (Policy.conflicts)."""
+    EVENT_KIND_REPLICA_ASLEEP: _EventKind.ValueType  # 39
+    """A replica's state has changed to REPLICA_STATE_ASLEEP."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -294,6 +304,8 @@ EVENT_KIND_VERSION_NOT_ADOPTED: EventKind.ValueType  # 37
 """A holder of such a version could not describe it."""
 EVENT_KIND_VERSION_CONFLICT: EventKind.ValueType  # 38
 """Such a version has different bytes at different replicas (Policy.conflicts)."""
+EVENT_KIND_REPLICA_ASLEEP: EventKind.ValueType  # 39
+"""A replica's state has changed to REPLICA_STATE_ASLEEP."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weft.v1 import registry_pb2 as _registry_pb2
 from weft.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -1114,3 +1115,119 @@ class AbortTransferResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortTransferResponse: _TypeAlias = AbortTransferResponse  # noqa: Y015
+
+@_typing.final
+class SleepRolloutsRequest(_message.Message):
+    """Asks for the memory of GPUs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    WHEN_RUNNING_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    fencing_token: _builtins.int
+    """Token of the base's lease."""
+    session_id: _builtins.str
+    """See RenewLeaseRequest.session_id."""
+    when_running: _registry_pb2.WhenRunning.ValueType
+    """What becomes of running requests."""
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the caller's GPUs, as NVIDIA's driver prints them."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time until they have ended."""
+
+    def __init__(
+        self,
+        *,
+        fencing_token: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        when_running: _registry_pb2.WhenRunning.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "gpu_uuids", b"gpu_uuids", "session_id", b"session_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRolloutsRequest: _TypeAlias = SleepRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class SleepRolloutsResponse(_message.Message):
+    """They sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which, sorted; empty where no replica has such a GPU."""
+
+    def __init__(
+        self,
+        *,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_ids", b"replica_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRolloutsResponse: _TypeAlias = SleepRolloutsResponse  # noqa: Y015
+
+@_typing.final
+class WakeRolloutsRequest(_message.Message):
+    """Gives the memory back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    fencing_token: _builtins.int
+    """Token of the base's lease."""
+    session_id: _builtins.str
+    """See RenewLeaseRequest.session_id."""
+    def __init__(
+        self,
+        *,
+        fencing_token: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRolloutsRequest: _TypeAlias = WakeRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class WakeRolloutsResponse(_message.Message):
+    """They are awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which, sorted."""
+
+    def __init__(
+        self,
+        *,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_ids", b"replica_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRolloutsResponse: _TypeAlias = WakeRolloutsResponse  # noqa: Y015

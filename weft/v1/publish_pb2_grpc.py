@@ -80,6 +80,16 @@ class PublishServiceStub(object):
                 request_serializer=weft_dot_v1_dot_publish__pb2.AbortTransferRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_publish__pb2.AbortTransferResponse.FromString,
                 _registered_method=True)
+        self.SleepRollouts = channel.unary_unary(
+                '/weft.v1.PublishService/SleepRollouts',
+                request_serializer=weft_dot_v1_dot_publish__pb2.SleepRolloutsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_publish__pb2.SleepRolloutsResponse.FromString,
+                _registered_method=True)
+        self.WakeRollouts = channel.unary_unary(
+                '/weft.v1.PublishService/WakeRollouts',
+                request_serializer=weft_dot_v1_dot_publish__pb2.WakeRolloutsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_publish__pb2.WakeRolloutsResponse.FromString,
+                _registered_method=True)
 
 
 class PublishServiceServicer(object):
@@ -209,6 +219,33 @@ class PublishServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepRollouts(self, request, context):
+        """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
+        once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
+        of them in contact sleep. A part of the base's lease: when that ends, they wake.
+        Idempotent: the weights of those that sleep already are put to sleep again.
+        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
+        TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
+        did not sleep in time: its requests did not end, say; it takes requests again);
+        INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
+        ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
+        (no way to end requests is named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeRollouts(self, request, context):
+        """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
+        when all of it in contact is awake; a replica that missed versions meanwhile is routed to
+        once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+        woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
+        ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PublishServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -256,6 +293,16 @@ def add_PublishServiceServicer_to_server(servicer, server):
                     servicer.AbortTransfer,
                     request_deserializer=weft_dot_v1_dot_publish__pb2.AbortTransferRequest.FromString,
                     response_serializer=weft_dot_v1_dot_publish__pb2.AbortTransferResponse.SerializeToString,
+            ),
+            'SleepRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepRollouts,
+                    request_deserializer=weft_dot_v1_dot_publish__pb2.SleepRolloutsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_publish__pb2.SleepRolloutsResponse.SerializeToString,
+            ),
+            'WakeRollouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeRollouts,
+                    request_deserializer=weft_dot_v1_dot_publish__pb2.WakeRolloutsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_publish__pb2.WakeRolloutsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -502,6 +549,60 @@ class PublishService(object):
             '/weft.v1.PublishService/AbortTransfer',
             weft_dot_v1_dot_publish__pb2.AbortTransferRequest.SerializeToString,
             weft_dot_v1_dot_publish__pb2.AbortTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.PublishService/SleepRollouts',
+            weft_dot_v1_dot_publish__pb2.SleepRolloutsRequest.SerializeToString,
+            weft_dot_v1_dot_publish__pb2.SleepRolloutsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.PublishService/WakeRollouts',
+            weft_dot_v1_dot_publish__pb2.WakeRolloutsRequest.SerializeToString,
+            weft_dot_v1_dot_publish__pb2.WakeRolloutsResponse.FromString,
             options,
             channel_credentials,
             insecure,

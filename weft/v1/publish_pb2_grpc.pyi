@@ -120,6 +120,25 @@ class PublishServiceStub:
     FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
     token, or no push).
     """
+    SleepRollouts: _grpc.UnaryUnaryMultiCallable[_publish_pb2.SleepRolloutsRequest, _publish_pb2.SleepRolloutsResponse]
+    """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
+    once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
+    of them in contact sleep. A part of the base's lease: when that ends, they wake.
+    Idempotent: the weights of those that sleep already are put to sleep again.
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
+    TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
+    did not sleep in time: its requests did not end, say; it takes requests again);
+    INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
+    ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
+    (no way to end requests is named).
+    """
+    WakeRollouts: _grpc.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]
+    """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
+    when all of it in contact is awake; a replica that missed versions meanwhile is routed to
+    once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+    woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
+    ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
+    """
 
 @_typing.type_check_only
 class PublishServiceAsyncStub(PublishServiceStub):
@@ -212,6 +231,25 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
     FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
     token, or no push).
+    """
+    SleepRollouts: _aio.UnaryUnaryMultiCallable[_publish_pb2.SleepRolloutsRequest, _publish_pb2.SleepRolloutsResponse]  # type: ignore[assignment]
+    """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
+    once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
+    of them in contact sleep. A part of the base's lease: when that ends, they wake.
+    Idempotent: the weights of those that sleep already are put to sleep again.
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
+    TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
+    did not sleep in time: its requests did not end, say; it takes requests again);
+    INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
+    ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
+    (no way to end requests is named).
+    """
+    WakeRollouts: _aio.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]  # type: ignore[assignment]
+    """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
+    when all of it in contact is awake; a replica that missed versions meanwhile is routed to
+    once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+    woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
+    ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -356,6 +394,37 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
         FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
         token, or no push).
+        """
+
+    @_abc_1.abstractmethod
+    def SleepRollouts(
+        self,
+        request: _publish_pb2.SleepRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_publish_pb2.SleepRolloutsResponse, _abc.Awaitable[_publish_pb2.SleepRolloutsResponse]]:
+        """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
+        once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
+        of them in contact sleep. A part of the base's lease: when that ends, they wake.
+        Idempotent: the weights of those that sleep already are put to sleep again.
+        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
+        TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
+        did not sleep in time: its requests did not end, say; it takes requests again);
+        INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
+        ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
+        (no way to end requests is named).
+        """
+
+    @_abc_1.abstractmethod
+    def WakeRollouts(
+        self,
+        request: _publish_pb2.WakeRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_publish_pb2.WakeRolloutsResponse, _abc.Awaitable[_publish_pb2.WakeRolloutsResponse]]:
+        """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
+        when all of it in contact is awake; a replica that missed versions meanwhile is routed to
+        once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+        woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
+        ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

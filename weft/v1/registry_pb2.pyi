@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WhenRunning:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WhenRunningEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WhenRunning.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WHEN_RUNNING_UNSPECIFIED: _WhenRunning.ValueType  # 0
+    """Never sent."""
+    WHEN_RUNNING_FINISH: _WhenRunning.ValueType  # 1
+    """They finish; the deadline bounds how long that may take."""
+    WHEN_RUNNING_ABORT: _WhenRunning.ValueType  # 2
+    """They are aborted, with what they have generated."""
+
+class WhenRunning(_WhenRunning, metaclass=_WhenRunningEnumTypeWrapper):
+    """What becomes of requests that run when a replica is put to sleep."""
+
+WHEN_RUNNING_UNSPECIFIED: WhenRunning.ValueType  # 0
+"""Never sent."""
+WHEN_RUNNING_FINISH: WhenRunning.ValueType  # 1
+"""They finish; the deadline bounds how long that may take."""
+WHEN_RUNNING_ABORT: WhenRunning.ValueType  # 2
+"""They are aborted, with what they have generated."""
+Global___WhenRunning: _TypeAlias = WhenRunning  # noqa: Y015
+
 class _CheckpointState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -86,6 +110,7 @@ class Capabilities(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     TRIAL_NAME_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    CAN_SLEEP_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -144,6 +169,8 @@ class Capabilities(_message.Message):
     """Name of the Unix socket at which its receiving worker answers trials of one-sided
     reading; empty where it offers no "one-sided". See DescribeTargetResponse.trial_names.
     """
+    can_sleep: _builtins.bool
+    """Whether it can be put to sleep: its engine was started with the allocator for that."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends, best first: "nccl", "one-sided", "gloo"."""
@@ -192,14 +219,41 @@ class Capabilities(_message.Message):
         running_requests: _builtins.str = ...,
         trial_name: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        can_sleep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "can_sleep", b"can_sleep", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
+
+@_typing.final
+class Sleep(_message.Message):
+    """A replica sleeps: its engine has given the GPU's memory back and answers no requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_AWAKE_FIELD_NUMBER: _builtins.int
+    trainer_id: _builtins.str
+    """The trainer that put it to sleep; empty where an operator did."""
+    weights_awake: _builtins.bool
+    """Whether a push has woken the weights; the KV cache sleeps on."""
+    def __init__(
+        self,
+        *,
+        trainer_id: _builtins.str = ...,
+        weights_awake: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trainer_id", b"trainer_id", "weights_awake", b"weights_awake"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sleep: _TypeAlias = Sleep  # noqa: Y015
 
 @_typing.final
 class CheckpointFile(_message.Message):
@@ -321,6 +375,7 @@ class RegisterRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     REFUSING_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -383,6 +438,10 @@ class RegisterRequest(_message.Message):
     def checkpoint(self) -> Global___Checkpoint:
         """What base@0 is here, as far as it is known."""
 
+    @_builtins.property
+    def sleep(self) -> Global___Sleep:
+        """Set while it sleeps. A coordinator that did not order it takes the order for given."""
+
     def __init__(
         self,
         *,
@@ -404,10 +463,11 @@ class RegisterRequest(_message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         refusing: _builtins.str = ...,
         protocol_revision: _builtins.int = ...,
+        sleep: Global___Sleep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,6 +583,7 @@ class HeartbeatRequest(_message.Message):
     HELD_VERSIONS_COMPLETE_FIELD_NUMBER: _builtins.int
     REFUSING_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -575,6 +636,10 @@ class HeartbeatRequest(_message.Message):
         all of them.
         """
 
+    @_builtins.property
+    def sleep(self) -> Global___Sleep:
+        """See RegisterRequest.sleep."""
+
     def __init__(
         self,
         *,
@@ -593,10 +658,11 @@ class HeartbeatRequest(_message.Message):
         held_versions_complete: _builtins.bool = ...,
         refusing: _builtins.str = ...,
         order_number: _builtins.int = ...,
+        sleep: Global___Sleep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

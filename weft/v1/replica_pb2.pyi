@@ -713,6 +713,120 @@ class RefuseRequestsResponse(_message.Message):
 Global___RefuseRequestsResponse: _TypeAlias = RefuseRequestsResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    """Orders to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
+    WHEN_RUNNING_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
+    trainer_id: _builtins.str
+    """Whose sleep it is; empty for an operator's."""
+    when_running: _registry_pb2.WhenRunning.ValueType
+    """What becomes of running requests."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time until they have ended."""
+
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        trainer_id: _builtins.str = ...,
+        when_running: _registry_pb2.WhenRunning.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "timeout", b"timeout", "trainer_id", b"trainer_id", "when_running", b"when_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """The engine sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLEEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sleep(self) -> _registry_pb2.Sleep:
+        """See RegisterRequest.sleep."""
+
+    def __init__(
+        self,
+        *,
+        sleep: _registry_pb2.Sleep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sleep", b"sleep"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sleep", b"sleep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpRequest(_message.Message):
+    """Orders to wake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    coordinator_generation: _builtins.int
+    """Of the coordinator that orders."""
+    incarnation: _builtins.str
+    """Process that is meant, as registered; empty is any."""
+    def __init__(
+        self,
+        *,
+        coordinator_generation: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpResponse(_message.Message):
+    """The engine is awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """What is served now."""
+
+    def __init__(
+        self,
+        *,
+        version_vector: _types_pb2.VersionVector | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the status."""
 
@@ -744,6 +858,7 @@ class GetStatusResponse(_message.Message):
     STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     incarnation: _builtins.str
@@ -770,6 +885,10 @@ class GetStatusResponse(_message.Message):
     def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """See RegisterRequest.spilled_versions."""
 
+    @_builtins.property
+    def sleep(self) -> _registry_pb2.Sleep:
+        """See RegisterRequest.sleep."""
+
     def __init__(
         self,
         *,
@@ -782,10 +901,11 @@ class GetStatusResponse(_message.Message):
         staging_used_bytes: _builtins.int = ...,
         retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        sleep: _registry_pb2.Sleep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "spilled_versions", b"spilled_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

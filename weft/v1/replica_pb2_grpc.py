@@ -91,6 +91,16 @@ class ReplicaServiceStub(object):
                 request_serializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/weft.v1.ReplicaService/Sleep',
+                request_serializer=weft_dot_v1_dot_replica__pb2.SleepRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/weft.v1.ReplicaService/WakeUp',
+                request_serializer=weft_dot_v1_dot_replica__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_replica__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weft.v1.ReplicaService/GetStatus',
                 request_serializer=weft_dot_v1_dot_replica__pb2.GetStatusRequest.SerializeToString,
@@ -242,6 +252,29 @@ class ReplicaServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
+        aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
+        Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
+        sleeps. Until WakeUp, a commit wakes the weights and no more.
+        Idempotent: the weights of one that sleeps already are put to sleep again.
+        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+        TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
+        did not end in time, and it takes new ones again; or see above);
+        INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+        Idempotent. Statuses: ABORTED/EPOCH_FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """What the replica is and serves.
         Idempotent: reads only.
@@ -302,6 +335,16 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.RefuseRequests,
                     request_deserializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.SleepRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=weft_dot_v1_dot_replica__pb2.WakeUpRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_replica__pb2.WakeUpResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -586,6 +629,60 @@ class ReplicaService(object):
             '/weft.v1.ReplicaService/RefuseRequests',
             weft_dot_v1_dot_replica__pb2.RefuseRequestsRequest.SerializeToString,
             weft_dot_v1_dot_replica__pb2.RefuseRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/Sleep',
+            weft_dot_v1_dot_replica__pb2.SleepRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.ReplicaService/WakeUp',
+            weft_dot_v1_dot_replica__pb2.WakeUpRequest.SerializeToString,
+            weft_dot_v1_dot_replica__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -134,6 +134,21 @@ class ReplicaServiceStub:
     heard before changes nothing. Answers what is enforced.
     Statuses: ABORTED/EPOCH_FENCED.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepResponse]
+    """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
+    aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
+    Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
+    sleeps. Until WakeUp, a commit wakes the weights and no more.
+    Idempotent: the weights of one that sleeps already are put to sleep again.
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+    TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
+    did not end in time, and it takes new ones again; or see above);
+    INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_replica_pb2.WakeUpRequest, _replica_pb2.WakeUpResponse]
+    """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+    Idempotent. Statuses: ABORTED/EPOCH_FENCED.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
     """What the replica is and serves.
     Idempotent: reads only.
@@ -244,6 +259,21 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     Idempotent: an order with a smaller number than one of this generation that was
     heard before changes nothing. Answers what is enforced.
     Statuses: ABORTED/EPOCH_FENCED.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepResponse]  # type: ignore[assignment]
+    """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
+    aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
+    Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
+    sleeps. Until WakeUp, a commit wakes the weights and no more.
+    Idempotent: the weights of one that sleeps already are put to sleep again.
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+    TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
+    did not end in time, and it takes new ones again; or see above);
+    INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_replica_pb2.WakeUpRequest, _replica_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+    Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
     """What the replica is and serves.
@@ -412,6 +442,33 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: an order with a smaller number than one of this generation that was
         heard before changes nothing. Answers what is enforced.
         Statuses: ABORTED/EPOCH_FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _replica_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.SleepResponse, _abc.Awaitable[_replica_pb2.SleepResponse]]:
+        """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
+        aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
+        Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
+        sleeps. Until WakeUp, a commit wakes the weights and no more.
+        Idempotent: the weights of one that sleeps already are put to sleep again.
+        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+        TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
+        did not end in time, and it takes new ones again; or see above);
+        INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _replica_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.WakeUpResponse, _abc.Awaitable[_replica_pb2.WakeUpResponse]]:
+        """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+        Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
 
     @_abc_1.abstractmethod

@@ -18,8 +18,9 @@ Reason = Annotated[str, typer.Option(help="Why, for people.")]
 
 def add_orders(app: typer.Typer) -> None:
     """Add the commands of this module, after those that ``app`` has."""
-    orders = (rollback, pin, retire, retain, cordon, quarantine, uncordon, drain, base)
-    for order in orders:
+    about_versions = (rollback, pin, retire, retain)
+    about_replicas = (cordon, quarantine, uncordon, drain, sleep, wake)
+    for order in (*about_versions, *about_replicas, base):
         app.command()(order)
 
 
@@ -131,6 +132,36 @@ def drain(
     from weft_cli.orders import replicas
 
     replicas.drain(coordinator, replica, reason, timeout_seconds=timeout, json_output=json_output)
+
+
+def sleep(
+    replica: ReplicaId,
+    abort: Annotated[
+        bool, typer.Option("--abort", help="Abort running requests, rather than let them finish.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for its requests to end.", min=0, max=86_400)
+    ] = 60.0,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
+    """Have a replica give its GPU's memory back; returns when it sleeps."""
+    from weft_cli.orders import replicas
+
+    replicas.sleep(
+        coordinator, replica, aborts=abort, timeout_seconds=timeout, json_output=json_output
+    )
+
+
+def wake(
+    replica: ReplicaId,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
+    """Wake a replica, whoever put it to sleep; returns when it is awake."""
+    from weft_cli.orders import replicas
+
+    replicas.wake(coordinator, replica, json_output=json_output)
 
 
 def base(

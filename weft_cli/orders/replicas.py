@@ -1,4 +1,5 @@
-"""``weft cordon``, ``uncordon``, ``quarantine`` and ``drain``: orders about one replica."""
+"""``weft cordon``, ``uncordon``, ``quarantine``, ``drain``, ``sleep`` and ``wake``: orders about
+one replica."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rich.markup import escape
 
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft.rpc.codec import duration_to_proto
-from weft.v1 import admin_pb2, inspect_pb2
+from weft.v1 import admin_pb2, inspect_pb2, registry_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
@@ -18,6 +19,8 @@ from weft_cli.output import report
 _POLL_SECONDS = 0.2
 #: A replica leaves some moments after its time is over.
 _LEAVE_SECONDS = 15.0
+#: What an engine may take to fall asleep once its requests have ended, and to wake.
+_SLEEP_SECONDS = 180.0
 
 
 def cordon(coordinator: str, replica_id: str, reason: str, *, json_output: bool = False) -> None:
@@ -95,6 +98,43 @@ def drain(
     seconds = time.monotonic() - began
     text = f"[bold green]{replica_id}[/] has left the pool after {seconds:.1f} s"
     report(json_output, text, request)
+
+
+def sleep(
+    coordinator: str,
+    replica_id: str,
+    *,
+    aborts: bool,
+    timeout_seconds: float,
+    json_output: bool = False,
+) -> None:
+    """Put a replica to sleep, and wait until it sleeps.
+
+    Raises:
+        WeftError: It was refused, or does not sleep in time.
+    """
+    finish, abort = registry_pb2.WHEN_RUNNING_FINISH, registry_pb2.WHEN_RUNNING_ABORT
+    request = admin_pb2.SleepReplicaRequest(
+        replica_id=replica_id,
+        when_running=abort if aborts else finish,
+        timeout=duration_to_proto(timeout_seconds),
+    )
+    with connect(coordinator) as channel:
+        stub = AdminServiceStub(channel)
+        stub.SleepReplica(request, timeout=timeout_seconds + _SLEEP_SECONDS)
+    report(json_output, f"[bold]{replica_id}[/] sleeps until it is woken", request)
+
+
+def wake(coordinator: str, replica_id: str, *, json_output: bool = False) -> None:
+    """Wake a replica, and wait until it is awake.
+
+    Raises:
+        WeftError: It was refused, or is not awake in time.
+    """
+    request = admin_pb2.WakeReplicaRequest(replica_id=replica_id)
+    with connect(coordinator) as channel:
+        AdminServiceStub(channel).WakeReplica(request, timeout=_SLEEP_SECONDS)
+    report(json_output, f"[bold]{replica_id}[/] is awake", request)
 
 
 def _find(stub: InspectServiceStub, replica_id: str) -> inspect_pb2.Replica | None:

@@ -111,6 +111,14 @@ def rollout(
     spill_gib: Annotated[
         float, typer.Option(help="Size of that directory, at most.", min=0.001)
     ] = RolloutConfig.spill_bytes / _GIB,
+    enable_sleep: Annotated[
+        bool,
+        typer.Option(
+            "--enable-sleep",
+            help="Let trainers on the same GPU, and operators, put the engine to sleep: it gives "
+            "the GPU's memory back for a while. Needs a GPU.",
+        ),
+    ] = RolloutConfig.enable_sleep,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -176,6 +184,7 @@ def rollout(
         running_requests=running_requests,
         spill_dir=spill_dir,
         spill_bytes=int(spill_gib * _GIB),
+        enable_sleep=enable_sleep,
         drain_seconds=drain_seconds,
         vllm_defaults=vllm_defaults,
         allow_unversioned_changes=allow_unversioned_changes,

@@ -148,6 +148,21 @@ async def resume(engine: Any) -> None:
     await engine.engine_core.resume_scheduler_async()
 
 
+async def abort_requests(engine: Any) -> None:
+    """Abort every request that the engine has, and pause the scheduler."""
+    await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
+
+async def fall_asleep(engine: Any) -> None:
+    """Move the weights to host memory and free the accelerator's; resets the prefix cache."""
+    await engine.sleep(level=1)
+
+
+async def wake_up(engine: Any, tags: list[str]) -> None:
+    """Take memory back: of the "weights", with what was in it, or of the "kv_cache"."""
+    await engine.wake_up(tags)
+
+
 async def set_weight_version(engine: Any, text: str) -> None:
     """Name the base weights in outputs, where the version can (0.27 and later)."""
     update = getattr(engine, "update_weight_version", None)

@@ -84,6 +84,7 @@ def make_capabilities(
         staging_capacity_bytes=staging_capacity_bytes,
         adapter_capacity_bytes=adapter_capacity_bytes,
         loads_in_place=loads_in_place,
+        can_sleep=bool(model.enable_sleep_mode),
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),

@@ -59,6 +59,7 @@ async def open_engine(
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
     running_requests: RunningRequests = RolloutConfig.running_requests,
+    enable_sleep: bool = RolloutConfig.enable_sleep,
     vllm_defaults: bool = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
     traced_as: str = "",
@@ -80,6 +81,7 @@ async def open_engine(
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
         running_requests: What becomes of them when the base changes.
+        enable_sleep: Give the engine the allocator that lets it sleep; on a GPU.
         vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
         allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
             change weights.
@@ -102,6 +104,9 @@ async def open_engine(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     parts = bridges.server_parts()
     args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
+    if enable_sleep:
+        refusals.refuse_sleep_without_gpu()
+        args.enable_sleep_mode = True
     in_place = staging == "in-place"
     if in_place:
         refusals.refuse_in_place(args)

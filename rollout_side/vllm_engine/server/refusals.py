@@ -50,6 +50,19 @@ def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
     )
 
 
+def refuse_sleep_without_gpu() -> None:
+    """Refuse sleep where the engine has no memory of a GPU to give back.
+
+    Raises:
+        UnsupportedError: This machine has no GPU, or none that vLLM can do so on.
+    """
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_sleep_mode_available():
+        raise UnsupportedError(
+            "--enable-sleep: vLLM has no sleep mode on this machine; start the replica without it"
+        )
+
+
 def refuse_unsupported(args: Namespace) -> None:
     """Refuse what would make a replica wrong.
 

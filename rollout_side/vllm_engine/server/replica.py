@@ -8,7 +8,7 @@ import logging
 import time
 from typing import Any
 
-from rollout_side.engine import SwitchTimes
+from rollout_side.engine import Asleep, SleepOrder, SwitchTimes
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
@@ -22,6 +22,7 @@ from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
@@ -98,6 +99,8 @@ class VllmReplica(HeldVersions):
         self._in_place = LoadsInPlace(workers, self._gate)
         self.requests = parts.requests
         self._answers = Answers(parts.engine, self.requests.generate, parts.tracker, parts.models)
+        enabled = capabilities.can_sleep
+        self._sleeper = Sleeper(parts.engine, workers, self._gate, parts.tracker, enabled=enabled)
 
     # -- the process ----------------------------------------------------------
 
@@ -125,6 +128,11 @@ class VllmReplica(HeldVersions):
     def loading(self) -> str:
         """See ``Engine``."""
         return self._in_place.loading
+
+    @property
+    def asleep(self) -> Asleep | None:
+        """See ``Engine``."""
+        return self._sleeper.asleep
 
     @property
     def is_alive(self) -> bool:
@@ -178,6 +186,22 @@ class VllmReplica(HeldVersions):
             else:
                 await self._workers.call("weft_discard", transfer_id)
 
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            if self.loading:
+                raise NotReadyError(
+                    "a base is being loaded in place: the replica can sleep after it",
+                    reason="TRANSFER_UNDER_WAY",
+                )
+            await self._in_place.end()
+            await self._sleeper.fall_asleep(order)
+
+    async def wake_up(self) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            await self._sleeper.wake_up()
+
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
         async with self._gate.exclusive():
@@ -215,6 +239,7 @@ class VllmReplica(HeldVersions):
                     f"a base is being loaded in place: {version} can be loaded after it",
                     reason="TRANSFER_UNDER_WAY",
                 )
+            await self._sleeper.wake_weights()
             begin = time.perf_counter()
             await self._workers.share(transfer_id, content_digest)
             number = self.models.next_id()
@@ -243,6 +268,7 @@ class VllmReplica(HeldVersions):
                 HTTP requests are refused until a base loads.
         """
         async with self._gate.exclusive():
+            await self._sleeper.wake_weights()
             is_loaded = self._in_place.is_pending(transfer_id)
             if not is_loaded:
                 await self._in_place.end()
@@ -288,6 +314,7 @@ class VllmReplica(HeldVersions):
     ) -> None:
         """See ``Engine``."""
         async with self._gate.exclusive():
+            await self._sleeper.wake_weights()
             await self._in_place.begin(transfer_id, version, timeout_seconds)
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
@@ -319,7 +346,8 @@ class VllmReplica(HeldVersions):
         if now - served.unused_since < GRACE_SECONDS:
             return False
         async with self._gate.exclusive():
-            if self.loading:  # which leaves the workers no hand for it
+            # A load leaves the workers no hand for it; its slot may be asleep.
+            if self.loading or self._sleeper.weights_asleep:
                 return False
             number = served.request.lora_int_id
             await self._workers.drop_adapter(version, number)

@@ -31,7 +31,7 @@ class RequestGate:
     def __init__(self, engine: Any, workers: WorkerCalls, tracker: RequestTracker) -> None:
         self._engine, self._workers, self._tracker = engine, workers, tracker
         self._lock = asyncio.Lock()
-        self._closed = ""
+        self._closed = self._asleep = ""
         #: Why the weights may be mixed; empty when they are not.
         self.dirty_reason = ""
 
@@ -51,7 +51,10 @@ class RequestGate:
         await self._workers.bounded(paused, "pausing", changes_weights=False)
 
     async def resume(self, *, changed: bool = True) -> None:
-        """Resume generation; ``changed``: under other weights than before."""
+        """Resume generation, unless the engine sleeps; ``changed``: under other weights than
+        before."""
+        if self._asleep:
+            return
         resumed = bridges.resume(self._engine)
         await self._workers.bounded(resumed, "resuming", changes_weights=changed)
 
@@ -83,6 +86,16 @@ class RequestGate:
         self.dirty_reason = ""
         self._notify_tracker()
 
+    def sleep(self, reason: str) -> None:
+        """Refuse new requests, and stay paused once paused, until ``wake``."""
+        self._asleep = reason
+        self._notify_tracker()
+
+    def wake(self) -> None:
+        """The engine does not sleep."""
+        self._asleep = ""
+        self._notify_tracker()
+
     def close(self, reason: str) -> None:
         """Refuse new requests for another reason; none where it is empty."""
         self._closed = reason
@@ -91,4 +104,4 @@ class RequestGate:
     def _notify_tracker(self) -> None:
         dirty = self.dirty_reason
         repair = f"the replica's weights are being repaired: {dirty}" if dirty else ""
-        self._tracker.refuse_reason = repair or self._closed
+        self._tracker.refuse_reason = repair or self._asleep or self._closed

@@ -341,6 +341,17 @@ class WeftWorker:
         return {"changed": changed, "kept": False}
 
     @guarded
+    def weft_sleep(self: Any) -> dict[str, Any]:
+        """Let go of what lies on the accelerator for Weft, before the engine sleeps; says
+        whether nothing reads the engine's weights any more. Call it until so."""
+        return {"is_free": state_of(self).store.fall_asleep()}
+
+    @guarded
+    def weft_wake(self: Any) -> None:
+        """The engine's weights are there again."""
+        state_of(self).store.wake_up()
+
+    @guarded
     def weft_close(self: Any) -> None:
         """End the receiver, and what is being sent or spilled."""
         state = state_of(self)

@@ -25,6 +25,7 @@ from weft.coordinator.decisions.replicas import (
     drains,
     membership,
     out_of_service,
+    sleeps,
     suspects,
 )
 from weft.coordinator.decisions.replicas.replica_state import (
@@ -55,6 +56,7 @@ _EVENT_KINDS = {
     ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
     ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
     ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
+    ReplicaState.ASLEEP: EventKind.REPLICA_ASLEEP,
 }
 
 
@@ -85,6 +87,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         _announce_states(change)
         _note_routes(state, change)
     _answer_describers(change)
+    if change.state.sleep_waits:
+        sleeps.settle(change)
     return change.state, change.effects
 
 
@@ -94,6 +98,7 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.forgive_own_sleep(change)
             membership.find_lost(change)
             leases.expire_leases(change)
+            sleeps.watch(change)
             stalls.watch(change)
             course.watch_deadlines(change)
             suspects.probe(change)
@@ -183,6 +188,18 @@ def _apply(change: Change, event: events.Event) -> None:
             out_of_service.order_answered(change, event)
         case events.DrainReplica():
             drains.drain(change, event)
+        case events.SleepRollouts():
+            sleeps.sleep_rollouts(change, event)
+        case events.WakeRollouts():
+            sleeps.wake_rollouts(change, event)
+        case events.SleepReplica():
+            sleeps.sleep_replica(change, event)
+        case events.WakeReplica():
+            sleeps.wake_replica(change, event)
+        case events.SleepAnswered():
+            sleeps.sleep_answered(change, event)
+        case events.WakeAnswered():
+            sleeps.wake_answered(change, event)
         case events.RebindBase():
             base_binding.rebind(change, event)
 
@@ -254,6 +271,8 @@ def already_committed(version: str) -> NotReadyError:
 
 def _forget_caller(change: Change, ticket: int) -> None:
     """A cancelled wait; a transfer that nobody waits to begin is not begun."""
+    if sleeps.forget_caller(change, ticket):
+        return
     if ticket in change.state.target_tickets:
         tickets = {t: d for t, d in change.state.target_tickets.items() if t != ticket}
         change.state = replace(change.state, target_tickets=tickets)

@@ -42,6 +42,7 @@ _STATES: Final = {
     EventKind.REPLICA_QUARANTINED: "quarantined",
     EventKind.REPLICA_DRAINING: "draining",
     EventKind.REPLICA_CORDONED: "cordoned",
+    EventKind.REPLICA_ASLEEP: "asleep",
     EventKind.REPLICA_SUSPECT: "suspect",
 }
 _KINDS: Final = {PolicyKind.BASE: "base", PolicyKind.ADAPTER: "adapter"}

@@ -295,6 +295,8 @@ class Driver:
                 | effects.CallDiscard()
                 | effects.CallRetire()
                 | effects.CallRefuse()
+                | effects.CallSleep()
+                | effects.CallWake()
             ):
                 self.replicas.start(effect)
 

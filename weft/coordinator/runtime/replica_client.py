@@ -15,6 +15,7 @@ from weft.contract.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.values import Failure, VersionFacts
+from weft.coordinator.messages.sleep import asleep_from_proto, sleep_request
 from weft.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
@@ -121,6 +122,8 @@ class ReplicaCaller:
                 await self._retire(call)
             case effects.CallRefuse():
                 await self._refuse(call)
+            case effects.CallSleep() | effects.CallWake():
+                await self._sleep_or_wake(call)
 
     def close_channel(self, address: str) -> None:
         """Let go of an address; calls under way have a second to end."""
@@ -384,6 +387,23 @@ class ReplicaCaller:
                 call.replica_id, call.incarnation, response.refusing, response.order_number
             )
         )
+
+    async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
+        stub, asleep, failure = self._stub(call.address), None, None
+        request = sleep_request(call, self._generation())
+        try:
+            if isinstance(request, replica_pb2.SleepRequest):
+                response = await stub.Sleep(request, timeout=call.timeout_seconds)
+                asleep = asleep_from_proto(response)
+            else:
+                await stub.WakeUp(request, timeout=call.timeout_seconds)
+        except grpc.RpcError as error:
+            failure = _failure(error, call.replica_id)
+        of = (call.replica_id, call.incarnation)
+        if isinstance(call, effects.CallSleep):
+            self._post(events.SleepAnswered(*of, asleep, failure))
+        else:
+            self._post(events.WakeAnswered(*of, failure))
 
 
 def _failure(error: grpc.RpcError, replica_id: str) -> Failure:

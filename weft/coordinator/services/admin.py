@@ -12,6 +12,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
+from weft.coordinator.messages.sleep import aborts_from_proto
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import fresh_ids
@@ -30,6 +31,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_WAIT_SECONDS: Final = 3_600.0
 #: Of a drain for which no time is given.
 DRAIN_SECONDS: Final = 300.0
+#: Of requests that must end before a replica sleeps, where no time is given.
+REQUESTS_SECONDS: Final = 60.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -43,9 +46,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.RollbackRequest, context: Context
     ) -> admin_pb2.RollbackResponse:
         """Source: protos/weft/v1/admin.proto."""
-        left = context.time_remaining()
-        left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
-        answer_by = self._driver.now() + left
+        answer_by = self._answer_by(context)
         await self._driver.flush()
         recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
         answer = await self._driver.call(
@@ -163,3 +164,37 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             lambda ticket: events.DrainReplica(ticket, request.replica_id, seconds, request.reason)
         )
         return admin_pb2.DrainResponse()
+
+    async def SleepReplica(
+        self, request: admin_pb2.SleepReplicaRequest, context: Context
+    ) -> admin_pb2.SleepReplicaResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        aborts = aborts_from_proto(request.when_running)
+        seconds = REQUESTS_SECONDS
+        if request.HasField("timeout"):
+            seconds = duration_from_proto(request.timeout)
+        answer_by = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.SleepReplica(
+                ticket, request.replica_id, aborts, seconds, answer_by
+            ),
+            until=answer_by,
+        )
+        return admin_pb2.SleepReplicaResponse()
+
+    async def WakeReplica(
+        self, request: admin_pb2.WakeReplicaRequest, context: Context
+    ) -> admin_pb2.WakeReplicaResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer_by = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.WakeReplica(ticket, request.replica_id, answer_by),
+            until=answer_by,
+        )
+        return admin_pb2.WakeReplicaResponse()
+
+    def _answer_by(self, context: Context) -> float:
+        """When a caller is answered at the latest: before it stops to wait."""
+        left = context.time_remaining()
+        left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
+        return self._driver.now() + left

@@ -19,6 +19,7 @@ from weft.coordinator.decisions.replicas.replica_state import (
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.decisions.step import already_committed, not_its_owner
+from weft.coordinator.messages.sleep import aborts_from_proto
 from weft.coordinator.messages.wire import (
     adapter_from_proto,
     begin_to_proto,
@@ -274,3 +275,37 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             )
         )
         return publish_pb2.AbortTransferResponse()
+
+    async def SleepRollouts(
+        self, request: publish_pb2.SleepRolloutsRequest, context: Context
+    ) -> publish_pb2.SleepRolloutsResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        aborts, answer_by = aborts_from_proto(request.when_running), self._answer_by(context)
+        answer = await self._driver.call(
+            lambda ticket: events.SleepRollouts(
+                ticket=ticket,
+                fencing_token=request.fencing_token,
+                session_id=request.session_id,
+                gpu_uuids=frozenset(request.gpu_uuids),
+                aborts=aborts,
+                seconds=duration_from_proto(request.timeout),
+                answer_by=answer_by,
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.SleepAnswer)
+        return publish_pb2.SleepRolloutsResponse(replica_ids=answer.replica_ids)
+
+    async def WakeRollouts(
+        self, request: publish_pb2.WakeRolloutsRequest, context: Context
+    ) -> publish_pb2.WakeRolloutsResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        answer_by = self._answer_by(context)
+        answer = await self._driver.call(
+            lambda ticket: events.WakeRollouts(
+                ticket, request.fencing_token, request.session_id, answer_by
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.SleepAnswer)
+        return publish_pb2.WakeRolloutsResponse(replica_ids=answer.replica_ids)

@@ -11,6 +11,7 @@ import grpc
 
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.messages.sleep import asleep_from_proto
 from weft.coordinator.messages.wire import held_from_proto
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
@@ -78,6 +79,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 last_coordinator_id=request.last_coordinator_id,
                 checkpoint=checkpoint,
                 refusing=request.refusing,
+                asleep=asleep_from_proto(request),
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -139,6 +141,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.held_versions_complete,
                 request.refusing,
                 request.order_number,
+                asleep_from_proto(request),
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)

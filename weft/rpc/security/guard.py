@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weft.contract.errors import CapacityError, InvalidRequestError, WeftError
+from weft.contract.names import BASE_POLICY
 from weft.rpc.security.access import ANYBODY, Access, Identity, as_error, check_call, parse_access
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,10 @@ _FACTS: Final = (
     "reason",
 )
 _MAX_FACT_CHARS: Final = 200
+#: Calls that are a part of the base's lease, though they do not name it.
+_OF_BASE: Final = frozenset(
+    {"weft.v1.PublishService/SleepRollouts", "weft.v1.PublishService/WakeRollouts"}
+)
 #: How a stream ends whose reader takes nothing: worth a line, whatever it reads.
 _CUT_OFF: Final = "TOO_SLOW"
 
@@ -263,6 +268,8 @@ def _policy_of(method: str, request: Any) -> str | None:
     """The policy that a trainer's call changes; None of other calls."""
     if not method.startswith("weft.v1.PublishService/"):
         return None
+    if method in _OF_BASE:
+        return BASE_POLICY
     descriptor = getattr(request, "DESCRIPTOR", None)
     if descriptor is None or "policy" not in descriptor.fields_by_name:
         return None

@@ -99,6 +99,7 @@ class Machine:
                         held_complete=bool(held),
                         refusing=refuse_reason(self.state, replica.replica_id),
                         order_number=self.state.order_number,
+                        asleep=replica.asleep,
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -141,6 +142,7 @@ class Machine:
         last_epoch = capabilities.pop("last_epoch", 0)
         last_coordinator_id = capabilities.pop("last_coordinator_id", "")
         checkpoint = capabilities.pop("checkpoint", NOT_TOLD)
+        asleep = capabilities.pop("asleep", None)
         self.do(
             events.Register(
                 ticket=ticket,
@@ -159,6 +161,7 @@ class Machine:
                 last_epoch=last_epoch,
                 last_coordinator_id=last_coordinator_id,
                 checkpoint=checkpoint,
+                asleep=asleep,
             )
         )
         return ticket

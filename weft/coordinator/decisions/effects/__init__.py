@@ -17,6 +17,7 @@ from weft.coordinator.decisions.effects.answers import (
     Reply,
     RetentionAnswer,
     RollbackAnswer,
+    SleepAnswer,
     UncordonAnswer,
 )
 from weft.coordinator.decisions.effects.calls import (
@@ -28,7 +29,9 @@ from weft.coordinator.decisions.effects.calls import (
     CallRestore,
     CallRetire,
     CallSend,
+    CallSleep,
     CallSwitch,
+    CallWake,
     CloseChannel,
     ReplicaCall,
 )
@@ -84,6 +87,7 @@ __all__ = [
     "RollbackAnswer",
     "RebindAnswer",
     "RetentionAnswer",
+    "SleepAnswer",
     "Done",
     "Answer",
     "Reply",
@@ -102,6 +106,8 @@ __all__ = [
     "CallRestore",
     "CallDiscard",
     "CallRefuse",
+    "CallSleep",
+    "CallWake",
     "CallRetire",
     "ReplicaCall",
     "CloseChannel",
@@ -156,6 +162,7 @@ class EventKind(enum.StrEnum):
     VERSION_ADOPTED = enum.auto()
     VERSION_NOT_ADOPTED = enum.auto()
     VERSION_CONFLICT = enum.auto()
+    REPLICA_ASLEEP = enum.auto()
 
 
 @dataclass(frozen=True)

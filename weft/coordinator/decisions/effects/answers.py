@@ -103,6 +103,13 @@ class RetentionAnswer:
 
 
 @dataclass(frozen=True)
+class SleepAnswer:
+    """To orders to sleep and to wake: what was done."""
+
+    replica_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Done:
     """To calls that answer nothing."""
 
@@ -115,6 +122,7 @@ Answer = (
     | RollbackAnswer
     | RebindAnswer
     | RetentionAnswer
+    | SleepAnswer
     | UncordonAnswer
     | Transfer
     | Done

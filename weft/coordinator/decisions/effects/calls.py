@@ -109,6 +109,30 @@ class CallRefuse:
 
 
 @dataclass(frozen=True)
+class CallSleep:
+    """Sleep; answered as SleepAnswered."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    trainer_id: str
+    aborts: bool
+    seconds: float
+    """How long requests may take to end."""
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallWake:
+    """WakeUp; answered as WakeAnswered."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
 class CallRetire:
     """RetireVersions."""
 
@@ -136,5 +160,7 @@ ReplicaCall = (
     | CallRestore
     | CallDiscard
     | CallRefuse
+    | CallSleep
+    | CallWake
     | CallRetire
 )

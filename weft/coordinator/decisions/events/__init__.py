@@ -18,6 +18,8 @@ from weft.coordinator.decisions.events.answers import (
     LookedUp,
     RefuseAnswered,
     RetireAnswered,
+    SleepAnswered,
+    WakeAnswered,
 )
 from weft.coordinator.decisions.events.operators import (
     DrainReplica,
@@ -27,8 +29,10 @@ from weft.coordinator.decisions.events.operators import (
     RetireVersion,
     Rollback,
     SetRetention,
+    SleepReplica,
     TakeOutOfService,
     Uncordon,
+    WakeReplica,
 )
 from weft.coordinator.decisions.events.ranks import (
     RankAttends,
@@ -58,7 +62,9 @@ from weft.coordinator.decisions.events.trainers import (
     DescribeTarget,
     ReleasePolicy,
     RenewLease,
+    SleepRollouts,
     TrainerEvent,
+    WakeRollouts,
 )
 
 __all__ = [
@@ -72,6 +78,8 @@ __all__ = [
     "BeginTransfer",
     "AwaitTransfer",
     "AbortTransfer",
+    "SleepRollouts",
+    "WakeRollouts",
     "DrainNote",
     "Heard",
     "Register",
@@ -93,6 +101,8 @@ __all__ = [
     "TakeOutOfService",
     "Uncordon",
     "DrainReplica",
+    "SleepReplica",
+    "WakeReplica",
     "RebindBase",
     "FitChecked",
     "JoinAnswered",
@@ -101,6 +111,8 @@ __all__ = [
     "RetireAnswered",
     "DiscardAnswered",
     "RefuseAnswered",
+    "SleepAnswered",
+    "WakeAnswered",
     "LookedUp",
     "HeldDescribed",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.pool import FitKey
+from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
 
@@ -79,6 +80,25 @@ class RefuseAnswered:
     order_number: int
 
 
+@dataclass(frozen=True)
+class SleepAnswered:
+    """A replica sleeps, or says why not."""
+
+    replica_id: str
+    incarnation: str
+    asleep: Asleep | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class WakeAnswered:
+    """A replica is awake, or says why not."""
+
+    replica_id: str
+    incarnation: str
+    failure: Failure | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
     """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
@@ -115,6 +135,8 @@ AnswerEvent = (
     | RetireAnswered
     | DiscardAnswered
     | RefuseAnswered
+    | SleepAnswered
+    | WakeAnswered
     | LookedUp
     | HeldDescribed
 )

@@ -83,6 +83,28 @@ class DrainReplica:
 
 
 @dataclass(frozen=True)
+class SleepReplica:
+    """An operator puts a replica to sleep."""
+
+    ticket: int
+    replica_id: str
+    aborts: bool
+    """Whether running requests are aborted, rather than finished."""
+    seconds: float
+    """How long those may take to end."""
+    answer_by: float
+
+
+@dataclass(frozen=True)
+class WakeReplica:
+    """An operator wakes a replica."""
+
+    ticket: int
+    replica_id: str
+    answer_by: float
+
+
+@dataclass(frozen=True)
 class RebindBase:
     """An operator lets go of the pool's base model."""
 
@@ -99,5 +121,7 @@ OperatorEvent = (
     | TakeOutOfService
     | Uncordon
     | DrainReplica
+    | SleepReplica
+    | WakeReplica
     | RebindBase
 )

@@ -9,6 +9,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.values import HeldVersion, VersionRecord
 
 
@@ -56,6 +57,7 @@ class Register:
     checkpoint: Checkpoint = NOT_TOLD
     refusing: str = ""
     """Why it refuses new requests; empty while it is open."""
+    asleep: Asleep | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Heartbeat:
     refusing: str = ""
     order_number: int = 0
     """The number of the order by which it refuses requests, or takes them."""
+    asleep: Asleep | None = None
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,31 @@ class AbortTransfer:
     message: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SleepRollouts:
+    """The owner of the base's lease puts the replicas on its GPUs to sleep."""
+
+    ticket: int
+    fencing_token: int
+    session_id: str
+    gpu_uuids: frozenset[str]
+    aborts: bool
+    """Whether running requests are aborted, rather than finished."""
+    seconds: float
+    """How long those may take to end."""
+    answer_by: float
+
+
+@dataclass(frozen=True)
+class WakeRollouts:
+    """It wakes them."""
+
+    ticket: int
+    fencing_token: int
+    session_id: str
+    answer_by: float
+
+
 TrainerEvent = (
     AcquirePolicy
     | RenewLease
@@ -115,4 +140,6 @@ TrainerEvent = (
     | BeginTransfer
     | AwaitTransfer
     | AbortTransfer
+    | SleepRollouts
+    | WakeRollouts
 )

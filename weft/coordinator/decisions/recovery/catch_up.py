@@ -22,7 +22,12 @@ from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.purposes.repair import Repair, repair
 from weft.coordinator.decisions.purposes.restore import Restore
 from weft.coordinator.decisions.recovery import backoff
-from weft.coordinator.decisions.replicas.replica_state import is_ready, takes_clones, wants
+from weft.coordinator.decisions.replicas.replica_state import (
+    is_asleep,
+    is_ready,
+    takes_clones,
+    wants,
+)
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft.coordinator.decisions.state.values import Failure
@@ -77,7 +82,7 @@ def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list
     for replica in state.replicas.values():
         if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
             continue
-        if replica.suspect is not None:
+        if replica.suspect is not None or is_asleep(state, replica):
             continue
         for version in held_versions(replica):
             found.setdefault(version, []).append(replica)

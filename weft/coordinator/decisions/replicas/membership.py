@@ -24,7 +24,7 @@ from weft.coordinator.decisions.effects import (
 )
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery import restart
-from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings
+from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings, sleeps
 from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
     eligible_targets,
@@ -71,11 +71,13 @@ def register(change: Change, event: events.Register) -> None:
         drain=drains.noted(old, event.drain, change.now),
         checkpoint=event.checkpoint,
         refusing=event.refusing,
+        asleep=event.asleep,
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
     replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
     checkpoints.note(change, replica)
+    sleeps.adopt(change, event)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,
@@ -162,6 +164,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         drain=drains.noted(replica, event.drain, change.now),
         pins_obeyed=event.pins_obeyed,
         pinned_bytes=event.pinned_bytes,
+        asleep=event.asleep,
     )
     replica = heard(change.state, replica, event.refusing, event.order_number)
     # While it loads in place its weights are mixed, as they must be.

@@ -27,6 +27,8 @@ def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
         return ReplicaState.DRAINING
     if replica.replica_id in state.out_of_service:
         return ReplicaState.CORDONED
+    if is_asleep(state, replica):
+        return ReplicaState.ASLEEP
     if replica.suspect is not None:
         return ReplicaState.SUSPECT
     serves = replica.is_open and not lacks(state, replica) and not doubt(state, replica)
@@ -62,7 +64,10 @@ def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str
         return ReplicaState.DRAINING, replica.drain.reason
     missing = _joined(_missing(state, replica), doubt(state, replica))
     if order:
-        return ReplicaState.CORDONED, _joined(_by_operator(order), suspicion, missing)
+        why = _joined(_by_operator(order), _sleep(state, replica), suspicion, missing)
+        return ReplicaState.CORDONED, why
+    if is_asleep(state, replica):
+        return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspicion, missing)
     missing = _joined(missing, _closed(replica))
     if suspicion:
         return ReplicaState.SUSPECT, _joined(suspicion, missing)
@@ -78,6 +83,7 @@ CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
     ReplicaState.DRAINING: ("leaving",),
     ReplicaState.CORDONED: ("operator",),
     ReplicaState.SUSPECT: ("stalled",),
+    ReplicaState.ASLEEP: ("ordered", "waking"),
 }
 
 
@@ -89,6 +95,8 @@ def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
             return "left_transfer" if replica.suspicion else "silent"
         case ReplicaState.QUARANTINED:
             return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
+        case ReplicaState.ASLEEP:
+            return "ordered" if replica.replica_id in state.sleeps else "waking"
         case ReplicaState.PENDING_WEIGHTS:
             if lacks(state, replica):
                 return "versions_missing"
@@ -103,6 +111,19 @@ def _closed(replica: Replica) -> str:
         return ""
     said = f", it said last: {replica.refusing}" if replica.refusing else ""
     return f"it has not said yet that it takes requests{said}"
+
+
+def _sleep(state: PoolState, replica: Replica) -> str:
+    """Why it sleeps, or is about to; empty where it is awake."""
+    if not is_asleep(state, replica):
+        return ""
+    order = state.sleeps.get(replica.replica_id)
+    if order is None:
+        return "it is being woken"
+    whose = f"for trainer {order.trainer_id}" if order.trainer_id else "by an operator"
+    if replica.asleep is None:
+        return f"{whose}, once its requests have ended"
+    return f"{whose}{', its weights awake' if replica.asleep.weights_awake else ''}"
 
 
 def _by_operator(order: OutOfService) -> str:
@@ -187,9 +208,22 @@ def takes_weights(state: PoolState, replica: Replica) -> bool:
 
 
 def takes_clones(state: PoolState, replica: Replica) -> bool:
-    """Whether clones are brought to a replica: not while it is cordoned, either. Pushes go
-    to it all the same, and it may switch to copies of its own."""
-    return takes_weights(state, replica) and replica.replica_id not in state.out_of_service
+    """Whether clones are brought to a replica: not while it is cordoned, either, or sleeps.
+    Pushes go to it all the same; one that is cordoned may switch to copies of its own."""
+    is_free = takes_weights(state, replica) and not is_asleep(state, replica)
+    return is_free and replica.replica_id not in state.out_of_service
+
+
+def is_asleep(state: PoolState, replica: Replica) -> bool:
+    """Whether a replica sleeps, or is to: nothing is routed to it, and nothing it lacks is
+    brought to it before it is awake, but by a push."""
+    return replica.replica_id in state.sleeps or is_unsettled(replica)
+
+
+def is_unsettled(replica: Replica) -> bool:
+    """Whether a replica sleeps, or has been told to sleep or wake and has not answered: what
+    a heartbeat says that was on its way meanwhile is not relied on."""
+    return replica.asleep is not None or replica.sleep_call_until > float("-inf")
 
 
 def is_ready(state: PoolState, replica: Replica) -> bool:
@@ -248,7 +282,7 @@ def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     """
     pool = state.vector
     base = PolicyVersion(BASE_POLICY, pool.base)
-    if not takes_weights(state, replica):
+    if not takes_weights(state, replica) or is_asleep(state, replica):
         return []
     if replica.dirty_reason:
         return [base] if pool.base else []
@@ -271,6 +305,8 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
             return f", which comes from {transfer.purpose.origin(replica, version)}"
+    if is_asleep(state, replica):
+        return ", which it is brought when it is awake"
     if version in state.copies and not takes_clones(state, replica):
         return ", which it is sent when it is put back into service"
     backoff = replica.backoffs.get(version)

@@ -16,6 +16,7 @@ from weft.contract.errors import LeaseFencedError
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.replica import OutOfService, Replica, held_versions
+from weft.coordinator.decisions.state.sleep import SleepOrder, SleepWait
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -221,6 +222,10 @@ class PoolState:
     """The digests of those that were recorded since the start."""
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
     """Versions under whose number replicas hold unlike bytes: who holds which, by digest."""
+    sleeps: Mapping[str, SleepOrder] = field(default_factory=dict)
+    """By replica of the pool, that it is to sleep; not durable, the replica remembers it."""
+    sleep_waits: Mapping[int, SleepWait] = field(default_factory=dict)
+    """By call."""
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
 

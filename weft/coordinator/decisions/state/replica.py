@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.names import BASE_POLICY, PolicyVersion, VersionVector
+from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
 
 
@@ -114,6 +115,11 @@ class Replica:
     """The number of the order by which it said that."""
     order_due: int = 0
     """The number of the order that it must have heard before it counts as open."""
+
+    asleep: Asleep | None = None
+    """Set while it says that it sleeps."""
+    sleep_call_until: float = float("-inf")
+    """Until when it is not told again to sleep, or to wake; -inf once it has answered."""
 
     @property
     def is_open(self) -> bool:

@@ -40,6 +40,7 @@ class ReplicaState(enum.IntEnum):
     DRAINING = 5
     CORDONED = 6
     SUSPECT = 7
+    ASLEEP = 8
 
 
 class Phase(enum.IntEnum):

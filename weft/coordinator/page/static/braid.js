@@ -12,7 +12,7 @@ const MIN_PAUSE = 4; // pixels: a pause of milliseconds is to be seen
 
 const words = {
   ready: "ready", pending_weights: "waits for weights", lost: "lost", quarantined: "quarantined",
-  draining: "draining", cordoned: "cordoned", suspect: "suspect", gone: "gone",
+  draining: "draining", cordoned: "cordoned", asleep: "asleep", suspect: "suspect", gone: "gone",
 };
 
 export const stateWord = (state) => words[state] ?? state;

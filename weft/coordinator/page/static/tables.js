@@ -88,7 +88,7 @@ function trainedOn(pool, policy, isBase, served) {
 
 // -- replicas ----------------------------------------------------------------
 
-const order = ["quarantined", "lost", "suspect", "pending_weights", "draining", "cordoned", "ready"];
+const order = ["quarantined", "lost", "suspect", "pending_weights", "draining", "cordoned", "asleep", "ready"];
 
 export function drawReplicas(pool, now, filter) {
   const all = [...pool.replicas.values()].filter((one) => one.replica_id.includes(filter));

@@ -1,0 +1,134 @@
+"""Putting an engine to sleep, and waking it: vLLM's sleep mode, level 1.
+
+Asleep, the engine's weights lie in host memory and the accelerator's is free. A switch wakes
+the weights, to be loaded; the KV cache, and with it generation, only ``wake_up``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from rollout_side.engine import Asleep, SleepOrder
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft.contract.errors import NotReadyError, TransferTimeoutError
+
+_log = logging.getLogger(__name__)
+
+# Between two looks at whether requests, or readers of the weights, have ended.
+_LOOK_SECONDS = 0.02
+
+
+class Sleeper:
+    """The sleep of one engine; on its event loop, every coroutine inside ``gate.exclusive``.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        workers: Its calls.
+        gate: Refuses new requests meanwhile, and stays paused.
+        tracker: Knows which run.
+        enabled: Whether the engine has the allocator for it.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        workers: WorkerCalls,
+        gate: RequestGate,
+        tracker: RequestTracker,
+        *,
+        enabled: bool,
+    ) -> None:
+        self._engine, self._workers, self._gate = engine, workers, gate
+        self._tracker, self._enabled = tracker, enabled
+        #: Set while the engine sleeps.
+        self.asleep: Asleep | None = None
+
+    @property
+    def weights_asleep(self) -> bool:
+        """Whether the engine's weights must not be touched."""
+        return self.asleep is not None and not self.asleep.weights_awake
+
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        """See ``Engine``."""
+        if not self._enabled:
+            raise NotReadyError(
+                "this replica's engine cannot sleep: start it with --enable-sleep",
+                reason="SLEEP_DISABLED",
+            )
+        asleep = Asleep(order.trainer_id)
+        if self.weights_asleep:
+            self.asleep = asleep
+            return
+        deadline = time.monotonic() + order.timeout_seconds
+        whose = f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"
+        self._gate.sleep(f"the replica sleeps by order {whose}")
+        try:
+            await self._end_requests(order.aborts, deadline)
+            await self._free_memory(deadline)
+        except BaseException:
+            await self._stay_awake()
+            raise
+        # From here on memory may be gone, whatever fails: only waking brings it back.
+        self.asleep = asleep
+        await self._workers.bounded(bridges.fall_asleep(self._engine), "falling asleep")
+        _log.info("asleep, by order %s", whose)
+
+    async def _end_requests(self, aborts: bool, deadline: float) -> None:
+        while self._tracker.num_running:
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    f"{self._tracker.num_running} requests have not ended in time: the replica "
+                    "does not sleep, and takes requests again"
+                )
+            if aborts:  # again and again: some are between the server and the engine
+                aborted = bridges.abort_requests(self._engine)
+                await self._workers.bounded(aborted, "aborting requests", changes_weights=False)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _free_memory(self, deadline: float) -> None:
+        while True:
+            values = await self._workers.call("weft_sleep")
+            if all(value["is_free"] for value in values):
+                return
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    "the base is being read (cloned, digested or spilled) and did not end in time"
+                )
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _stay_awake(self) -> None:
+        if self.asleep is not None:  # it was put to sleep before, and its KV cache still is
+            return
+        await self._workers.call("weft_wake")
+        self._gate.wake()
+        if not self._gate.dirty_reason:
+            await self._gate.resume(changed=False)
+
+    async def wake_weights(self) -> None:
+        """Have the weights back, before they are loaded; succeeds if they are awake."""
+        if self.asleep is None or self.asleep.weights_awake:
+            return
+        await self._workers.bounded(bridges.wake_up(self._engine, ["weights"]), "waking weights")
+        self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
+        await self._workers.call("weft_wake")
+
+    async def wake_up(self) -> None:
+        """See ``Engine``."""
+        if self.asleep is None:
+            return
+        await self.wake_weights()
+        await self._workers.bounded(bridges.wake_up(self._engine, ["kv_cache"]), "waking the cache")
+        self.asleep = None
+        self._gate.wake()
+        if self._gate.dirty_reason:  # which vLLM does not know of
+            await self._gate.pause()
+        else:
+            await self._gate.resume(changed=False)
+        _log.info("awake")

@@ -1,0 +1,160 @@
+"""Replicas on a trainer's GPU sleep and wake: real coordinator, real agents and Publisher; the
+engine double has no GPU, and notes what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.doubles.pool import Pool, running_pool
+from tests.integration.models import Model, peft_of, until, weights
+from tests.integration.test_drain import weft
+from trainer_side import Publisher, sleeping
+from weft.contract.errors import NotReadyError, PeerUnavailableError, TransferTimeoutError
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    # What ends with a lease is to end within a test.
+    with running_pool(tmp_path / "weft.db", lease_seconds=2.0) as running:
+        yield running
+
+
+@pytest.fixture
+def engines(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> list[EngineDouble]:
+    """Of replica-0, on the trainer's GPU, and replica-1, which cannot sleep, elsewhere."""
+    monkeypatch.setattr(sleeping, "used_gpus", lambda: ["GPU-a"])
+    doubles = [
+        EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True, retain_base=1),
+        EngineDouble(weights(Model()), gpu_uuids=("GPU-b",), retain_base=1),
+    ]
+    for i, engine in enumerate(doubles):
+        pool.add_replica(f"replica-{i}", engine)
+    until(lambda: pool.agents["replica-0"].is_ready)
+    return doubles
+
+
+def _why(pool: Pool) -> str:
+    """Why replica-0 sleeps, as the command line says; empty where it does not."""
+    for replica in json.loads(weft(pool, "status", "--json")).get("replicas", ()):
+        if replica["replica_id"] == "replica-0" and replica["state"] == "REPLICA_STATE_ASLEEP":
+            return str(replica["state_reason"])
+    return ""
+
+
+def test_sleep_push_wake(pool: Pool, engines: list[EngineDouble], publisher: Publisher) -> None:
+    model, agent = Model(), pool.agents["replica-0"]
+    assert publisher.sleep_rollouts() == ("replica-0",)
+    assert not agent.is_ready
+    assert _why(pool) == "for trainer trainer-a"
+    assert "replica-0" not in weft(pool, "routes")
+    assert publisher.sleep_rollouts() == ("replica-0",)  # again
+
+    assert str(publisher.push_base(model)) == "base@1"
+    assert publisher.last_report is not None
+    assert publisher.last_report.num_replicas == 2
+    assert [engine.base_version for engine in engines] == [1, 1]
+    assert engines[0].sleeps == ["sleep", "sleep", "weights"]
+    until(lambda: "its weights awake" in _why(pool))
+    assert str(publisher.push_adapter(peft_of(model), "math")) == "math@1"
+    assert engines[0].sleeps[-1] == "weights"
+    assert not agent.is_ready
+
+    assert publisher.wake_rollouts() == ("replica-0",)
+    assert engines[0].sleeps[-1] == "kv_cache"
+    until(lambda: agent.is_ready)
+    assert "replica-0" in weft(pool, "routes")
+    assert publisher.wake_rollouts() == ()
+    assert engines[1].sleeps == []
+
+
+def test_running_requests_finish_or_are_aborted(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    engines[0].running = 2
+    with pytest.raises(TransferTimeoutError, match="have not ended in time"):
+        publisher.sleep_rollouts(timeout_seconds=0.3)
+    assert engines[0].asleep is None
+    assert publisher.sleep_rollouts(when_running="abort") == ("replica-0",)
+    assert engines[0].running == 0
+
+
+def test_the_end_of_the_lease_wakes_the_replica(pool: Pool, engines: list[EngineDouble]) -> None:
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        publisher.sleep_rollouts()
+    until(lambda: engines[0].asleep is None)
+    until(lambda: pool.agents["replica-0"].is_ready)
+
+
+def test_a_sleeping_replica_outlives_the_coordinator_and_is_woken_by_the_next(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    publisher.sleep_rollouts()
+    pool.stop_coordinator()
+    pool.start_coordinator()
+    until(lambda: _why(pool) == "for trainer trainer-a")
+    assert publisher.sleep_rollouts() == ("replica-0",)
+    assert publisher.wake_rollouts() == ("replica-0",)
+    assert engines[0].asleep is None
+
+
+def test_a_new_process_of_a_sleeping_replica_is_put_to_sleep(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    publisher.sleep_rollouts()
+    pool.remove_replica("replica-0")
+    again = EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True)
+    pool.add_replica("replica-0", again)
+    assert publisher.sleep_rollouts() == ("replica-0",)
+    until(lambda: again.asleep is not None)
+
+
+def test_an_operator_puts_a_replica_to_sleep_and_wakes_it(
+    pool: Pool, engines: list[EngineDouble]
+) -> None:
+    assert "sleeps until it is woken" in weft(pool, "sleep", "replica-0", "--abort")
+    assert _why(pool) == "by an operator"
+    assert "is awake" in weft(pool, "wake", "replica-0")
+    assert engines[0].sleeps == ["sleep", "weights", "kv_cache"]
+    with pytest.raises(NotReadyError, match="--enable-sleep"):
+        weft(pool, "sleep", "replica-1")
+
+
+def test_what_it_missed_asleep_is_brought_before_it_is_routed_to(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    """One that registers asleep, after a push, is brought nothing and nobody is asked for it."""
+    publisher.push_base(Model())
+    publisher.sleep_rollouts()
+    held = pool.agents["replica-0"].serving.vector
+    assert held.base == 1
+    pool.remove_replica("replica-0")
+    late = EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True)
+    pool.add_replica("replica-0", late)
+    publisher.sleep_rollouts()
+    assert publisher.wanted == frozenset()
+    publisher.wake_rollouts()
+    until(lambda: pool.agents["replica-0"].is_ready)
+    assert late.base_version == 1
+
+
+def test_a_drained_replica_leaves_asleep(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    publisher.sleep_rollouts()
+    gone = pool.leave_when_drained("replica-0")
+    pool.call(lambda: pool.agents["replica-0"].drain(30.0, "told to stop"))
+    assert gone.result(60).startswith("drained")
+    assert publisher.wake_rollouts() == ()
+
+
+def test_a_sleeping_engine_takes_no_requests(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    publisher.sleep_rollouts()
+    with pytest.raises(PeerUnavailableError, match="sleeps"):
+        engines[0].generate(None)  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""What is said of sleep, as messages of ``weft.v1``."""
+
+from __future__ import annotations
+
+from weft.contract.errors import InvalidRequestError
+from weft.coordinator.decisions.effects import CallSleep, CallWake
+from weft.coordinator.decisions.state.sleep import Asleep
+from weft.rpc.codec import duration_to_proto
+from weft.v1 import registry_pb2, replica_pb2
+
+_SaysSleep = (
+    registry_pb2.RegisterRequest | registry_pb2.HeartbeatRequest | replica_pb2.SleepResponse
+)
+
+
+def asleep_from_proto(message: _SaysSleep) -> Asleep | None:
+    """What a replica says of its sleep; None of one that is awake."""
+    if not message.HasField("sleep"):
+        return None
+    return Asleep(message.sleep.trainer_id, message.sleep.weights_awake)
+
+
+def sleep_request(
+    call: CallSleep | CallWake, generation: int
+) -> replica_pb2.SleepRequest | replica_pb2.WakeUpRequest:
+    """A call to a replica, as its service takes it."""
+    if isinstance(call, CallWake):
+        return replica_pb2.WakeUpRequest(
+            coordinator_generation=generation, incarnation=call.incarnation
+        )
+    finish, abort = registry_pb2.WHEN_RUNNING_FINISH, registry_pb2.WHEN_RUNNING_ABORT
+    return replica_pb2.SleepRequest(
+        coordinator_generation=generation,
+        incarnation=call.incarnation,
+        trainer_id=call.trainer_id,
+        when_running=abort if call.aborts else finish,
+        timeout=duration_to_proto(call.seconds),
+    )
+
+
+def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
+    """Whether running requests are aborted, rather than finished.
+
+    Raises:
+        InvalidRequestError: It is not said.
+    """
+    if value not in (registry_pb2.WHEN_RUNNING_ABORT, registry_pb2.WHEN_RUNNING_FINISH):
+        raise InvalidRequestError("when_running must say what becomes of running requests")
+    return value == registry_pb2.WHEN_RUNNING_ABORT
