@@ -35,6 +35,7 @@ class WorkerDouble:
 
     model_name = EngineDouble.model_name
     checkpoint = EngineDouble.checkpoint
+    asleep = None
 
     def __init__(self, weights: dict[str, torch.Tensor], **settings: Any) -> None:
         like = EngineDouble(weights, **settings)

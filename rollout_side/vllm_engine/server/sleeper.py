@@ -104,9 +104,9 @@ class Sleeper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _stay_awake(self) -> None:
+        await self._workers.call("weft_wake")
         if self.asleep is not None:  # it was put to sleep before, and its KV cache still is
             return
-        await self._workers.call("weft_wake")
         self._gate.wake()
         if not self._gate.dirty_reason:
             await self._gate.resume(changed=False)
