@@ -152,6 +152,9 @@ async def test_the_right_certificate_with_the_wrong_role(
     assert await _reason(secured.acquire(viewer, "math")) == "ROLE_MISSING"
     assert await _reason(secured.get_pool(trainer)) == "ROLE_MISSING"
     assert await _reason(secured.acquire(trainer, "chess")) == "POLICY_NOT_ALLOWED"
+    stub = publish_pb2_grpc.PublishServiceStub(secured.channel(trainer))
+    wake = stub.WakeRollouts(publish_pb2.WakeRolloutsRequest(), timeout=_SECONDS)
+    assert await _reason(_typed(wake)) == "POLICY_NOT_ALLOWED"  # a part of the base's lease
     assert await _reason(secured.get_pool(unknown)) == "UNAUTHENTICATED"
     shown = [(line["who"], line["call"].rpartition("/")[2], line["result"]) for line in audited]
     assert ("trainer.test", "AcquirePolicy", "POLICY_NOT_ALLOWED") in shown

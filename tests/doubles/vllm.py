@@ -76,6 +76,7 @@ class FakeEngine:
             "weft_handle": {"handle": b"h"},
             "weft_discard": {"changed": False, "kept": False},
             "weft_loaded": {"load_seconds": 2.0},
+            "weft_sleep": {"is_free": True},
         }
         value = values.get(method, {})
         return [ok(rank, **value) for rank in range(self.num_ranks)]
@@ -85,13 +86,21 @@ class FakeEngine:
             await self.hang[method].wait()
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", False)
-        self.calls.append("pause")
+        assert mode in ("keep", "abort")
+        assert not clear_cache
+        self.calls.append("pause" if mode == "keep" else "abort all")
         await self._answer("pause")
 
     async def resume_scheduler_async(self) -> None:
         self.calls.append("resume")
         await self._answer("resume")
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+        await self._answer("sleep")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
 
     async def update_weight_version(self, text: str) -> None:
         self.calls.append(text)
@@ -213,6 +222,7 @@ def make_replica(
     in_place: bool = False,
     holdings: HoldingsPage | None = None,
     running_requests: RunningRequests = "recompute",
+    can_sleep: bool = False,
 ) -> VllmReplica:
     serving = SimpleNamespace(
         lora_requests={},
@@ -236,6 +246,7 @@ def make_replica(
         parts,
         capabilities=Capabilities(
             engine_version="0",
+            can_sleep=can_sleep,
             base_fingerprint="",
             architecture="",
             base_dtype=DataType.FLOAT32,

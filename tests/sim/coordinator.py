@@ -158,6 +158,18 @@ class SimCoordinator(Process):
                         else events.RefuseAnswered(effect.replica_id, effect.incarnation, *v)
                     ),
                 )
+            case effects.CallSleep():
+                self._call(
+                    "sleep",
+                    effect,
+                    lambda v, f: events.SleepAnswered(effect.replica_id, effect.incarnation, v, f),
+                )
+            case effects.CallWake():
+                self._call(
+                    "wake",
+                    effect,
+                    lambda v, f: events.WakeAnswered(effect.replica_id, effect.incarnation, f),
+                )
             case effects.CallRetire():
                 self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))
             case effects.LookUp():

@@ -29,6 +29,11 @@ class InPlace:
         self._num_verified = 0
         self._opened = Future()
 
+    @property
+    def loading(self) -> bool:
+        """Whether one is loaded now."""
+        return bool(self._transfer_id) and self._opened.done
+
     def prepare(self, transfer_id: str) -> bool:
         """A receiver is ready; whether it resumes with what has come of the transfer. What
         has come of another one is gone."""

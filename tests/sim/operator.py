@@ -68,6 +68,7 @@ class SimOperator(Process):
                         self._take_out_of_service,
                         self._uncordon,
                         self._drain,
+                        self._sleep_or_wake,
                     ]
                 )()
             except WeftError as error:
@@ -181,6 +182,10 @@ class SimOperator(Process):
         name, seconds = self._some_replica(), self.world.random.choice([0.0, 2.0, 5.0])
         yield self._call("drain", 2.0, replica_id=name, seconds=seconds, reason="old card")
 
+    def _sleep_or_wake(self) -> Generator[Any, Any, None]:
+        method = self.world.random.choice(["sleep_replica", "wake_replica"])
+        yield self._call(method, 4.0, replica_id=self._some_replica())
+
     def put_back(self) -> Generator[Any, Any, None]:
         """Have every replica serve in the end, also those of which a late order comes."""
         for _ in range(2):
@@ -189,6 +194,8 @@ class SimOperator(Process):
                 self._putting_back(name)
                 with contextlib.suppress(NotFoundError, NotReadyError):
                     yield from self._until_answered("uncordon", replica_id=name)
+                with contextlib.suppress(NotFoundError):
+                    yield from self._until_answered("wake_replica", replica_id=name)
 
     def _until_answered(self, method: str, **args: Any) -> Generator[Any, Any, None]:
         while True:

@@ -11,7 +11,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.replica_state import is_routable
+from weft.coordinator.decisions.replicas.replica_state import is_asleep, is_routable
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import Phase
@@ -65,6 +65,8 @@ class OperatorChecks:
             is_it = process.alive and process.incarnation == replica.incarnation
             if is_it and is_routable(state, replica) and process.refusing:
                 fail(f"{replica.replica_id} is ready and refuses requests: {process.refusing}")
+            if is_it and is_routable(state, replica) and process.asleep is not None:
+                fail(f"{replica.replica_id} is routed and sleeps")
 
     def _check_enforced(self, state: PoolState) -> None:
         """Who is quarantined by order refuses requests soon, where it can be told."""
@@ -112,7 +114,11 @@ class OperatorChecks:
                 replica = state.replicas[name]
                 if state.is_quarantined(name) or (
                     name != transfer.source
-                    and (replica.drain is not None or name in state.out_of_service)
+                    and (
+                        replica.drain is not None
+                        or name in state.out_of_service
+                        or name in state.sleeps
+                    )
                 ):
                     fail(f"{transfer.transfer_id} goes on, and {name} is out of service")
 
@@ -161,7 +167,7 @@ class OperatorChecks:
 def _is_lacked(state: PoolState, version: PolicyVersion) -> bool:
     """Whether a replica that takes weights cannot serve what it should."""
     for replica in state.replicas.values():
-        if replica.lost or out_of_transfers(state, replica):
+        if replica.lost or out_of_transfers(state, replica) or is_asleep(state, replica):
             continue
         lacking = str(version) in state.vector.missing_from(replica.vector)
         if version.policy == "base" and (lacking or replica.dirty_reason):

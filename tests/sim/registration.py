@@ -49,6 +49,7 @@ class SimRegistration:
                     held_complete=complete,
                     refusing=replica.refusing,
                     order_number=replica.order[1],
+                    asleep=replica.asleep,
                 )
                 self._told, self._held_wanted = held, answer.held_wanted
                 replica.ready = answer.ready
@@ -67,6 +68,8 @@ class SimRegistration:
         capabilities = dataclasses.replace(
             CAPABILITIES,
             num_receivers=replica.kind.num_receivers,
+            gpu_uuids=(replica.name,),
+            can_sleep=True,
             loads_in_place=replica.kind.in_place,
         )
         held = replica.held()
@@ -85,6 +88,7 @@ class SimRegistration:
             last_epoch=replica.last_epoch,
             last_coordinator_id=self._coordinator_id,
             refusing=replica.refusing,
+            asleep=replica.asleep,
         )
         self._told = held
         replica.world.checks.losses.registered(replica, answer.generation)

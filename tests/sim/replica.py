@@ -32,6 +32,7 @@ from weft.contract.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.group import Group
+from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.transfer import switch_id
 from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
@@ -75,6 +76,7 @@ class SimReplica(Process):
         self.ready = self.is_known = False
         self.refusing = ""
         self.order = (0, 0)
+        self.asleep: Asleep | None = None
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self.memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
@@ -153,6 +155,11 @@ class SimReplica(Process):
                     return future, None
                 self.obey(args["generation"], order.number, order.reason)
                 future.set((self.refusing, self.order[1]))
+            case effects.CallSleep() | effects.CallWake():
+                if order.incarnation != self.incarnation:
+                    future.set(error=StaleEpochError("another process of it is meant"))
+                    return future, None
+                future = self.spawn(self._sleep_in_turn(order))
             case effects.CallRetire():
                 self._drop_mistaken(order.mistaken)
                 self._retire(order.versions)
@@ -206,6 +213,7 @@ class SimReplica(Process):
     def _load_in_place(self, order: effects.CallLoad, answer: Future) -> None:
         try:
             self.in_place.order(order)
+            self._wake_weights()
             answer.set(True)
         except NotReadyError as error:
             answer.set(error=error)
@@ -236,6 +244,25 @@ class SimReplica(Process):
             if self._switching and self.alive:
                 self._switching[0].set()
         return self.vector, self.memory[0]
+
+    def _sleep_in_turn(
+        self, order: effects.CallSleep | effects.CallWake
+    ) -> Generator[Any, Any, Asleep | None]:
+        def sleep_or_wake() -> Generator[Any, Any, None]:
+            yield self.world.random.uniform(0.01, 0.5)
+            self.asleep = None
+            if isinstance(order, effects.CallSleep):
+                if self.in_place.loading:
+                    raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
+                self.asleep = Asleep(order.trainer_id)
+            self.world.trace(self.name, f"sleeps: {self.asleep}")
+
+        yield from self._in_turn(sleep_or_wake())
+        return self.asleep
+
+    def _wake_weights(self) -> None:
+        if self.asleep is not None:
+            self.asleep = Asleep(self.asleep.trainer_id, weights_awake=True)
 
     def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
         def drop() -> Generator[Any, Any, None]:
@@ -303,6 +330,7 @@ class SimReplica(Process):
         return transfer is None or self.name not in transfer.switching
 
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
+        self._wake_weights()
         outcome = self.world.load_outcome()
         yield self.world.random.uniform(0.001, outcome.seconds)
         if not outcome.failure:

@@ -142,5 +142,27 @@ class Services:
     def uncordon(self, timeout: float, **args: Any) -> events.Event:
         return events.Uncordon(**args)
 
+    def sleep_rollouts(self, ticket: int, timeout: float, **args: Any) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self._tick_after(answer_by, ticket)
+        return events.SleepRollouts(ticket=ticket, answer_by=answer_by, **args)
+
+    def wake_rollouts(
+        self, ticket: int, timeout: float, fencing_token: int, session_id: str
+    ) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self._tick_after(answer_by, ticket)
+        return events.WakeRollouts(ticket, fencing_token, session_id, answer_by)
+
+    def sleep_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self._tick_after(answer_by, ticket)
+        return events.SleepReplica(ticket, replica_id, True, 1.0, answer_by)
+
+    def wake_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
+        answer_by = self._answer_by(timeout)
+        self._tick_after(answer_by, ticket)
+        return events.WakeReplica(ticket, replica_id, answer_by)
+
     def drain(self, timeout: float, **args: Any) -> events.Event:
         return events.DrainReplica(**args)

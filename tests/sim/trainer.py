@@ -81,9 +81,28 @@ class SimTrainer(Process):
             yield random.uniform(0.1, 3.0)
             if self.world.quiet:
                 return
+            if BASE_POLICY in self.policies and random.random() < 0.15:
+                with contextlib.suppress(WeftError):
+                    yield from self._sleep_or_wake()
+                continue
             policy = random.choice(self.policies)
             quorum = min(random.choice([0, 0, 1, 1, 2]), len(self.world.replicas))
             yield from self.push(policy, random.choice([3.0, 6.0, 10.0, 40.0]), quorum)
+
+    def _sleep_or_wake(self) -> Generator[Any, Any, None]:
+        random, names = self.world.random, sorted(self.world.replicas)
+        lease: dict[str, Any] = {
+            "fencing_token": (yield from self._token(BASE_POLICY)), "session_id": self.session
+        }  # fmt: skip
+        try:
+            if random.random() < 0.4:
+                yield self._call("wake_rollouts", 5.0, **lease)
+                return
+            gpus = frozenset(random.sample(names, random.randint(1, len(names))))
+            more = {"gpu_uuids": gpus, "aborts": False, "seconds": 2.0}
+            yield self._call("sleep_rollouts", random.choice([0.3, 5.0]), **lease, **more)
+        except LeaseFencedError:
+            self.tokens.pop(BASE_POLICY, None)
 
     def _renew(self) -> Generator[Any, Any, None]:
         while True:

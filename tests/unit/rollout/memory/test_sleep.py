@@ -1,0 +1,80 @@
+"""What a worker lets go of before its engine sleeps, and what it has again afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollout_side.memory.segment import DeviceSegment
+from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.versions import ServedBase, StagedVersion
+from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
+from weft.contract.errors import NotFoundError
+from weft.contract.names import PolicyVersion
+
+
+def _on_device(store: WorkerStore, number: int) -> None:
+    """Retain a base on an accelerator, which torch's meta device stands for."""
+    version, name = PolicyVersion("base", number), f"t{number}"
+    store.reserve(name, SIZE, adapter=False)
+    segment = DeviceSegment(torch.empty(SIZE, dtype=torch.uint8, device="meta"), owned=True)
+    store.put_staged(StagedVersion(name, version, MANIFEST, segment, b"d"))
+    store.keep_base(name)
+
+
+def _on_host(store: WorkerStore, number: int) -> None:
+    version, name = PolicyVersion("base", number), f"t{number}"
+    segment = store.reserve(name, SIZE, adapter=False)
+    store.put_staged(StagedVersion(name, version, MANIFEST, segment, b"d"))
+    store.keep_base(name)
+
+
+def test_copies_on_the_device_go_unless_they_are_pinned() -> None:
+    store = WorkerStore(9 * SIZE, SIZE, 3)
+    for number in (1, 2):
+        _on_device(store, number)
+    _on_host(store, 3)
+    store.pin_bases([1])
+    assert store.fall_asleep()
+    assert store.retained_bases() == (3, 1)
+    assert store.usage().staging_bytes == 2 * SIZE
+    store.wake_up()
+    assert store.retained_bases() == (3, 1)
+
+
+def test_free_memory_of_the_device_is_given_back() -> None:
+    store = WorkerStore(9 * SIZE, SIZE, 1)
+    _on_device(store, 1)
+    _on_device(store, 2)  # the first one's memory is free
+    assert store.usage().free_bytes == SIZE
+    assert store.fall_asleep()
+    assert store.usage().free_bytes == 0
+
+
+def test_the_engine_s_own_weights_are_read_by_nobody_meanwhile() -> None:
+    store = WorkerStore(9 * SIZE, SIZE)
+    version = PolicyVersion("base", 1)
+    served = ServedBase("t1", version, MANIFEST, b"d", lambda index, out: out)
+    store.set_served(served)
+    with store.lend(version):
+        assert not store.fall_asleep()
+        assert store.sendable(version) is served
+    assert store.fall_asleep()
+    with pytest.raises(NotFoundError):
+        store.sendable(version)
+    assert store.fall_asleep()  # again
+    store.wake_up()
+    assert store.sendable(version) is served
+
+
+def test_weights_that_were_loaded_once_awake_are_those_that_are_read() -> None:
+    store = WorkerStore(9 * SIZE, SIZE)
+    former = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"d", lambda index, out: out)
+    store.set_served(former)
+    assert store.fall_asleep()
+    store.wake_up()
+    store.set_served(replace(former, version=PolicyVersion("base", 2)))
+    store.wake_up()
+    assert store.retained_bases() == (2,)

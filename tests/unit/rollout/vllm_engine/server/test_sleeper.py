@@ -1,0 +1,157 @@
+"""What an engine is told to sleep and to wake, in order, and what each failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollout_side.engine import Asleep, SleepOrder
+from rollout_side.vllm_engine.server.replica import VllmReplica
+from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
+from weft.contract.errors import LoadFailedError, NotReadyError, TransferTimeoutError
+from weft.contract.names import PolicyVersion
+
+SLEPT = ["weft_sleep", "sleep 1"]
+LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]
+
+
+def _order(*, aborts: bool = False, seconds: float = 5.0) -> SleepOrder:
+    return SleepOrder(trainer_id="t1", aborts=aborts, timeout_seconds=seconds)
+
+
+def _refused(replica: VllmReplica) -> str:
+    return replica.tracker.refuse_reason
+
+
+async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order())
+    assert engine.calls == SLEPT
+    assert replica.asleep == Asleep("t1")
+    assert _refused(replica) == "the replica sleeps by order of trainer 't1'"
+    await replica.wake_up()
+    assert engine.calls == [*SLEPT, "wake weights", "weft_wake", "wake kv_cache", "resume"]
+    assert (replica.asleep, _refused(replica)) == (None, "")
+    await replica.wake_up()
+    assert engine.calls[-1] == "resume"
+
+
+async def test_one_that_was_not_started_for_it_is_refused() -> None:
+    engine = FakeEngine()
+    with pytest.raises(NotReadyError, match="--enable-sleep") as caught:
+        await make_replica(engine).fall_asleep(_order())
+    assert caught.value.reason == "SLEEP_DISABLED"
+    assert engine.calls == []
+
+
+async def test_a_base_wakes_the_weights_and_nothing_else() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order())
+    await replica.apply_base("t", BASE, b"")
+    assert engine.calls == [*SLEPT, "wake weights", "weft_wake", *LOADED]  # it stays paused
+    assert replica.asleep == Asleep("t1", weights_awake=True)
+    assert _refused(replica)
+    await replica.fall_asleep(_order())  # again
+    assert engine.calls[-2:] == SLEPT
+    assert replica.asleep == Asleep("t1")
+
+
+async def test_woken_weights_are_not_woken_twice() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order())
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    await replica.wake_up()
+    assert engine.calls.count("wake weights") == 1
+    assert engine.calls[-2:] == ["wake kv_cache", "resume"]
+
+
+async def test_asleep_no_adapter_is_dropped() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    version = PolicyVersion("math", 1)
+    await replica.load_adapter("t", version, "{}", b"")
+    await replica.load_adapter("u", PolicyVersion("math", 2), "{}", b"")
+    await replica.fall_asleep(_order())
+    assert not await replica.retire(version)
+    await asyncio.sleep(0.15)
+    assert not await replica.retire(version)
+    assert "weft_drop_adapter" not in engine.calls
+    await replica.wake_up()
+    assert await replica.retire(version)
+
+
+async def test_requests_finish_first() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(replica.fall_asleep(_order()))
+        await asyncio.sleep(0.05)
+        assert engine.calls == []
+        assert _refused(replica)
+    await sleeping
+    assert engine.calls == SLEPT
+
+
+async def test_requests_that_do_not_finish_leave_it_awake() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running(), pytest.raises(TransferTimeoutError, match="1 requests"):
+        await replica.fall_asleep(_order(seconds=0.05))
+    assert engine.calls == ["weft_wake", "resume"]
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_requests_are_aborted_until_none_is_left() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(replica.fall_asleep(_order(aborts=True)))
+        while engine.calls.count("abort all") < 2:
+            await asyncio.sleep(0)
+    await sleeping
+    assert engine.calls[-2:] == SLEPT
+
+
+async def test_who_reads_the_weights_is_waited_for() -> None:
+    engine = FakeEngine(num_ranks=2)
+    engine.answers["weft_sleep"] = lambda: [ok(is_free=False), ok(1, is_free=True)]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(TransferTimeoutError, match="is being read"):
+        await replica.fall_asleep(_order(seconds=0.05))
+    assert engine.calls[-2:] == ["weft_wake", "resume"]
+    assert replica.asleep is None
+
+
+async def test_a_worker_that_fails_before_leaves_it_awake() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_sleep"] = lambda: [failed("INTERNAL")]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(Exception, match="no"):
+        await replica.fall_asleep(_order())
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_an_engine_that_does_not_answer_is_taken_to_sleep_and_dirty() -> None:
+    engine = FakeEngine()
+    engine.hang["sleep"] = asyncio.Event()
+    replica = make_replica(engine, can_sleep=True, call_seconds=0.05)
+    with pytest.raises(LoadFailedError, match="falling asleep"):
+        await replica.fall_asleep(_order())
+    assert replica.asleep == Asleep("t1")
+    assert replica.dirty_reason
+    engine.hang["sleep"].set()
+    await replica.wake_up()
+    assert engine.calls[-1] == "pause"  # its weights may be mixed: a base repairs it
+
+
+async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True, in_place=True)
+    await replica.load_in_place("t", BASE, 5.0)
+    with pytest.raises(NotReadyError) as caught:
+        await replica.fall_asleep(_order())
+    assert caught.value.reason == "TRANSFER_UNDER_WAY"
