@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from rollout_side.vllm_engine.server.refusals import (
     num_experts,
     refuse_environment,
     refuse_keep,
+    refuse_sleep_without_gpu,
 )
 from weft.contract.errors import UnsupportedError
 
@@ -75,3 +77,17 @@ def test_scaling_is_taken_from_the_server() -> None:
     close_endpoints(app)
     left = [getattr(route, "path", None) for route in app.router.routes]
     assert left == ["/v1/completions", "/health", None]
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_sleep_is_refused_where_the_machine_has_none(
+    monkeypatch: pytest.MonkeyPatch, available: bool
+) -> None:
+    platform = SimpleNamespace(is_sleep_mode_available=lambda: available)
+    for name in ("vllm", "vllm.platforms"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(current_platform=platform))
+    if available:
+        refuse_sleep_without_gpu()
+        return
+    with pytest.raises(UnsupportedError, match="--enable-sleep: vLLM has no sleep mode"):
+        refuse_sleep_without_gpu()
