@@ -145,7 +145,8 @@ def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
     if event.failure.reason in _TRANSIENT:
         _call_again(change, replica)
     else:
-        change.put_replica(replace(replica, sleep_call_until=float("-inf")))
+        # Whether the call came too late or was refused: it is told to wake, to be sure.
+        change.put_replica(replace(replica, sleep_call_until=change.now))
         _drop(change, event.replica_id)
         _fail(change, event.replica_id, event.failure, asleep=True)
 

@@ -154,6 +154,10 @@ def test_an_order_that_is_refused_is_told_and_not_repeated() -> None:
     busy = Failure("DEADLINE", "3 requests have not ended", {"member": "r1"})
     m.do(events.SleepAnswered("r1", "i1", None, busy))
     assert isinstance(m.error(ticket), TransferTimeoutError)
+    assert not m.state.replicas["r1"].routed  # nobody knows whether a call came too late
+    m.pass_time(1.0)
+    assert _called(m, effects.CallWake) == ["r1"]
+    _awake(m, "r1")
     m.pass_time(10.0)
     assert _called(m, effects.CallSleep) == ["r0", "r1"]
     assert _state(m, "r1")[0] is ReplicaState.READY
