@@ -252,6 +252,48 @@ def test_a_rank_that_dies_is_told_of_to_the_others(tmp_path):
             assert (answer["type"], answer["error"]) == ("PeerUnavailableError", "RANK_GONE")
 
 
+def test_senders_go_on_together_when_a_replica_is_lost(tmp_path):
+    """Rank 0 waits in mid-push while a replica leaves: both ranks come to the next group, and
+    nothing is sent twice that the survivor has."""
+    with running_pool(tmp_path / "weft.db") as pool:
+        kept = EngineDouble(weights(Model(9)))
+        pool.add_replica("replica-0", kept)
+        pool.add_replica("replica-1", EngineDouble(weights(Model(9))))
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            trainer.do("train", steps=1)
+            trainer.do("save", path=str(tmp_path / "whole.pt"))
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push", what="base", require=1)
+            until(lambda: (tmp_path / "held").exists())
+            pool.remove_replica("replica-1")
+            (tmp_path / "held").unlink()
+            answers = [process.answer(60) for process in trainer.processes]
+            assert len({answer.get("version") for answer in answers}) == 1, answers
+            assert same(kept.base, torch.load(tmp_path / "whole.pt"))
+            trainer.push("base")
+
+
+def test_a_rank_that_dies_while_it_sends_ends_the_push_for_the_others(tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights(Model(9)))
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            before = {name: tensor.clone() for name, tensor in engine.base.items()}
+            trainer.do("train", steps=1)
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push", what="base", timeout=20.0)
+            until(lambda: (tmp_path / "held").exists())
+            trainer.processes.pop().kill()
+            (tmp_path / "held").unlink()
+            answer = trainer.processes[0].answer(15)
+            assert answer["type"] == "PeerUnavailableError", answer
+            assert same(engine.base, before)
+
+
 # -- named tensors: a gather inside the iterator, which all ranks must be in, or none --------
 
 ALL = {"stop": [-1, -1], "fail": [-1, -1], "give": [1, 1]}
