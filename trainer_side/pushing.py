@@ -319,14 +319,13 @@ class Pushing:
         self, source: Source | RunSource | None, manifest: Manifest | None
     ) -> ShardPush | None:
         """What the ranks hold, where each is to send it; the same on every rank."""
-        if manifest is None or source is None or isinstance(source, RunSource):
-            return None
         ranks = self._ranks
+        if ranks.size == 1 or manifest is None or isinstance(source, RunSource | None):
+            return None
         with agreeing(ranks):
             shards = shard_source(source, ranks)
             plan = self._plans.plan(manifest, shards.held) if shards else None
-        if ranks.size > 1:
-            self._check_same(plan.digest if plan else b"")
+        self._check_same(plan.digest if plan else b"")
         if shards is None or plan is None or len(plan.senders) > self._max_senders:
             return None
         try:
