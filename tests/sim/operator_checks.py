@@ -40,6 +40,7 @@ class OperatorChecks:
         self._retired: set[PolicyVersion] = set()
         self._unheld_since: dict[PolicyVersion, float] = {}
         self._answers_since: dict[str, float] = {}
+        self._sleeps_since: dict[tuple[str, str], float] = {}
 
     def catalog_lost(self) -> None:
         """What operators had ordered is lost with the catalog."""
@@ -60,12 +61,18 @@ class OperatorChecks:
 
     def _check_open(self, state: PoolState) -> None:
         """Who is routed takes requests, at once and not with its next heartbeat."""
+        now = self._world.clock.now
         for replica in state.replicas.values():
             process = self._world.replicas[replica.replica_id]
             is_it = process.alive and process.incarnation == replica.incarnation
             if is_it and is_routable(state, replica) and process.refusing:
                 fail(f"{replica.replica_id} is ready and refuses requests: {process.refusing}")
-            if is_it and is_routable(state, replica) and process.asleep is not None:
+            key = (replica.replica_id, replica.incarnation)
+            if not (is_it and is_routable(state, replica) and process.asleep is not None):
+                self._sleeps_since.pop(key, None)
+            # An order that was given up, and came late, is heard of with a heartbeat: till then
+            # the replica refuses.
+            elif now - self._sleeps_since.setdefault(key, now) > state.settings.lost_after_seconds:
                 fail(f"{replica.replica_id} is routed and sleeps")
 
     def _check_enforced(self, state: PoolState) -> None:

@@ -71,7 +71,8 @@ def register(change: Change, event: events.Register) -> None:
         drain=drains.noted(old, event.drain, change.now),
         checkpoint=event.checkpoint,
         refusing=event.refusing,
-        asleep=event.asleep,
+        asleep=event.asleep or (old.asleep if old else None),
+        sleep_call_until=old.sleep_call_until if old else float("-inf"),
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
@@ -164,7 +165,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         drain=drains.noted(replica, event.drain, change.now),
         pins_obeyed=event.pins_obeyed,
         pinned_bytes=event.pinned_bytes,
-        asleep=event.asleep,
+        # One that was on its way while it fell asleep says that it is awake: that it woke, only
+        # its answer tells.
+        asleep=event.asleep or replica.asleep,
     )
     replica = heard(change.state, replica, event.refusing, event.order_number)
     # While it loads in place its weights are mixed, as they must be.
