@@ -134,7 +134,8 @@ class MergedElements:
         dtype = torch.float32
         for tensor in (weight, a, b):
             dtype = torch.promote_types(dtype, tensor.dtype)
-        a, b = a.to(dtype), b.to(dtype)
+        # A rank that holds no part of any factor does not know where they belong.
+        a, b = a.to(weight.device, dtype), b.to(weight.device, dtype)
         with torch.no_grad(), _without_tf32(weight.device):
             done = 0
             for row, rows, column, columns in _blocks(run, self._width):

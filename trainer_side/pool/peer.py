@@ -18,6 +18,7 @@ from weft.contract.errors import NotReadyError, WeftError
 from weft.contract.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
+from weft.transport.group import same_stream
 from weft.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -84,14 +85,17 @@ class Peer:
         """Send on a thread of its own, inside the ``with`` and until its end: a group whose
         members are lost is formed anew with this rank, also after its last bucket.
 
-        Whatever fails here ends the push by way of the coordinator, and so at rank 0.
+        Whatever fails here ends the push by way of the coordinator, and so at rank 0. What is
+        sent is what the caller's current CUDA stream has made of it.
         """
+        sender = self._sender
+        assert sender is not None  # it has joined
         over: Future[None] = Future()
+        in_stream = same_stream(sender.device)
 
-        def run() -> None:
-            assert self._sender is not None
-            try:
-                self._sender.send(
+        def send() -> None:
+            with in_stream():
+                sender.send(
                     push,
                     manifest,
                     transfer_id=begun.transfer_id,
@@ -99,13 +103,16 @@ class Peer:
                     deadline=deadline,
                     check_finite=finite,
                 )
-                self._sender.stand_by(over)
-            except WeftError as error:
-                _log.info("this rank's part of %s ended: %s", begun.transfer_id, error)
-            except Exception:  # noqa: BLE001 (the edge of a thread)
-                _log.exception("this rank's part of %s failed", begun.transfer_id)
-            finally:
-                push.add_up()
+                sender.stand_by(over)
+
+        def run() -> None:
+            for part in (send, push.add_up):  # the sum in any case: the other ranks wait for it
+                try:
+                    part()
+                except WeftError as error:
+                    _log.info("this rank's part of %s ended: %s", begun.transfer_id, error)
+                except Exception:  # noqa: BLE001 (the edge of a thread)
+                    _log.exception("this rank's part of %s failed", begun.transfer_id)
 
         thread = threading.Thread(target=run, name="weft-send-shards", daemon=True)
         thread.start()
@@ -115,7 +122,7 @@ class Peer:
         finally:
             over.set_result(None)
             thread.join(_LEAVE_SECONDS)
-            if thread.is_alive() or (self._sender is not None and not self._sender.usable):
+            if thread.is_alive() or not sender.usable:
                 self.close()
 
     def close(self) -> None:

@@ -34,14 +34,20 @@ class ShardPush:
         return senders.index(self.ranks.rank) if self.ranks.rank in senders else None
 
     def add_up(self, totals: Sequence[int] | None = None) -> Sum:
-        """Begin to add up digests of tensors, or nothing; a further call returns the same."""
+        """Begin to add up digests of tensors, or nothing; a further call returns the same.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
         with self._lock:
             if self._sum is None:
                 values = torch.zeros(len(self.source.metas), dtype=torch.int64)
                 if totals is not None:
                     values = torch.tensor([(t + _SIGN) % 2**64 - _SIGN for t in totals])
-                self._sum = self.ranks.add_up(values)
-                self._begun.set()
+                try:
+                    self._sum = self.ranks.add_up(values)
+                finally:
+                    self._begun.set()  # or it never will
             return self._sum
 
     def wait_begun(self, timeout_seconds: float) -> None:

@@ -17,7 +17,12 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import NotReadyError, TransferTimeoutError
+from weft.contract.errors import (
+    LoadFailedError,
+    NotReadyError,
+    TransferTimeoutError,
+    WeftError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ class Sleeper:
         self._tracker, self._enabled = tracker, enabled
         #: Set while the engine sleeps.
         self.asleep: Asleep | None = None
+        self._lost = ""
 
     @property
     def weights_asleep(self) -> bool:
@@ -77,7 +83,18 @@ class Sleeper:
             raise
         # From here on memory may be gone, whatever fails: only waking brings it back.
         self.asleep = asleep
-        await self._workers.bounded(bridges.fall_asleep(self._engine), "falling asleep")
+        try:
+            await self._workers.bounded(bridges.fall_asleep(self._engine), "falling asleep")
+        except WeftError:
+            raise
+        except Exception as error:
+            # A worker that fails after it has given memory back leaves vLLM in the belief that
+            # it is awake, and waking it would do nothing.
+            self._lost = (
+                f"the engine failed as it fell asleep ({type(error).__name__}: {error}), and its "
+                "memory may be gone: restart the replica"
+            )
+            raise self._loss() from error
         _log.info("asleep, by order %s", whose)
 
     async def _end_requests(self, aborts: bool, deadline: float) -> None:
@@ -111,8 +128,17 @@ class Sleeper:
         if not self._gate.dirty_reason:
             await self._gate.resume(changed=False)
 
+    def _loss(self) -> LoadFailedError:
+        return LoadFailedError(self._lost, metadata={"dirty": "true"})
+
     async def wake_weights(self) -> None:
-        """Have the weights back, before they are loaded; succeeds if they are awake."""
+        """Have the weights back, before they are loaded; succeeds if they are awake.
+
+        Raises:
+            LoadFailedError: With metadata ``dirty``: they are lost.
+        """
+        if self._lost:
+            raise self._loss()
         if self.asleep is None or self.asleep.weights_awake:
             return
         await self._workers.bounded(bridges.wake_up(self._engine, ["weights"]), "waking weights")
