@@ -22,7 +22,7 @@ from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, doubles, model_of
 from trainer_side import Publisher
 from weft.contract.capabilities import GLOO, ONE_SIDED
-from weft.contract.manifest import DEFAULT_BUCKET_BYTES
+from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES
 
 _BYTES = 512 * 2**20
 _ELEMENTS = 2**20

@@ -28,8 +28,8 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.manifest import plan_buckets
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.values import Layout
 from weft.rpc.bounds import PROTOCOL_REVISION

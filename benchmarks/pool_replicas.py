@@ -19,8 +19,8 @@ import grpc
 
 from tests.doubles.registration import register
 from tests.doubles.tiny_model import capabilities_of
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.contract.names import VersionVector
-from weft.contract.tensors import DataType, Reference, TensorMeta
 from weft.rpc.channel import CHANNEL_OPTIONS
 from weft.rpc.codec import vector_to_proto
 from weft.v1 import registry_pb2, replica_pb2, replica_pb2_grpc

@@ -28,7 +28,7 @@ from benchmarks.bare_gloo import BareGloo
 from benchmarks.idle import compare
 from benchmarks.machine import describe
 from trainer_side import Publisher
-from weft.contract.manifest import DEFAULT_BUCKET_BYTES
+from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES
 from weft_cli.demo.processes import Process
 
 _ADAPTER_PUSHES = 21

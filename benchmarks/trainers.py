@@ -33,8 +33,8 @@ from trainer_side.ranks import SENDER, ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft.contract.manifest import Manifest, plan_buckets
-from weft.contract.tensors import DataType
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import DataType
 from weft.rpc.codec import dtype_to_proto
 from weft.v1 import publish_pb2 as pb
 

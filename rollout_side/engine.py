@@ -11,9 +11,9 @@ from rollout_side.version_facts import VersionFacts
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, StoredTensor
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import Reference
 
 
 @dataclass(frozen=True, kw_only=True)

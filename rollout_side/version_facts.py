@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.v1 import types_pb2
 
 

@@ -21,9 +21,9 @@ from trainer_side.params.choose import Kind
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.leases import Notices
-from trainer_side.pool.peer import Peer
 from trainer_side.pool.progress import reporter_for
-from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS
+from trainer_side.pool.shards.peer import Peer
+from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
-from trainer_side.pool.peer import Peer
 from trainer_side.pool.sender import bucket_capacity, packs_on_device
-from trainer_side.pool.shard_plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
-from trainer_side.pool.shard_push import ShardPush
+from trainer_side.pool.shards.peer import Peer
+from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
+from trainer_side.pool.shards.push import ShardPush
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks import SENDER, Ranks, agreeing
 from trainer_side.sources.adapter_source import Adapter
@@ -26,16 +26,16 @@ from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.shard_source import shard_source
 from trainer_side.sources.source import Source
 from weft import tracing
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     BaseMismatchError,
     InvalidManifestError,
     PeerUnavailableError,
     TransferAbortedError,
 )
-from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest, plan_buckets
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import TensorMeta
 from weft.rpc.codec import version_from_proto
 from weft.tracing import Span
 from weft.v1 import publish_pb2 as pb

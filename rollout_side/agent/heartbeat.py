@@ -8,8 +8,8 @@ from rollout_side.agent.drain import Draining
 from rollout_side.engine import Asleep, MemoryUse
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion, VersionVector
-from weft.contract.tensors import Reference
 from weft.rpc.codec import duration_from_proto, duration_to_proto, version_to_proto
 from weft.v1 import registry_pb2 as pb
 from weft.v1 import types_pb2

@@ -14,13 +14,13 @@ from typing import Any
 from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes
 from rollout_side.version_facts import VersionFacts
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     DigestMismatchError,
     NotFoundError,
     NotReadyError,
     WeftError,
 )
-from weft.contract.lru import Lru
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 
 _log = logging.getLogger(__name__)

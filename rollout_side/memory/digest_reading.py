@@ -19,7 +19,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable, StagedVersion
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import LoadFailedError, NotFoundError, WeftError
-from weft.contract.manifest import TensorSlot
+from weft.contract.layout.manifest import TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.transport.digest import tensor_digest
 from weft.transport.group import on_device

@@ -21,7 +21,7 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import in_manifest_order
 from weft.transport.digest import content_digest

@@ -14,9 +14,9 @@ import torch
 
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
-from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.layout.manifest import Manifest, TensorSlot
+from weft.contract.layout.runs import Run
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft.contract.runs import Run
 from weft.transport.buckets import in_manifest_order, tensor_sums
 from weft.transport.group import Speak
 

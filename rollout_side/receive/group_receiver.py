@@ -29,9 +29,9 @@ from weft.contract.errors import (
     error_from_reason,
 )
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.send_plan import SendPlan, check_send_plan
 from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.contract.send_plan import SendPlan, check_send_plan
 from weft.rpc.codec import send_plan_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer
 from weft.transport.group import Speak, on_device

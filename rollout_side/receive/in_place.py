@@ -26,8 +26,8 @@ from weft.contract.errors import (
     TransferAbortedError,
     WeftError,
 )
-from weft.contract.manifest import Manifest
-from weft.contract.send_plan import SendPlan
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.send_plan import SendPlan
 from weft.transport.buckets import bucket_sums, verify_bucket
 
 _log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from rollout_side.memory.versions import (
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from rollout_side.receive.wire_buckets import PlannedBuffers, place_runs
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.runs import carried_sizes
+from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
-from weft.contract.runs import carried_sizes
-from weft.contract.send_plan import SendPlan
 from weft.transport.buckets import verify_bucket, verify_runs
 from weft.transport.digest import content_digest
 

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from weft.contract.errors import CapacityError
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
-from weft.contract.send_plan import SendPlan
 from weft.tracing import Span
 
 

@@ -9,9 +9,9 @@ import torch
 from rollout_side.memory.versions import Carried, PartialTransfer, bucket_starts
 from rollout_side.receive.transfer import make_buffers
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import Manifest, align_up
-from weft.contract.runs import SLICE_ALIGN_BYTES, Run
-from weft.contract.send_plan import SendPlan
+from weft.contract.layout.manifest import Manifest, align_up
+from weft.contract.layout.runs import SLICE_ALIGN_BYTES, Run
+from weft.contract.layout.send_plan import SendPlan
 from weft.transport.buckets import verify_runs
 
 

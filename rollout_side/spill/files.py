@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapter
 from weft.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
-from weft.contract.manifest import Manifest, TensorSlot
+from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
 from weft.transport.buckets import in_manifest_order, whole_parts

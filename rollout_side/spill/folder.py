@@ -33,7 +33,7 @@ from rollout_side.spill.files import (
 )
 from rollout_side.version_facts import VersionFacts, spilled_facts
 from weft.contract.errors import CapacityError, InvalidNameError, NotFoundError
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from weft.contract.errors import (
     NotReadyError,
     TransferAbortedError,
 )
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)

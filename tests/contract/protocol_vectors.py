@@ -14,10 +14,10 @@ import torch
 from trainer_side.pool.packer import Packer
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import CapacityError, InvalidNameError, WeftError
-from weft.contract.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.layout.manifest import WSUM64, Manifest, plan_buckets
+from weft.contract.layout.runs import Run, wire_size
+from weft.contract.layout.tensors import DataType, TensorMeta, base_fingerprint
 from weft.contract.names import PolicyVersion, check_name, name_in_the_way
-from weft.contract.runs import Run, wire_size
-from weft.contract.tensors import DataType, TensorMeta, base_fingerprint
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.status import status_from_error
 from weft.transport.buckets import run_parts, seal_bucket, tensor_sums

@@ -11,9 +11,9 @@ from rollout_side.agent.agent import Agent
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.agent import serve
 from tests.doubles.engine import EngineDouble
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.rpc.channel import open_aio_channel
 from weft.v1 import generate_pb2_grpc, replica_pb2, replica_pb2_grpc, types_pb2
 

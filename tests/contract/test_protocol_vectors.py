@@ -15,7 +15,7 @@ import torch
 from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
 from weft.transport.buckets import verify_bucket, verify_runs
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())

@@ -25,8 +25,8 @@ from weft.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft.contract.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.status import error_from_rpc

@@ -42,9 +42,9 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import DataType, Reference
 from weft.contract.names import STARTED_WITH, PolicyVersion
-from weft.contract.tensors import DataType, Reference
 from weft.tracing import NO_TRACER, Tracer
 from weft.transport.backends import available_backends
 from weft.transport.group import CPU, num_parked_groups

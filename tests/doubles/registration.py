@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.contract.capabilities import Capabilities
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import VersionVector
-from weft.contract.tensors import Reference
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft.rpc.manifest_codec import reference_to_chunks

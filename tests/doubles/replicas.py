@@ -13,7 +13,7 @@ from tests.doubles.registration import register
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE, content_digest
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LoadFailedError, NotFoundError, WeftError, error_from_reason
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_to_proto, vector_to_proto, version_from_proto, version_to_proto

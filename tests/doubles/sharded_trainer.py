@@ -16,9 +16,9 @@ import torch
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.capabilities import GLOO
 from weft.contract.errors import WeftError
-from weft.contract.manifest import Manifest, plan_buckets
-from weft.contract.runs import Run
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.runs import Run
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto

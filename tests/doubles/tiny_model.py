@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from weft.contract.capabilities import Capabilities
-from weft.contract.manifest import Manifest, plan_buckets
-from weft.contract.tensors import DataType, Reference, TensorMeta
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.v1 import types_pb2
 
 BF16 = DataType.BFLOAT16

@@ -19,8 +19,8 @@ from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.contract.capabilities import Capabilities, RunningRequests
 from weft.contract.group import GroupTicket
+from weft.contract.layout.tensors import DataType, Reference
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, Reference
 
 BASE = PolicyVersion("base", 3)
 TICKET = GroupTicket(

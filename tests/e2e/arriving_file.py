@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from trainer_side.pool.packer import Packer
 from weft.contract.errors import PeerUnavailableError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.buckets import in_manifest_order
 from weft.transport.digest import content_digest
 

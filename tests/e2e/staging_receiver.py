@@ -27,9 +27,9 @@ from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.tracing import Tracer
 
 FACTORY = f"{__name__}:StagingReceiver"

@@ -173,7 +173,7 @@ def _trainer(strike: Strike) -> None:
 
 def _rank(strike: Strike) -> None:
     from trainer_side import pushing
-    from trainer_side.params.sharded import ShardedParams
+    from trainer_side.params.sharding.sharded import ShardedParams
 
     match strike.point:
         case "before begin":

@@ -20,8 +20,8 @@ from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
-from weft.contract.manifest import plan_buckets
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_aio_channel

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import pytest
 
 from tests.trainers.launch import ENV
-from weft.contract.runs import Run, check_coverage, why_not
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.runs import Run, check_coverage, why_not
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft_cli.demo.processes import Process
 
 SIZE = 4

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft.contract.errors import WeftError
-from weft.contract.manifest import WSUM64, plan_buckets
+from weft.contract.layout.manifest import WSUM64, plan_buckets
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import BASE_POLICY
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Layout
 

@@ -28,7 +28,7 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft.contract.manifest import WSUM64
+from weft.contract.layout.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.group import Group

@@ -20,9 +20,9 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.manifest import WSUM64
+from weft.contract.layout.manifest import WSUM64
+from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.send_plan import SendPlan
 from weft.coordinator.decisions.effects import BeginAnswer
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind

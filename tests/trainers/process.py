@@ -130,7 +130,7 @@ class Rank:
             return
         from trainer_side.pool.packer import Packer
         from trainer_side.pool.run_packer import RunPacker
-        from trainer_side.pool.shard_packer import ShardPacker
+        from trainer_side.pool.shards.packer import ShardPacker
 
         held = Path(sys.argv[3]).with_name("held")
         originals = [(kind, kind.pack) for kind in (Packer, RunPacker, ShardPacker)]

@@ -14,9 +14,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
-from trainer_side.params.zero3 import of_zero3
 from trainer_side.ranks import SENDER, Ranks, TorchRanks
 from weft.contract.errors import InvalidRequestError
 
@@ -61,7 +61,7 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     if wrapper == "FSDP1" or _has_fsdp1(modules):
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     if _has_fsdp2(modules):
-        from trainer_side.params.dtensor import reshard
+        from trainer_side.params.sharding.dtensor import reshard
 
         reshard(modules)
         _, parameters = _walked(module)
@@ -106,7 +106,7 @@ class _Places:
             return of_zero3(param, self._rank_of)
         if _is_dtensor(param):
             if self._dtensors is None:
-                from trainer_side.params.dtensor import DTensorPlaces
+                from trainer_side.params.sharding.dtensor import DTensorPlaces
 
                 self._dtensors = DTensorPlaces(self._rank_of)
             placed: Sharded | Gathered = self._dtensors.of(param)
@@ -148,7 +148,7 @@ def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:
 def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:
     from torch.distributed.fsdp import FlatParameter
 
-    from trainer_side.params.fsdp1 import units_of
+    from trainer_side.params.sharding.fsdp1 import units_of
 
     placed: dict[str, Sharded | Gathered] = {
         unwrapped_name(name): shard for name, shard in units_of(model, rank_of)

@@ -19,11 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.params.elements import Elements, HeldElements, held_elements
 from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
-from trainer_side.params.sharded import ShardedParams
+from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
+from trainer_side.params.sharding.sharded import ShardedParams
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.

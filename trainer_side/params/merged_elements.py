@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer_side.params.elements import Elements, HeldElements
-from trainer_side.params.sharded import Run
+from trainer_side.params.sharding.elements import Elements, HeldElements
+from trainer_side.params.sharding.sharded import Run
 from trainer_side.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.

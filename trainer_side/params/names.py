@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weft.contract.manifest import layer_of
+from weft.contract.layout.manifest import layer_of
 
 _log = logging.getLogger(__name__)
 

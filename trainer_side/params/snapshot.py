@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
 from trainer_side.ranks import SENDER
 
 

@@ -17,8 +17,8 @@ from trainer_side.pool.contact import Contact, data_address
 from trainer_side.pool.leases import Leases
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
-from trainer_side.pool.shard_plan import ShardPlan
-from trainer_side.pool.shard_push import ShardPush
+from trainer_side.pool.shards.plan import ShardPlan
+from trainer_side.pool.shards.push import ShardPush
 from trainer_side.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
@@ -37,9 +37,9 @@ from weft.contract.errors import (
     with_lost_weights,
 )
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import BASE_POLICY
-from weft.contract.tensors import Reference
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.codec import (

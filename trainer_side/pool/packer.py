@@ -9,7 +9,7 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import GLOO
-from weft.contract.manifest import ALIGN_BYTES, Manifest, align_up
+from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
 from weft.transport.backends import allocate
 from weft.transport.buckets import seal_bucket, whole_parts
 from weft.transport.digest import part_digests

@@ -10,9 +10,9 @@ from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.named_source import Piece, RunSource
 from weft.contract.capabilities import GLOO
-from weft.contract.manifest import Manifest, TensorSlot
-from weft.contract.runs import Run, carried_sizes
-from weft.contract.tensors import TensorMeta
+from weft.contract.layout.manifest import Manifest, TensorSlot
+from weft.contract.layout.runs import Run, carried_sizes
+from weft.contract.layout.tensors import TensorMeta
 from weft.transport.buckets import seal_bucket, tensor_sums
 from weft.transport.group import CPU
 

@@ -13,14 +13,14 @@ import torch
 
 from trainer_side.pool.packer import Packer
 from trainer_side.pool.run_packer import RunPacker
-from trainer_side.pool.shard_packer import ShardPacker
-from trainer_side.pool.shard_push import ShardPush
+from trainer_side.pool.shards.packer import ShardPacker
+from trainer_side.pool.shards.push import ShardPush
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft.contract.capabilities import NCCL, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
 from weft.rpc.security.credentials import Credentials
 from weft.transport.buckets import in_manifest_order
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank

@@ -30,7 +30,7 @@ from trainer_side.params.params import Params
 from trainer_side.sources.source import CastRule, ParamsSource, make_metas
 from weft.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, named_value, parse_config
 from weft.contract.errors import InvalidAdapterError
-from weft.contract.tensors import base_fingerprint
+from weft.contract.layout.tensors import base_fingerprint
 
 
 @dataclass(frozen=True)

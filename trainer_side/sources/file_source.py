@@ -14,7 +14,7 @@ from trainer_side.sources.adapter_source import Adapter, config_in_names
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.tensors import DataType
+from weft.contract.layout.tensors import DataType
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer_side.params.elements import Elements, held_elements
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, whole_tensors
+from trainer_side.params.sharding.elements import Elements, held_elements
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
 

@@ -18,9 +18,9 @@ from trainer_side.sources.named_tensors import (
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas
 from weft.contract.errors import InvalidManifestError
-from weft.contract.manifest import Manifest, TensorSlot, align_up
-from weft.contract.runs import Run
-from weft.contract.tensors import Reference, TensorMeta, check_base
+from weft.contract.layout.manifest import Manifest, TensorSlot, align_up
+from weft.contract.layout.runs import Run
+from weft.contract.layout.tensors import Reference, TensorMeta, check_base
 from weft.transport.buckets import run_parts
 from weft.transport.digest import part_digests, tensor_digest
 

@@ -14,8 +14,8 @@ import torch
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.files import local_model_dir, weight_files
 from weft.checkpoints.reader import CheckpointReader
+from weft.containers.lru import Lru
 from weft.contract.checkpoint import Checkpoint, CheckpointState
-from weft.contract.lru import Lru
 from weft.contract.names import provenance
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.

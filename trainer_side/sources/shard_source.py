@@ -8,12 +8,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from trainer_side.params.elements import Elements
 from trainer_side.params.params import copy_into
-from trainer_side.params.sharded import Run as HeldRun
+from trainer_side.params.sharding.elements import Elements
+from trainer_side.params.sharding.sharded import Run as HeldRun
 from trainer_side.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
-from weft.contract.runs import Run, why_not
+from weft.contract.layout.runs import Run, why_not
 
 #: Tensors that must be brought together are brought to one rank before anything is sent: more
 #: of them than this, and all are gathered bucket by bucket.

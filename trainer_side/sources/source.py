@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from trainer_side.params.elements import Elements, held_elements
 from trainer_side.params.params import Params, WholeParams
+from trainer_side.params.sharding.elements import Elements, held_elements
 from weft.contract.errors import InvalidManifestError
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.tensors import DataType, TensorMeta
 
 _DTYPES = {getattr(torch, dtype.torch_name): dtype for dtype in DataType}
 _TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}

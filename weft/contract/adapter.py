@@ -15,7 +15,7 @@ from typing import Any
 from weft.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError, NotReadyError
-from weft.contract.tensors import Reference, TensorMeta, is_output_layer, shape_text
+from weft.contract.layout.tensors import Reference, TensorMeta, is_output_layer, shape_text
 
 _PREFIX = "base_model.model."
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

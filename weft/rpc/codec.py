@@ -12,9 +12,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import GroupTicket
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.tensors import DataType
 from weft.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft.v1 import publish_pb2, registry_pb2, types_pb2
 

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -25,7 +26,6 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
-from weft.contract.lru import Lru
 from weft.rpc.bounds import check
 from weft.rpc.security.access import is_open
 from weft.rpc.security.guard import STREAM_LOOK_SECONDS, Guard

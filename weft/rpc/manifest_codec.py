@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from weft.contract.errors import InvalidManifestError
-from weft.contract.manifest import (
+from weft.contract.layout.manifest import (
     MAX_DIMS,
     MAX_NAME_CHARS,
     Bucket,
@@ -21,7 +21,7 @@ from weft.contract.manifest import (
     check_num_tensors,
     make_manifest,
 )
-from weft.contract.tensors import DataType, Reference, TensorMeta
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.rpc.codec import CHUNK_ENTRIES, chunk_ranges, dtype_to_proto
 from weft.v1 import types_pb2
 

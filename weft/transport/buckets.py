@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 import torch
 import xxhash
 
-from weft.contract.manifest import (
+from weft.contract.layout.manifest import (
     TRAILER_BYTES,
     Manifest,
     align_up,
     check_trailer,
     pack_trailer,
 )
-from weft.contract.runs import Run, check_coverage, pack_runs, unpack_runs
-from weft.contract.tensors import TensorMeta
+from weft.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
+from weft.contract.layout.tensors import TensorMeta
 from weft.transport.digest import Part, joined, part_digests
 
 

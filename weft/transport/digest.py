@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from weft.contract.manifest import ALIGN_BYTES
+from weft.contract.layout.manifest import ALIGN_BYTES
 
 _MASK = 2**64 - 1
 _ROW_WORDS = 4096

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 import torch
 
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,
@@ -24,8 +25,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.group import GroupTicket
-from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.manifest_codec import manifest_from_chunks

@@ -29,8 +29,8 @@ from weft.contract.errors import (
     error_from_reason,
 )
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import Manifest
-from weft.contract.send_plan import SendPlan
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.send_plan import SendPlan
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.digest import content_digest

@@ -16,7 +16,7 @@ from weft.checkpoints.files import local_model_dir, weight_files
 from weft.checkpoints.reader import read_tensors
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import InvalidRequestError
-from weft.contract.tensors import DataType
+from weft.contract.layout.tensors import DataType
 from weft.transport.digest import tensor_digest
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"

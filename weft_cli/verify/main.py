@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from weft.contract.errors import InvalidRequestError, WeftError
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, provenance
-from weft.contract.tensors import DataType
 from weft.v1 import generate_pb2
 from weft.v1 import inspect_pb2 as pb
 from weft_cli.connection import connect

@@ -12,8 +12,8 @@ import grpc
 import torch
 
 from weft.contract.errors import InvalidRequestError
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType
 from weft.rpc.channel import open_channel
 from weft.rpc.status import error_from_rpc
 from weft.v1 import generate_pb2 as pb

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from weft.contract.checkpoint import StoredTensor
-from weft.contract.tensors import DataType, shape_text
+from weft.contract.layout.tensors import DataType, shape_text
 
 
 class Verdict(StrEnum):

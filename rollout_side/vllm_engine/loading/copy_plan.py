@@ -20,7 +20,7 @@ import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.transport.buckets import whole_parts
 from weft.transport.digest import part_digests
 

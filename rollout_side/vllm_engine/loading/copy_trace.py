@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import bucket_starts, tensors_in
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 
 
 @dataclass(frozen=True)

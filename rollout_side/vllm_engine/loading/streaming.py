@@ -19,9 +19,9 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place, wait_for_copies
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
 from weft.contract.errors import LoadFailedError
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import Reference, check_base
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import Reference, check_base
 
 _Bucket = tuple[int, torch.Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.contract.capabilities import Capabilities, RunningRequests
-from weft.contract.tensors import DataType, Reference
+from weft.contract.layout.tensors import DataType, Reference
 
 
 def data_type(torch_dtype: object) -> DataType:

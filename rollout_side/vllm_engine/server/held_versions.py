@@ -22,7 +22,7 @@ from weft.contract.errors import (
     NotReadyError,
     TransferTimeoutError,
 )
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import STARTED_WITH, PolicyVersion
 
 _RESTORE_LOOK_SECONDS = 0.05

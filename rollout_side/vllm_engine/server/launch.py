@@ -30,8 +30,8 @@ from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.checkpoints.files import local_model_dir
 from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.checkpoints.files import weight_files
 from weft.contract.errors import UnsupportedError
-from weft.contract.tensors import DataType, Reference, TensorMeta
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

@@ -34,8 +34,8 @@ from weft.contract.errors import (
     PeerUnavailableError,
     WeftError,
 )
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 

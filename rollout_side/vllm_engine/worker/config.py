@@ -11,7 +11,7 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
 from weft.contract.capabilities import BackendChoice
-from weft.contract.tensors import DataType, Reference, TensorMeta
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.transport.backends import available_backends
 
 

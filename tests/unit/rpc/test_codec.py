@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.contract.tensors import DataType, Reference, TensorMeta
 from weft.rpc import codec
 from weft.rpc.channel import MAX_MESSAGE_BYTES
 from weft.rpc.manifest_codec import (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from weft.contract.errors import DigestMismatchError, InvalidManifestError
-from weft.contract.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
-from weft.contract.runs import Run, wire_size
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
+from weft.contract.layout.runs import Run, wire_size
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport.buckets import (
     run_parts,
     seal_bucket,

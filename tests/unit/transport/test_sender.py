@@ -14,9 +14,9 @@ import torch
 
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.contract.group import GroupTicket
-from weft.contract.manifest import plan_buckets
-from weft.contract.send_plan import WireBucket, make_send_plan
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.send_plan import WireBucket, make_send_plan
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport import sender
 from weft.transport.digest import content_digest
 from weft.transport.sender import Reformed, Sending, SendingRank

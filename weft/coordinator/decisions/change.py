@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.containers.frozen import replace
 from weft.contract.errors import WeftError
-from weft.contract.frozen import replace
 from weft.coordinator.decisions.effects import (
     Announce,
     Answer,

@@ -6,13 +6,13 @@ monotonic clock. A race is a list of events in some order.
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.errors import (
     LeaseFencedError,
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
 )
-from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged

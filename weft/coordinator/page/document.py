@@ -15,7 +15,7 @@ from http import HTTPStatus
 from itertools import islice
 from typing import Any, Final
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.coordinator.decisions.recovery.republish import conflicts, publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy, PoolState

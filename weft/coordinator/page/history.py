@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weft.contract.frozen import replace
-from weft.contract.lru import Lru
+from weft.containers.frozen import replace
+from weft.containers.lru import Lru
 from weft.contract.names import BASE_POLICY, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.effects import EventKind

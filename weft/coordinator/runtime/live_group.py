@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
+from weft.containers.lru import Lru
 from weft.contract.errors import CapacityError, InvalidRequestError, WeftError
-from weft.contract.lru import Lru
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Word

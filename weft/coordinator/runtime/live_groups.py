@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     REASONS,
     InvalidRequestError,
@@ -16,8 +17,7 @@ from weft.contract.errors import (
     RequestConflictError,
     StaleEpochError,
 )
-from weft.contract.lru import Lru
-from weft.contract.manifest import DIGEST_BYTES
+from weft.contract.layout.manifest import DIGEST_BYTES
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Word

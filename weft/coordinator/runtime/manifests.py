@@ -7,11 +7,11 @@ import asyncio
 import secrets
 from typing import Final, Protocol
 
+from weft.containers.lru import Lru
 from weft.contract.errors import DigestMismatchError, WeftError
-from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import DataType, Reference
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, Reference
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord

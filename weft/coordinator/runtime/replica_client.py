@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import REASONS, NotFoundError, WeftError
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.values import Failure, VersionFacts

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from trainer_side.sources.file_source import CheckpointSource
 from trainer_side.sources.source import CastRule
 from weft.contract.errors import InvalidRequestError
-from weft.contract.tensors import DataType
+from weft.contract.layout.tensors import DataType
 from weft.transport.digest import tensor_digest
 from weft_cli.verify.local import (
     base_dir_of,

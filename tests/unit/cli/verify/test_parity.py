@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import Referee, make_adapter, make_model
 from weft.contract.errors import InvalidRequestError
-from weft.contract.tensors import DataType
+from weft.contract.layout.tensors import DataType
 from weft_cli.verify.parity import LocalModel, Sampled, bound_of, compared, default_prompts
 
 

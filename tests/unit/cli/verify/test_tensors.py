@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.contract.checkpoint import StoredTensor
-from weft.contract.tensors import DataType
+from weft.contract.layout.tensors import DataType
 from weft_cli.verify.tensors import FINE, Compared, Verdict, compare, counts
 
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import WeftError
-from weft.contract.manifest import WSUM64, plan_buckets
+from weft.contract.layout.manifest import WSUM64, plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.contract.tensors import DataType, TensorMeta
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.state.pool import PoolState, Settings

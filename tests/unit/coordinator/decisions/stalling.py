@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
-from weft.contract.manifest import WSUM64
+from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.state.progress import Activity, Word
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase

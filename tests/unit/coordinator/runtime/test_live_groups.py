@@ -15,7 +15,7 @@ from weft.contract.errors import (
     RequestConflictError,
     StaleEpochError,
 )
-from weft.contract.send_plan import WireBucket, make_send_plan
+from weft.contract.layout.send_plan import WireBucket, make_send_plan
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.purposes.clone import Clone
 from weft.coordinator.decisions.state.group import Group, Member

@@ -14,7 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
     LOAD_FAILED,
     Machine,
 )
-from weft.contract.manifest import WSUM64
+from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState

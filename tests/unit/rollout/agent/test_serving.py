@@ -15,9 +15,9 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (4,))])
 BASE = PolicyVersion("base", 1)

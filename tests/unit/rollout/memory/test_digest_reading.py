@@ -22,9 +22,9 @@ from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
 from weft.checkpoints.safetensors_file import digest_file
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import LoadFailedError, NotFoundError
-from weft.contract.manifest import Manifest, plan_buckets
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 
 MATH = PolicyVersion("math", 1)
 DTYPES = (DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)

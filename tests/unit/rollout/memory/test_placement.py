@@ -12,9 +12,9 @@ from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.buckets import seal_bucket, whole_parts
 from weft.transport.digest import part_digests
 

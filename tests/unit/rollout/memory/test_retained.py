@@ -9,9 +9,9 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.receive.clone_source import CopiedBuckets
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.buckets import verify_bucket
 
 MANIFEST = plan_buckets(

@@ -12,9 +12,9 @@ from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
 from weft.contract.errors import CapacityError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.buckets import seal_bucket
 from weft.transport.group import CPU
 

@@ -13,10 +13,10 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
 from rollout_side.receive.wire_buckets import LaneBuffers, PlannedBuffers
 from weft.contract.errors import DigestMismatchError
-from weft.contract.manifest import Manifest, plan_buckets
-from weft.contract.runs import Run
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.runs import Run
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
 from weft.transport.digest import part_digests, tensor_digest
 from weft.transport.group import CPU

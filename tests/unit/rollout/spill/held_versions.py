@@ -6,9 +6,9 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, TensorMeta
 from weft.transport.digest import content_digest, tensor_digest
 
 FINGERPRINT = "f" * 64

@@ -24,7 +24,7 @@ from rollout_side.spill.files import (
 )
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
 from weft.contract.errors import InvalidManifestError, TransferAbortedError
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.tensors import DataType, TensorMeta
 
 
 def write(directory: Path, copy: StagedVersion, **options: int) -> Path:

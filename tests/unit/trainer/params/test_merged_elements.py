@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from trainer_side.params.elements import HeldElements
 from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
-from trainer_side.params.sharded import Run, Sharded
+from trainer_side.params.sharding.elements import HeldElements
+from trainer_side.params.sharding.sharded import Run, Sharded
 from trainer_side.ranks import OneRank
 
 _OUT, _IN, _R = 300, 72, 8

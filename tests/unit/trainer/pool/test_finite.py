@@ -9,8 +9,8 @@ from trainer_side.pool.packer import Packer
 from trainer_side.pushing import checks_finite
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft.contract.errors import NotFiniteError
-from weft.contract.manifest import plan_buckets
-from weft.contract.tensors import DataType
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType
 
 KEEP = CastRule(enabled=False)
 NAN, INF = float("nan"), float("inf")

@@ -17,8 +17,8 @@ from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
-from weft.contract.manifest import ALIGN_BYTES, plan_buckets
-from weft.contract.tensors import DataType
+from weft.contract.layout.manifest import ALIGN_BYTES, plan_buckets
+from weft.contract.layout.tensors import DataType
 from weft.transport.buckets import verify_bucket
 
 KEEP = CastRule(enabled=False)

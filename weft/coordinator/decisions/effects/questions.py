@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.pool import FitKey
 from weft.coordinator.decisions.state.values import AdapterSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.contract.send_plan import SendPlan
+from weft.contract.layout.send_plan import SendPlan
 from weft.coordinator.decisions.state.pool import UNKNOWN_PROCESS, TrainerProcess
 from weft.coordinator.decisions.state.transfer import FreshIds
 from weft.coordinator.decisions.state.values import AdapterSpec, Layout, PolicyKind, VersionRecord

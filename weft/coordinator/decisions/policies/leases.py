@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
     PolicyOwnedError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

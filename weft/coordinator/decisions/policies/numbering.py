@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from weft.containers.frozen import replace
 from weft.contract.errors import InvalidNameError
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.containers.frozen import replace
 from weft.contract.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -12,7 +13,6 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

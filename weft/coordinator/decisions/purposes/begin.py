@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.adapter_config import parse_config
 from weft.contract.errors import (
     CapacityError,
@@ -11,9 +12,8 @@ from weft.contract.errors import (
     RequestConflictError,
     WeftError,
 )
-from weft.contract.frozen import replace
-from weft.contract.runs import check_layout
-from weft.contract.send_plan import check_send_plan
+from weft.contract.layout.runs import check_layout
+from weft.contract.layout.send_plan import check_send_plan
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer

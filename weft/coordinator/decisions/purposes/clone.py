@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallSend, EventKind, OpenGroup
 from weft.coordinator.decisions.purposes.repair import Repair, alias_of

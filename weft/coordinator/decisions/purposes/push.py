@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from weft.containers.frozen import replace
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     BeginAnswer,

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import EventKind

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weft.containers.frozen import replace
 from weft.contract.errors import (
     BaseMismatchError,
     NotReadyError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

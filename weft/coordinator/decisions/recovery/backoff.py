@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.state.replica import Backoff

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+from weft.containers.frozen import replace
 from weft.contract.capabilities import NCCL, ONE_SIDED
-from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

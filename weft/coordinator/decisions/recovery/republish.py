@@ -6,7 +6,7 @@ must last a while: of a pool that restarts, another replica may bring it yet.
 
 from __future__ import annotations
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import EventKind

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import BaseMismatchError, NotReadyError
-from weft.contract.frozen import replace
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

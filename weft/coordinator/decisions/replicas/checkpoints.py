@@ -8,9 +8,9 @@ version is brought to all, whatever they were started with.
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.checkpoint import CheckpointState
 from weft.contract.errors import NotFoundError
-from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, EventKind, SaveCheckpoint

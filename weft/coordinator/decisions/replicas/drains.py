@@ -8,8 +8,8 @@ restarted knows again.
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.errors import InvalidRequestError, NotFoundError
-from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
     InvalidNameError,
@@ -11,7 +12,6 @@ from weft.contract.errors import (
     RequestConflictError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

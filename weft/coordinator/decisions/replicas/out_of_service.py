@@ -7,8 +7,8 @@ answer to a heartbeat may overtake each other: the newest counts, on both sides.
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.errors import InvalidRequestError, NotReadyError
-from weft.contract.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallRefuse, Done, SaveOutOfService, UncordonAnswer

@@ -8,13 +8,13 @@ too. A replica carries its sleep, so a coordinator that is restarted knows again
 
 from __future__ import annotations
 
+from weft.containers.frozen import replace
 from weft.contract.errors import (
     NotReadyError,
     RequestConflictError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.names import BASE_POLICY
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

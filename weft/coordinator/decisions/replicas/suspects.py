@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 
 
 class Activity(enum.IntEnum):

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
-from weft.contract.send_plan import SendPlan
 from weft.coordinator.decisions.state.progress import Watch
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from weft.contract.checkpoint import FileDigest
 from weft.contract.errors import WeftError, error_from_reason
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType
 
 
 class PolicyKind(enum.IntEnum):

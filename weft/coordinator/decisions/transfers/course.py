@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.contract.frozen import replace
-from weft.contract.manifest import WSUM64
+from weft.containers.frozen import replace
+from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart

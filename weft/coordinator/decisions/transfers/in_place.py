@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.containers.frozen import replace
 from weft.contract.errors import with_lost_weights
-from weft.contract.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallLoad
 from weft.coordinator.decisions.state.pool import PoolState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.containers.frozen import replace
 from weft.contract.adapter import check_adapter
 from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
@@ -14,11 +15,10 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
-from weft.contract.frozen import replace
 from weft.contract.group import MAX_GROUP_SIZE
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import Reference, check_base
 from weft.contract.names import BASE_POLICY, name_in_the_way
-from weft.contract.tensors import Reference, check_base
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CheckFit

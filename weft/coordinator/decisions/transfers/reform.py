@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     CallDiscard,

@@ -19,7 +19,7 @@ None of this is durable: after a restart of the coordinator the version stays CO
 
 from __future__ import annotations
 
-from weft.contract.frozen import replace
+from weft.containers.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, Final
 
 from weft.contract.checkpoint import FileDigest
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType
 from weft.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,

@@ -16,8 +16,8 @@ from weft.contract.checkpoint import (
     FileDigest,
     not_compared,
 )
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import VersionVector
-from weft.contract.tensors import DataType
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
     cause,

@@ -12,7 +12,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.manifest import WSUM64
+from weft.contract.layout.manifest import WSUM64
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import explain_state

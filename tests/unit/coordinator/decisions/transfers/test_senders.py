@@ -6,9 +6,9 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import BF16, Machine
 from weft.contract.group import MAX_GROUP_SIZE
-from weft.contract.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.tensors import TensorMeta
+from weft.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.tensors import TensorMeta
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Activity, Word

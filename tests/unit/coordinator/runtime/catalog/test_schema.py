@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft.contract.checkpoint import FileDigest
+from weft.contract.layout.tensors import DataType
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType
 from weft.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,

@@ -30,9 +30,9 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     staged,
 )
 from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft.contract.manifest import Manifest, plan_buckets
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import Reference
 from weft.transport.buckets import whole_parts
 from weft.transport.digest import part_digests
 

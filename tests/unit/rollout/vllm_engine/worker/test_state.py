@@ -16,9 +16,9 @@ from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.worker import state as worker_state
 from rollout_side.vllm_engine.worker.state import WorkerState, loader
 from weft.contract.errors import LoadFailedError, TransferAbortedError, WeftError
-from weft.contract.manifest import plan_buckets
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.contract.tensors import DataType, Reference, TensorMeta
 
 METAS = (TensorMeta("w", DataType.FLOAT32, (4,)),)
 MANIFEST = plan_buckets(METAS)

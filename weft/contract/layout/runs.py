@@ -17,8 +17,8 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from weft.contract.errors import DigestMismatchError, InvalidManifestError
-from weft.contract.manifest import ALIGN_BYTES, TRAILER_BYTES, Manifest, align_up
-from weft.contract.tensors import TensorMeta
+from weft.contract.layout.manifest import ALIGN_BYTES, TRAILER_BYTES, Manifest, align_up
+from weft.contract.layout.tensors import TensorMeta
 
 #: First bytes, lengths and strides of slices are multiples of this: of the words of the digest.
 SLICE_ALIGN_BYTES = 8

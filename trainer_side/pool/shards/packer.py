@@ -10,10 +10,10 @@ from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.shard_source import ShardSource
 from weft.contract.capabilities import GLOO
-from weft.contract.manifest import Manifest, TensorSlot
-from weft.contract.runs import Run
-from weft.contract.send_plan import SendPlan
-from weft.contract.tensors import TensorMeta
+from weft.contract.layout.manifest import Manifest, TensorSlot
+from weft.contract.layout.runs import Run
+from weft.contract.layout.send_plan import SendPlan
+from weft.contract.layout.tensors import TensorMeta
 from weft.transport.buckets import run_parts, seal_bucket
 from weft.transport.digest import Part, part_digests
 from weft.transport.group import CPU

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.params.sharded import Gathered, Sharded
-from trainer_side.params.zero3 import of_zero3
+from trainer_side.params.sharding.sharded import Gathered, Sharded
+from trainer_side.params.sharding.zero3 import of_zero3
 from weft.contract.errors import UnsupportedError
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from trainer_side.params.sharded import Run, Sharded
+from trainer_side.params.sharding.sharded import Run, Sharded
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 

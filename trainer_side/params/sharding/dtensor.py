@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_side.params.sharded import Gathered, Run, Sharded
-from trainer_side.params.slices import Cell, Split, cells_of
+from trainer_side.params.sharding.sharded import Gathered, Run, Sharded
+from trainer_side.params.sharding.slices import Cell, Split, cells_of
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 

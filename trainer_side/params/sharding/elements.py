@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from trainer_side.params.params import Params
-from trainer_side.params.sharded import Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Run, Sharded, ShardedParams
 
 
 class Elements(Protocol):

@@ -17,8 +17,8 @@ from typing import Final
 
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import MAX_SENDERS
-from weft.contract.manifest import ALIGN_BYTES, Manifest
-from weft.contract.runs import wire_size
+from weft.contract.layout.manifest import ALIGN_BYTES, Manifest
+from weft.contract.layout.runs import wire_size
 
 #: Wire buckets of one transfer.
 MAX_WIRE_BUCKETS: Final = 65_536

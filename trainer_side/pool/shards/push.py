@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer_side.pool.shard_plan import ShardPlan
+from trainer_side.pool.shards.plan import ShardPlan
 from trainer_side.ranks import Ranks, Sum
 from trainer_side.sources.shard_source import ShardSource
 

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.containers.lru import Lru
 from weft.contract.errors import InvalidRequestError
-from weft.contract.lru import Lru
-from weft.contract.manifest import Manifest
-from weft.contract.runs import Run
-from weft.contract.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.runs import Run
+from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 
 #: Ranks that send at a time, unless a Publisher says otherwise.
 DEFAULT_MAX_SENDERS = 64

@@ -3,8 +3,14 @@
 import pytest
 
 from weft.contract.errors import InvalidManifestError
+from weft.contract.layout.tensors import (
+    DataType,
+    Reference,
+    TensorMeta,
+    base_fingerprint,
+    check_base,
+)
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.contract.tensors import DataType, Reference, TensorMeta, base_fingerprint, check_base
 
 BF16, F32 = DataType.BFLOAT16, DataType.FLOAT32
 METAS = (TensorMeta("a.weight", BF16, (4, 2)), TensorMeta("b.weight", BF16, (3,)))

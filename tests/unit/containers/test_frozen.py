@@ -7,7 +7,7 @@ from functools import cached_property
 
 import pytest
 
-from weft.contract import frozen
+from weft.containers import frozen
 from weft.contract.names import PolicyVersion
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
-from weft.contract.manifest import (
+from weft.contract.layout.manifest import (
     ALIGN_BYTES,
     MAX_TENSORS,
     Bucket,
@@ -21,7 +21,7 @@ from weft.contract.manifest import (
     pack_trailer,
     plan_buckets,
 )
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.tensors import DataType, TensorMeta
 
 F32 = DataType.FLOAT32
 

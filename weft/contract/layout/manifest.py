@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 
 from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
-from weft.contract.tensors import TensorMeta, shape_text
+from weft.contract.layout.tensors import TensorMeta, shape_text
 
 #: Every tensor starts on a multiple of this, so that any dtype can view it and
 #: vector loads are aligned (0.4 % of space in a 7B model).

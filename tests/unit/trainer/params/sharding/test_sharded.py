@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_side.params.sharded import Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Run, Sharded, ShardedParams
 
 ROWS, COLUMNS = 24, 40
 
@@ -50,7 +50,7 @@ def held(whole, runs, rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_of_any_form_make_the_whole(cut, dtype, chunk_bytes, monkeypatch):
-    monkeypatch.setattr("trainer_side.params.sharded.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("trainer_side.params.sharding.sharded.CHUNK_BYTES", chunk_bytes)
     wholes = {name: torch.randn(ROWS, COLUMNS) for name in ("a", "b")}
     sent: dict[int, list[torch.Tensor]] = {}
     # not at the beginning of its storage, as in a bucket

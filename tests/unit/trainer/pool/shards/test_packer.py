@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.params.elements import Elements, HeldElements
-from trainer_side.params.sharded import Run as HeldRun
-from trainer_side.params.sharded import Sharded
-from trainer_side.pool.shard_packer import ShardPacker
-from trainer_side.pool.shard_plan import ShardPlan, ShardPlans, plan_shards
+from trainer_side.params.sharding.elements import Elements, HeldElements
+from trainer_side.params.sharding.sharded import Run as HeldRun
+from trainer_side.params.sharding.sharded import Sharded
+from trainer_side.pool.shards.packer import ShardPacker
+from trainer_side.pool.shards.plan import ShardPlan, ShardPlans, plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, Source, make_metas, tensor_source
 from weft.contract.errors import NotFiniteError
-from weft.contract.manifest import Manifest, plan_buckets
-from weft.contract.runs import Run, check_coverage
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.runs import Run, check_coverage
+from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport.buckets import tensor_sums, verify_runs
 from weft.transport.digest import tensor_digest
 

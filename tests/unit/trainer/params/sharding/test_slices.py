@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.params import slices
-from trainer_side.params.slices import Cell, Slice, Split, cells_of
-from weft.contract.runs import Run, check_coverage, why_not
-from weft.contract.tensors import DataType, TensorMeta
+from trainer_side.params.sharding import slices
+from trainer_side.params.sharding.slices import Cell, Slice, Split, cells_of
+from weft.contract.layout.runs import Run, check_coverage, why_not
+from weft.contract.layout.tensors import DataType, TensorMeta
 
 
 @st.composite

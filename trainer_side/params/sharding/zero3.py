@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_side.params.sharded import Gathered, Run, Sharded
+from trainer_side.params.sharding.sharded import Gathered, Run, Sharded
 from weft.contract.errors import UnsupportedError
 
 

@@ -1,6 +1,6 @@
 """Which elements of a tensor each place of a device mesh holds.
 
-Pure, and of numbers only; ``trainer_side.params.dtensor`` says what it means for DTensor.
+Pure, and of numbers only; ``trainer_side.params.sharding.dtensor`` says what it means for DTensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Row-major elements of a tensor: see ``trainer_side.params.sharded.Run``."""
+    """Row-major elements of a tensor: see ``trainer_side.params.sharding.sharded.Run``."""
 
     begin: int
     numel: int

@@ -13,9 +13,9 @@ from dataclasses import replace
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.contact import data_address
 from trainer_side.pool.sender import Sender
-from trainer_side.pool.shard_push import ShardPush
+from trainer_side.pool.shards.push import ShardPush
 from weft.contract.errors import NotReadyError, WeftError
-from weft.contract.manifest import Manifest
+from weft.contract.layout.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.group import same_stream

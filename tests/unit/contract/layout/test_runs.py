@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.contract.errors import DigestMismatchError, InvalidManifestError
-from weft.contract.manifest import (
+from weft.contract.layout.manifest import (
     ALIGN_BYTES,
     TRAILER_BYTES,
     Bucket,
@@ -18,7 +18,7 @@ from weft.contract.manifest import (
     make_manifest,
     plan_buckets,
 )
-from weft.contract.runs import (
+from weft.contract.layout.runs import (
     Run,
     carried_sizes,
     check_coverage,
@@ -28,7 +28,7 @@ from weft.contract.runs import (
     why_not,
     wire_size,
 )
-from weft.contract.tensors import DataType, TensorMeta
+from weft.contract.layout.tensors import DataType, TensorMeta
 
 
 def matrix(rows: int, columns: int, name: str = "w", dtype: DataType = DataType.INT64):

@@ -1,0 +1,1 @@
+"""Containers of the standard library's kind, for everybody."""
