@@ -42,6 +42,7 @@ from weft.contract.push_defaults import (
 )
 from weft.rpc.channel import check_target
 from weft.rpc.security.credentials import Tls, credentials_of
+from weft.transport.digest import warm
 
 
 class Publisher:
@@ -151,6 +152,7 @@ class Publisher:
         send_from = checks.check_device(device)
         checks.check_seconds("connect_seconds", connect_seconds)
         pushing_ranks = ranks_of(ranks)
+        warm()
         self._settings = PushSettings(
             ranks=pushing_ranks,
             kind=kind,

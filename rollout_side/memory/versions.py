@@ -5,7 +5,7 @@ Nothing here knows vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -24,7 +24,7 @@ from weft.transport.group import Speak
 class Carried(NamedTuple):
     """What a bucket that lists its runs carried: these, and the digest of each."""
 
-    runs: list[Run]
+    runs: Sequence[Run]
     digests: list[int]
 
 

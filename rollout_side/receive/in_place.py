@@ -18,7 +18,7 @@ from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.versions import Carried
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
-from rollout_side.receive.wire_buckets import LaneBuffers, open_planned, place_runs
+from rollout_side.receive.wire_buckets import LaneBuffers, take_runs
 from weft.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
@@ -28,7 +28,7 @@ from weft.contract.errors import (
 )
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
-from weft.transport.buckets import bucket_sums, verify_bucket
+from weft.transport.buckets import Assembly, bucket_sums, verify_bucket, verify_runs
 
 _log = logging.getLogger(__name__)
 
@@ -204,12 +204,14 @@ class GatheringBuffers(InPlaceBuffers):
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
         plan, manifest, wire = self._plan, self._handoff.manifest, self.wire(index)
-        bucket = plan.buckets[index].bucket
-        carried = open_planned(wire, manifest, plan, index, nonce)
-        if bucket < self._num_put:
-            return  # it came again, for a slower member
+        planned = plan.buckets[index]
+        bucket, size = planned.bucket, planned.payload_bytes
+        if bucket < self._num_put:  # it comes again, for a slower member
+            verify_runs(wire, size, manifest, index, nonce, bucket=bucket)
+            return
         place = super().wire(bucket)
-        place_runs(wire, manifest, carried.runs, place, [0] * len(manifest.buckets))
+        into = Assembly(place, [0] * len(manifest.buckets))
+        carried = take_runs(wire, size, manifest, index, nonce, into, bucket)
         self._gathered.append(carried)
         if index + 1 == plan.begin_of(bucket + 1):
             runs = [run for wire in self._gathered for run in wire.runs]

@@ -16,12 +16,12 @@ from rollout_side.memory.versions import (
     is_adapter,
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
-from rollout_side.receive.wire_buckets import PlannedBuffers, place_runs
+from rollout_side.receive.wire_buckets import PlannedBuffers, take_runs
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.runs import carried_sizes
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import verify_bucket, verify_runs
+from weft.transport.buckets import Assembly, verify_bucket
 from weft.transport.digest import content_digest
 
 
@@ -65,14 +65,19 @@ class StagingTransfer:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
         partial.forget(first_bucket)
-        if partial.carried is not None:
-            if self._plan is not None:
-                return PlannedBuffers(partial, partial.carried, self._plan, device, num_in_flight)
-            return RunBuffers(partial, partial.carried, device, num_in_flight)
         if is_adapter(self._version) and device.type != "cpu" and not partial.digests:
             # What the engine's slot is filled from.
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
+            if partial.carried:
+                copy.copy_(partial.segment.data[: len(copy)])
             self._device_copy = [copy]
+        if partial.carried is not None:
+            # Many small runs are put together on the device, and copied to the host at once.
+            data = self._device_copy[0] if self._device_copy else partial.segment.data
+            given = (manifest, partial.carried, Assembly(data, bucket_starts(manifest)))
+            if self._plan is not None:
+                return PlannedBuffers(*given, self._plan, device, num_in_flight)
+            return RunBuffers(*given, device, num_in_flight)
         return StagingBuffers(
             manifest, partial.digests, partial.segment, device, num_in_flight, *self._device_copy
         )
@@ -80,6 +85,7 @@ class StagingTransfer:
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
         partial = self._partial
+        self._copy_to_segment()
         digest = content_digest(partial.tensor_digests())
         self._store.put_staged(
             StagedVersion(
@@ -97,7 +103,14 @@ class StagingTransfer:
 
     def keep(self) -> None:
         """See ``IncomingTransfer``."""
+        self._copy_to_segment()
         self._store.put_partial(self._partial)
+
+    def _copy_to_segment(self) -> None:
+        """Bring what was put together on the device to where it is kept; blocks."""
+        if self._partial.carried and self._device_copy:
+            copy = self._device_copy[0]
+            self._partial.segment.data[: len(copy)].copy_(copy)
 
     def drop(self) -> None:
         """See ``IncomingTransfer``."""
@@ -173,23 +186,28 @@ class StagingBuffers:
 
 class RunBuffers:
     """``ReceiveBuffers`` of whole tensors in an order of their sender's: buckets list what they
-    carry, each arrives in a buffer, and its runs are copied to their places in the segment.
+    carry, each arrives in a buffer, and its runs are copied to their places.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
-        partial: What was verified so far.
-        carried: Of it; grows.
+        manifest: Of the version.
+        carried: What was verified so far; grows.
+        into: Where its buckets are put together.
         device: Where the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 
     def __init__(
-        self, partial: PartialTransfer, carried: list[Carried], device: torch.device, ahead: int
+        self,
+        manifest: Manifest,
+        carried: list[Carried],
+        into: Assembly,
+        device: torch.device,
+        ahead: int,
     ) -> None:
-        self._partial, self._carried = partial, carried
-        self._starts = bucket_starts(partial.manifest)
-        self._sizes = carried_sizes(partial.manifest)
+        self._manifest, self._carried, self._into = manifest, carried, into
+        self._sizes = carried_sizes(manifest)
         self._buffers = make_buffers([size.wire_bytes for size in self._sizes], ahead, device)
         self.ahead = ahead
 
@@ -208,10 +226,8 @@ class RunBuffers:
 
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
-        wire, size, partial = self.wire(index), self._sizes[index].payload_bytes, self._partial
-        carried = Carried(*verify_runs(wire, size, partial.manifest, index, nonce))
-        place_runs(wire, partial.manifest, carried.runs, partial.segment.data, self._starts)
-        self._carried.append(carried)
+        wire, size = self.wire(index), self._sizes[index].payload_bytes
+        self._carried.append(take_runs(wire, size, self._manifest, index, nonce, self._into))
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""

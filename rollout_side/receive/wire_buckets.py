@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout_side.memory.versions import Carried, PartialTransfer, bucket_starts
+from rollout_side.memory.versions import Carried
 from rollout_side.receive.transfer import make_buffers
-from weft.contract.errors import DigestMismatchError
 from weft.contract.layout.manifest import Manifest, align_up
 from weft.contract.layout.runs import SLICE_ALIGN_BYTES, Run
 from weft.contract.layout.send_plan import SendPlan
-from weft.transport.buckets import verify_runs
+from weft.transport.buckets import Assembly, verify_runs
 
 
 class LaneBuffers:
@@ -43,13 +42,14 @@ class LaneBuffers:
 
 class PlannedBuffers:
     """``ReceiveBuffers`` of a version that is staged: wire buckets arrive in buffers, and their
-    runs are copied to their places in its segment.
+    runs are copied to their places.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
-        partial: What was verified so far.
-        carried: Of it; grows.
+        manifest: Of the version.
+        carried: What was verified so far; grows.
+        into: Where its buckets are put together.
         plan: Who sends what.
         device: Where the side group receives.
         ahead: See ``ReceiveBuffers``.
@@ -57,14 +57,14 @@ class PlannedBuffers:
 
     def __init__(
         self,
-        partial: PartialTransfer,
+        manifest: Manifest,
         carried: list[Carried],
+        into: Assembly,
         plan: SendPlan,
         device: torch.device,
         ahead: int,
     ) -> None:
-        self._partial, self._carried, self._plan = partial, carried, plan
-        self._starts = bucket_starts(partial.manifest)
+        self._manifest, self._carried, self._into, self._plan = manifest, carried, into, plan
         self._lanes = LaneBuffers(plan, ahead, device)
         self.ahead = ahead
 
@@ -83,9 +83,16 @@ class PlannedBuffers:
 
     def accept(self, index: int, nonce: int) -> None:
         """See ``ReceiveBuffers``."""
-        wire, manifest = self.wire(index), self._partial.manifest
-        carried = open_planned(wire, manifest, self._plan, index, nonce)
-        place_runs(wire, manifest, carried.runs, self._partial.segment.data, self._starts)
+        planned = self._plan.buckets[index]
+        carried = take_runs(
+            self.wire(index),
+            planned.payload_bytes,
+            self._manifest,
+            index,
+            nonce,
+            self._into,
+            planned.bucket,
+        )
         self._carried.append(carried)
 
     def is_load_due(self) -> bool:
@@ -93,23 +100,22 @@ class PlannedBuffers:
         return False
 
 
-def open_planned(
-    wire: torch.Tensor, manifest: Manifest, plan: SendPlan, index: int, nonce: int
+def take_runs(
+    wire: torch.Tensor,
+    payload_bytes: int,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    into: Assembly,
+    bucket: int | None = None,
 ) -> Carried:
-    """Check a wire bucket that has arrived.
-
-    Raises:
-        DigestMismatchError: Other bytes arrived than were sent, or runs of another bucket of
-            the layout than the plan says.
-    """
-    planned = plan.buckets[index]
-    runs, digests = verify_runs(wire, planned.payload_bytes, manifest, index, nonce)
-    for run in runs:
-        if (bucket := manifest.tensors[run.tensor].bucket) != planned.bucket:
-            raise DigestMismatchError(
-                f"bucket {index} lists {run}, which lies in bucket {bucket} of the layout; its "
-                f"plan says {planned.bucket}"
-            )
+    """Check a wire bucket that has arrived, and copy its runs to their places; as
+    ``verify_runs`` and ``place_runs``."""
+    runs, digests, is_placed = verify_runs(
+        wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into
+    )
+    if not is_placed:
+        place_runs(wire, manifest, runs, into)
     return Carried(runs, digests)
 
 
@@ -117,8 +123,7 @@ def place_runs(
     wire: torch.Tensor,
     manifest: Manifest,
     runs: Sequence[Run],
-    data: torch.Tensor,
-    starts: Sequence[int],
+    into: Assembly,
 ) -> None:
     """Copy runs to their places, and write the zeros that follow their tensors; blocks until
     ``wire`` may be written again.
@@ -126,9 +131,9 @@ def place_runs(
     Args:
         wire: uint8, a verified payload.
         runs: What it holds, in order.
-        data: uint8, of buckets of the layout.
-        starts: First byte in ``data`` of each bucket of the layout.
+        into: Where their places are.
     """
+    data, starts = into
     at = 0
     for run in runs:
         slot = manifest.tensors[run.tensor]
@@ -140,14 +145,15 @@ def place_runs(
             rows = data[begin + first : begin + end].view(torch.int64)
             rows = rows.as_strided((run.repeats, width), (stride // SLICE_ALIGN_BYTES, 1))
             packed = wire[at : at + run.num_elements * size].view(torch.int64)
-            rows.copy_(packed.view(run.repeats, width))
+            rows.copy_(packed.view(run.repeats, width), non_blocking=True)
             if end == num_bytes:
                 data[begin + end : begin + align_up(end)].zero_()
         else:
             skipped = first - run.begin_bytes(size)
             if end == num_bytes:
                 end = align_up(end)
-            data[begin + first : begin + end].copy_(wire[at + skipped : at + skipped + end - first])
+            run_bytes = wire[at + skipped : at + skipped + end - first]
+            data[begin + first : begin + end].copy_(run_bytes, non_blocking=True)
         at += run.payload_bytes(size)
     if wire.is_cuda:
         torch.cuda.current_stream(wire.device).synchronize()

@@ -93,7 +93,7 @@ def test_buckets_of_several_senders_are_read_as_the_page_says() -> None:
         assert [f"{digest:016x}" for _, digest, _ in own] == bucket["run_digests"]
         found += own
         tensor = torch.frombuffer(bytearray(wire), dtype=torch.uint8)
-        runs, digests = verify_runs(tensor, size, manifest, index, nonce)
+        runs, digests, _ = verify_runs(tensor, size, manifest, index, nonce)
         assert [list(run) for run in runs] == bucket["runs"]
         assert [f"{digest:016x}" for digest in digests] == bucket["run_digests"]
     contents = outside.put_together(push["tensors"], found)

@@ -8,11 +8,15 @@ Source: docs/protocol.md, A bucket on the wire.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import xxhash
 
+from weft.containers.lru import Lru
+from weft.contract.errors import DigestMismatchError
 from weft.contract.layout.manifest import (
     TRAILER_BYTES,
     Manifest,
@@ -22,7 +26,7 @@ from weft.contract.layout.manifest import (
 )
 from weft.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft.contract.layout.tensors import TensorMeta
-from weft.transport.digest import Part, joined, part_digests
+from weft.transport.digest import Part, Place, copy_parts, joined, part_digests
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:
@@ -91,31 +95,111 @@ def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int
     return digests
 
 
+class Assembly(NamedTuple):
+    """Where buckets of a layout are put together from runs."""
+
+    data: torch.Tensor
+    """uint8, 1-D, contiguous."""
+    starts: Sequence[int]
+    """First byte in it of each bucket of the layout."""
+
+
+class Verified(NamedTuple):
+    """What a bucket that lists its runs carried."""
+
+    runs: Sequence[Run]
+    digests: list[int]
+    """Of each run."""
+    is_placed: bool
+    """Whether the runs were copied to their places, too."""
+
+
 def verify_runs(
-    wire: torch.Tensor, payload_bytes: int, manifest: Manifest, index: int, nonce: int
-) -> tuple[list[Run], list[int]]:
-    """Check a bucket that lists its runs; these in order, and the digest of each.
+    wire: torch.Tensor,
+    payload_bytes: int,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    *,
+    bucket: int | None = None,
+    into: Assembly | None = None,
+) -> Verified:
+    """Check a bucket that lists its runs, and copy these to their places where that can be done
+    in the same reading: before it is known whether they are what was sent.
 
     Args:
         wire: uint8, as it arrived.
         payload_bytes: That it must have.
         manifest: The layout that its runs belong in.
         index, nonce: That its trailer must say.
+        bucket: Of the layout, that its runs must lie in; None for any.
+        into: Where the runs' places are.
 
     Raises:
-        DigestMismatchError: Other bytes arrived than were sent.
+        DigestMismatchError: Other bytes arrived than were sent, or runs that its plan does not
+            name, of which nothing was copied.
     """
     tail = wire[payload_bytes:].cpu().numpy().tobytes()
-    runs = unpack_runs(tail[TRAILER_BYTES:], manifest, payload_bytes, index)
-    digests = part_digests(wire[:payload_bytes], run_parts(manifest, runs))
+    listed = _listed(tail[TRAILER_BYTES:], manifest, payload_bytes, index, bucket)
+    payload, digests = wire[:payload_bytes], None
+    if into is not None:
+        places = [place._replace(at=place.at + into.starts[b]) for b, place in listed.places]
+        digests = copy_parts(payload, listed.parts, places, into.data)
+    is_placed = digests is not None
+    if digests is None:
+        digests = part_digests(payload, listed.parts)
     check_trailer(
         tail[:TRAILER_BYTES],
-        digest=xxhash.xxh3_64_intdigest(pack_runs(runs) + joined(digests)),
+        digest=xxhash.xxh3_64_intdigest(pack_runs(listed.runs) + joined(digests)),
         nonce=nonce,
         bucket=index,
         payload_bytes=payload_bytes,
     )
-    return runs, digests
+    return Verified(listed.runs, digests, is_placed)
+
+
+class _Listed(NamedTuple):
+    """The runs of a bucket, and what follows from them."""
+
+    runs: list[Run]
+    parts: list[Part]
+    places: list[tuple[int, Place]]
+    """Of each run: its bucket of the layout, and where in that it belongs."""
+
+
+def _listed(
+    table: bytes, manifest: Manifest, payload_bytes: int, index: int, bucket: int | None
+) -> _Listed:
+    """What a bucket lists, if it may; kept, for the next version's list the same."""
+    key = (manifest.layout_digest, table, payload_bytes, index, bucket)
+    with _known_lock:
+        known = _known.get(key)
+    if known is None:
+        runs = unpack_runs(table, manifest, payload_bytes, index)
+        places = [_place(manifest, run) for run in runs]
+        for run, (own, _) in zip(runs, places, strict=True):
+            if bucket is not None and own != bucket:
+                raise DigestMismatchError(
+                    f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
+                    f"plan says {bucket}"
+                )
+        known = _Listed(runs, run_parts(manifest, runs), places)
+        with _known_lock:
+            _known.put(key, known)
+    return known
+
+
+_known: Lru[tuple[bytes, bytes, int, int, int | None], _Listed] = Lru(128)
+_known_lock = threading.Lock()
+
+
+def _place(manifest: Manifest, run: Run) -> tuple[int, Place]:
+    slot = manifest.tensors[run.tensor]
+    size, num_bytes = slot.meta.dtype.itemsize_bytes, slot.meta.num_bytes
+    end = run.end * size
+    # The zeros that follow a tensor go with its last run.
+    end = align_up(end) if end == num_bytes else end
+    return slot.bucket, Place(slot.offset_bytes, run.first * size, end)
 
 
 def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int]) -> list[int]:

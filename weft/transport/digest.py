@@ -10,8 +10,8 @@ Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64. Its weights come fr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
@@ -20,20 +20,24 @@ import torch
 import xxhash
 
 from weft.contract.layout.manifest import ALIGN_BYTES
+from weft.transport import digest_kernel
+from weft.transport.digest_weights import (
+    NUM_ROWS,
+    NUM_WRITTEN_ROWS,
+    WIDTH,
+    column_weights,
+    first_weights,
+    rows_at,
+    rows_from,
+)
 
 _MASK = 2**64 - 1
-_ROW_WORDS = 4096
-# Weights are made for this many rows at a time: enough for a tensor of 1 GiB.
-_ROWS = 32768
 # A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
 _HOST_ROWS = 32
-# Weights of so many are written out, once for the beginnings of all tensors: one product with
-# them is less than the calls that two sums take.
-_WRITTEN_ROWS = 16
 # What has fewer words than this, on the host and on an accelerator, is summed together with
 # others, over weights that are written out for so many words at once: that reads and writes
 # more, but launches fewer kernels. On the host only slices are.
-_SMALL_WORDS, _SMALL_WORDS_ON_DEVICE = _ROW_WORDS, 2**19
+_SMALL_WORDS, _SMALL_WORDS_ON_DEVICE = WIDTH, 2**19
 _BATCH_WORDS, _BATCH_WORDS_ON_DEVICE = 2**15, 2**22
 # A slice's rows are summed up first where so many of them have the same weights.
 _MIN_PERIODS = 8
@@ -52,6 +56,17 @@ class Part(NamedTuple):
     """Of each row of a slice, which lie one behind the other; 0 of contiguous bytes."""
     stride_bytes: int = 0
     """In the tensor, from the beginning of one row of a slice to that of the next."""
+
+
+class Place(NamedTuple):
+    """Where bytes of a part's tensor are copied to; in bytes."""
+
+    at: int
+    """Of the tensor's first byte."""
+    begin: int
+    """The first byte of the tensor that is copied."""
+    end: int
+    """The byte behind the last that is."""
 
 
 class _Piece(NamedTuple):
@@ -109,6 +124,16 @@ def tensor_digest(
     return int(total.item()) & _MASK
 
 
+def warm() -> None:
+    """Have what digests on this process's GPU compiled, before the first push waits for it;
+    returns at once, and does nothing where no GPU is in use."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = torch.device("cuda", torch.cuda.current_device())
+        threading.Thread(
+            target=digest_kernel.works, args=(device,), name="weft-warm-digests", daemon=True
+        ).start()
+
+
 def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
     """Digest of each part of a payload, at its place in its tensor.
 
@@ -124,18 +149,25 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
     small: dict[int, list[_Piece]] = {}
     owners: list[int] = []
     sums: list[torch.Tensor] = []
-    for index, part in enumerate(parts):
-        words_of = [num_bytes // 8 for num_bytes in part]
-        if is_host and not part.row_bytes:
-            at, num, first, *_ = words_of
-            digests[index] = int(_contiguous(words[at : at + num], first)) & _MASK
-            continue
-        for piece in _long_rows(_Piece(index, *words_of), words.device):
+    pieces = [_Piece(index, *[n // 8 for n in part]) for index, part in enumerate(parts)]
+    contiguous = [piece for piece in pieces if not piece.row]
+    if is_host:
+        for piece in contiguous:
+            own = words[piece.at : piece.at + piece.num]
+            digests[piece.part] = int(_contiguous(own, piece.first)) & _MASK
+    elif digest_kernel.works(words.device):
+        places = tuple([digest_kernel.Words(p.at, p.num, p.first) for p in contiguous])
+        owners = [piece.part for piece in contiguous]
+        sums = [digest_kernel.sums(words, places)]
+    if is_host or sums:
+        pieces = [piece for piece in pieces if piece.row]
+    for whole in pieces:
+        for piece in _long_rows(whole, words.device):
             large, rest = _large(words, piece)
-            owners += [index] * len(large)
+            owners += [piece.part] * len(large)
             sums += large
-            for piece in rest:
-                small.setdefault(_block_words(piece), []).append(piece)
+            for left in rest:
+                small.setdefault(_block_words(left), []).append(left)
     for block_words, pieces in small.items():
         for batch in _batches(pieces, words.device):
             owners += [piece.part for piece in batch]
@@ -146,6 +178,35 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
     return digests
 
 
+def copy_parts(
+    payload: torch.Tensor, parts: Sequence[Part], places: Sequence[Place], target: torch.Tensor
+) -> list[int] | None:
+    """As ``part_digests``, and copies the parts on in the same reading; None, and nothing was
+    done, where that cannot be had.
+
+    Args:
+        places: Of each part.
+        target: uint8, 1-D, contiguous.
+    """
+    if (
+        _is_host(payload.device)
+        or target.device != payload.device
+        or any(part.row_bytes for part in parts)
+        or any((place.at | place.begin | place.end) % 8 for place in places)
+        or not digest_kernel.works(payload.device)
+    ):
+        return None
+    words = tuple(
+        [
+            digest_kernel.Words(*[n // 8 for n in (*part[:3], *place)])
+            for part, place in zip(parts, places, strict=True)
+        ]
+    )
+    own = target[: target.numel() // 8 * 8].view(torch.int64)
+    found = digest_kernel.sums(payload.view(torch.int64), words, own)
+    return [value & _MASK for value in found.tolist()]
+
+
 # -- what is contiguous, by itself -----------------------------------------------------------
 
 
@@ -154,18 +215,18 @@ def _contiguous(
 ) -> torch.Tensor:
     """The sum of words that follow one another from any place in their tensor on."""
     num, device = len(words), words.device
-    if _is_host(device) and first + num <= _WRITTEN_ROWS * _ROW_WORDS:
-        return torch.dot(words, _first_weights(device)[first : first + num])
+    if _is_host(device) and first + num <= NUM_WRITTEN_ROWS * WIDTH:
+        return torch.dot(words, first_weights(device)[first : first + num])
     total = torch.zeros((), dtype=torch.int64, device=device)
     at = 0
     while at < num:
-        row, column = divmod(first + at, _ROW_WORDS)
-        if column or num - at < _ROW_WORDS:
-            now = min(num - at, _ROW_WORDS - column)
-            weights = _column_weights(device)[column : column + now] + _rows(device, row)[0]
+        row, column = divmod(first + at, WIDTH)
+        if column or num - at < WIDTH:
+            now = min(num - at, WIDTH - column)
+            weights = column_weights(device)[column : column + now] + rows_from(device, row)[0]
             total += (words[at : at + now] * weights).sum()
         else:
-            now = (num - at) // _ROW_WORDS * _ROW_WORDS
+            now = (num - at) // WIDTH * WIDTH
             total += _whole_rows(words[at : at + now], row, going_on)
         at += now
     return total
@@ -190,18 +251,18 @@ def _large(words: torch.Tensor, piece: _Piece) -> tuple[list[torch.Tensor], list
     if piece.num < small:
         return [], [piece]
     if piece.row:
-        period = _ROW_WORDS // gcd(piece.stride, _ROW_WORDS)
+        period = WIDTH // gcd(piece.stride, WIDTH)
         periods = piece.num // (period * piece.row)
         if periods < _MIN_PERIODS or _block_words(piece) < _MIN_PERIODS:
             return [], [piece]
         now = piece.begin(periods * period * piece.row)
         return [_slice(words, now, period).view(1)], _rest(piece, now.num)
-    head = -piece.first % _ROW_WORDS
-    num = (piece.num - head) // _ROW_WORDS * _ROW_WORDS
+    head = -piece.first % WIDTH
+    num = (piece.num - head) // WIDTH * WIDTH
     if num < small:
         return [], [piece]
     first = piece.at + head
-    large = _whole_rows(words[first : first + num], (piece.first + head) // _ROW_WORDS)
+    large = _whole_rows(words[first : first + num], (piece.first + head) // WIDTH)
     return [large.view(1)], [p for p in (piece.begin(head), *_rest(piece, head + num)) if p.num]
 
 
@@ -214,10 +275,10 @@ def _whole_rows(
 ) -> torch.Tensor:
     """The sum of whole rows, as two plain sums over the rows and the columns of a matrix:
     nothing of their size is made, and int64 arithmetic wraps around as it should."""
-    matrix, device = words.view(-1, _ROW_WORDS), words.device
-    step = _HOST_ROWS if _is_host(device) else _ROWS
+    matrix, device = words.view(-1, WIDTH), words.device
+    step = _HOST_ROWS if _is_host(device) else NUM_ROWS
     by_row = torch.empty(len(matrix), dtype=torch.int64, device=device)
-    by_column = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
+    by_column = torch.zeros(WIDTH, dtype=torch.int64, device=device)
     columns = torch.empty_like(by_column)
     for first in range(0, len(matrix), step):
         if not going_on():
@@ -225,9 +286,9 @@ def _whole_rows(
         rows = matrix[first : first + step]
         by_column += torch.sum(rows, 0, out=columns)  # the faster of the two to read from memory
         torch.sum(rows, 1, out=by_row[first : first + step])
-    total = _weighed(by_column, _column_weights(device))
+    total = _weighed(by_column, column_weights(device))
     while len(by_row):
-        weights = _rows(device, first_row)[: len(by_row)]
+        weights = rows_from(device, first_row)[: len(by_row)]
         total += _weighed(by_row[: len(weights)], weights)
         by_row, first_row = by_row[len(weights) :], first_row + len(weights)
     return total
@@ -244,14 +305,14 @@ def _slice(words: torch.Tensor, piece: _Piece, period: int) -> torch.Tensor:
     own = words[piece.at : piece.at + piece.num]
     by_column = own.view(-1, period * length).sum(0).view(period, length)
     begins = torch.arange(period, device=device).unsqueeze(1) * stride + piece.first
-    columns = (begins + torch.arange(length, device=device)) % _ROW_WORDS
-    total = (by_column * _column_weights(device)[columns]).sum()
-    size = gcd(piece.first, length, stride, _ROW_WORDS)
+    columns = (begins + torch.arange(length, device=device)) % WIDTH
+    total = (by_column * column_weights(device)[columns]).sum()
+    size = gcd(piece.first, length, stride, WIDTH)
     by_block = own.view(-1, length // size, size).sum(2)
     begins = torch.arange(len(by_block), device=device).unsqueeze(1) * stride + piece.first
-    rows = (begins + torch.arange(0, length, size, device=device)) // _ROW_WORDS
-    last = (piece.first + len(by_block) * stride + length) // _ROW_WORDS
-    return total + (by_block * _rows_at(rows, last)).sum()
+    rows = (begins + torch.arange(0, length, size, device=device)) // WIDTH
+    last = (piece.first + len(by_block) * stride + length) // WIDTH
+    return total + (by_block * rows_at(rows, last)).sum()
 
 
 # -- what is small: many together ------------------------------------------------------------
@@ -305,9 +366,9 @@ def _together(words: torch.Tensor, pieces: Sequence[_Piece], size: int) -> torch
         else piece.first + piece.num
         for piece in pieces
     )
-    per_row = _ROW_WORDS // size
-    weights = _column_weights(device).view(-1, size)[place % per_row]
-    weights += _rows_at(place // per_row, last // _ROW_WORDS).unsqueeze(1)
+    per_row = WIDTH // size
+    weights = column_weights(device).view(-1, size)[place % per_row]
+    weights += rows_at(place // per_row, last // WIDTH).unsqueeze(1)
     weights *= blocks
     up_to = weights.sum(1).cumsum(0)[ends - 1]
     return torch.diff(up_to, prepend=up_to.new_zeros(1))
@@ -319,54 +380,3 @@ def _small_words(device: torch.device) -> int:
 
 def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
-
-
-# -- weights -------------------------------------------------------------------------------
-
-
-def _rows(device: torch.device, row: int) -> torch.Tensor:
-    """Weights of ``row`` and of what follows it in its block of weights; a view."""
-    return _row_weights(device, row - row % _ROWS)[row % _ROWS :]
-
-
-def _rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
-    """Weights of any rows up to ``last``."""
-    if last < _ROWS:
-        return _row_weights(rows.device, 0)[rows]
-    return _split_mix(rows) << 1
-
-
-@lru_cache(maxsize=64)
-def _first_weights(device: torch.device) -> torch.Tensor:
-    """Of each word of the first rows."""
-    rows = _rows(device, 0)[:_WRITTEN_ROWS].unsqueeze(1)
-    return (rows + _column_weights(device)).view(-1)
-
-
-@lru_cache(maxsize=256)
-def _row_weights(device: torch.device, first: int) -> torch.Tensor:
-    """Even weights of rows ``first`` to ``first + _ROWS``; 256 KiB each."""
-    return (_split_mix(torch.arange(first, first + _ROWS)) << 1).to(device)
-
-
-@lru_cache(maxsize=64)
-def _column_weights(device: torch.device) -> torch.Tensor:
-    """Odd weights of the columns."""
-    return ((_split_mix(torch.arange(2**32, 2**32 + _ROW_WORDS)) << 1) + 1).to(device)
-
-
-def _split_mix(n: torch.Tensor) -> torch.Tensor:
-    """The outputs of SplitMix64 seeded with 0 that have these numbers, as int64."""
-    z = (n + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: torch's own keeps the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -52,6 +52,7 @@ from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
 from weft.telemetry.traces import open_tracer
 from weft.transport.backends import gpu_uuid
+from weft.transport.digest import warm
 from weft.transport.one_sided.trial import TrialAnswerer
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class WeftWorker:
             memory=memory,
         )
         state = WorkerState(store, reference)
+        warm()
         backends = list(usable_backends(self.device, settings.backend))
         if self.local_rank == RECEIVER_RANK:
             if settings.traced_as:

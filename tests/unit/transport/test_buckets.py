@@ -88,7 +88,7 @@ def test_runs_add_up_to_the_same_digests_however_it_was_cut() -> None:
     wires = [run_bucket(manifest, 0, RUNS[:4]), run_bucket(manifest, 1, RUNS[4:])]
     runs, digests = [], []
     for index, (wire, size) in enumerate(wires):
-        own, their_digests = verify_runs(wire, size, manifest, index, NONCE)
+        own, their_digests, _ = verify_runs(wire, size, manifest, index, NONCE)
         runs += own
         digests += their_digests
     assert runs == RUNS

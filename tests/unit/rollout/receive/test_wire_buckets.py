@@ -17,7 +17,7 @@ from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
+from weft.transport.buckets import Assembly, run_parts, seal_bucket, tensor_sums
 from weft.transport.digest import part_digests, tensor_digest
 from weft.transport.group import CPU
 
@@ -83,7 +83,8 @@ def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, Plan
     segment.data.fill_(0xAB)  # it was used before
     partial = PartialTransfer("t1", "trainer", manifest, segment, [], [])
     assert partial.carried is not None
-    return partial, PlannedBuffers(partial, partial.carried, plan, CPU, 2)
+    into = Assembly(partial.segment.data, bucket_starts(manifest))
+    return partial, PlannedBuffers(manifest, partial.carried, into, plan, CPU, 2)
 
 
 @settings(max_examples=40, deadline=None)

@@ -90,7 +90,7 @@ def _sent(
             packer.pack(nth, own, _NONCE, totals)
             wire, size = packer.wire(nth), plan.send_plan.buckets[index].payload_bytes
             assert wire.numel() == plan.send_plan.wire_bytes(index)
-            came, parts = verify_runs(wire, size, manifest, index, _NONCE)
+            came, parts, _ = verify_runs(wire, size, manifest, index, _NONCE)
             _place(manifest, wire, came, received)
             seen += came
             digests += parts

@@ -1,0 +1,67 @@
+"""The weights of WSUM64: of each word, its row's and its column's together.
+
+Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+#: Words of a row.
+WIDTH: Final = 4096
+#: Weights are made for this many rows at a time: enough for a tensor of 1 GiB.
+NUM_ROWS: Final = 32768
+#: Weights of so many are written out, once for the beginnings of all tensors: one product with
+#: them is less than the calls that two sums take.
+NUM_WRITTEN_ROWS: Final = 16
+
+
+def rows_from(device: torch.device, row: int) -> torch.Tensor:
+    """Weights of ``row`` and of what follows it in its block of weights; a view."""
+    return _row_weights(device, row - row % NUM_ROWS)[row % NUM_ROWS :]
+
+
+def rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
+    """Weights of any rows up to ``last``."""
+    if last < NUM_ROWS:
+        return _row_weights(rows.device, 0)[rows]
+    return _split_mix(rows) << 1
+
+
+@lru_cache(maxsize=64)
+def first_weights(device: torch.device) -> torch.Tensor:
+    """Of each word of the first rows."""
+    rows = rows_from(device, 0)[:NUM_WRITTEN_ROWS].unsqueeze(1)
+    return (rows + column_weights(device)).view(-1)
+
+
+@lru_cache(maxsize=256)
+def _row_weights(device: torch.device, first: int) -> torch.Tensor:
+    """Even weights of rows ``first`` to ``first + NUM_ROWS``; 256 KiB each."""
+    return (_split_mix(torch.arange(first, first + NUM_ROWS)) << 1).to(device)
+
+
+@lru_cache(maxsize=64)
+def column_weights(device: torch.device) -> torch.Tensor:
+    """Odd weights of the columns."""
+    return ((_split_mix(torch.arange(2**32, 2**32 + WIDTH)) << 1) + 1).to(device)
+
+
+def _split_mix(n: torch.Tensor) -> torch.Tensor:
+    """The outputs of SplitMix64 seeded with 0 that have these numbers, as int64."""
+    z = (n + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
