@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from functools import partial
@@ -10,6 +11,8 @@ from rollout_side.receive.transfer import Prepared, ReceiveBuffers
 from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.v1 import rendezvous_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 
 def receive_buckets(
@@ -58,6 +61,7 @@ def receive_buckets(
             membership.attendance.send(pb.AttendRequest(bucket_verified=report))
             num_reported += 1
     prepared.span.set(wait_seconds=waited, verify_seconds=verified)
+    _log.debug("%s: %.4f s waited for bytes, %.4f verified", prepared.version, waited, verified)
     _notify_if_due(membership, prepared, buffers)
 
 
