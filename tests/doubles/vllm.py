@@ -62,6 +62,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.answers: dict[str, Callable[[], list[Answer]]] = {}
         self.hang: dict[str, asyncio.Event] = {}
+        self.failures: dict[str, Exception] = {}
         self.reset_works = True
         self.num_ranks = num_ranks
         self.engine_core = self
@@ -84,6 +85,8 @@ class FakeEngine:
     async def _answer(self, method: str) -> None:
         if method in self.hang:
             await self.hang[method].wait()
+        if method in self.failures:
+            raise self.failures[method]
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert mode in ("keep", "abort")

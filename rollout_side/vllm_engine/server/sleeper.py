@@ -21,7 +21,6 @@ from weft.contract.errors import (
     LoadFailedError,
     NotReadyError,
     TransferTimeoutError,
-    WeftError,
 )
 
 _log = logging.getLogger(__name__)
@@ -83,10 +82,12 @@ class Sleeper:
             raise
         # From here on memory may be gone, whatever fails: only waking brings it back.
         self.asleep = asleep
+        await self._workers.bounded(self._let_sleep(), "falling asleep")
+        _log.info("asleep, by order %s", whose)
+
+    async def _let_sleep(self) -> None:
         try:
-            await self._workers.bounded(bridges.fall_asleep(self._engine), "falling asleep")
-        except WeftError:
-            raise
+            await bridges.fall_asleep(self._engine)
         except Exception as error:
             # A worker that fails after it has given memory back leaves vLLM in the belief that
             # it is awake, and waking it would do nothing.
@@ -95,7 +96,6 @@ class Sleeper:
                 "memory may be gone: restart the replica"
             )
             raise self._loss() from error
-        _log.info("asleep, by order %s", whose)
 
     async def _end_requests(self, aborts: bool, deadline: float) -> None:
         while self._tracker.num_running:

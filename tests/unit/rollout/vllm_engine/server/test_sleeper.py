@@ -148,6 +148,23 @@ async def test_an_engine_that_does_not_answer_is_taken_to_sleep_and_dirty() -> N
     assert engine.calls[-1] == "pause"  # its weights may be mixed: a base repairs it
 
 
+async def test_an_engine_that_fails_as_it_falls_asleep_is_never_woken() -> None:
+    """It takes itself to be awake, and waking it would leave garbage in its memory."""
+    engine = FakeEngine()
+    engine.failures["sleep"] = RuntimeError("half of it is gone")
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(LoadFailedError, match=r"half of it is gone.*restart") as caught:
+        await replica.fall_asleep(_order())
+    assert caught.value.metadata == {"dirty": "true"}
+    assert replica.asleep == Asleep("t1")
+    for touch in (replica.wake_up(), replica.apply_base("t", BASE, b"")):
+        with pytest.raises(LoadFailedError, match="restart the replica") as caught:
+            await touch
+        assert caught.value.metadata == {"dirty": "true"}
+    assert engine.calls == SLEPT
+    assert "half of it is gone" in _refused(replica)
+
+
 async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True, in_place=True)
