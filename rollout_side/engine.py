@@ -88,6 +88,8 @@ class SleepOrder:
 
     trainer_id: str
     """Who wants it to; empty for an operator."""
+    level: int = 1
+    """1 moves the weights to host memory, 2 discards them."""
     aborts: bool
     """Whether running requests are aborted, rather than finished."""
     timeout_seconds: float
@@ -102,6 +104,10 @@ class Asleep:
     """Who put it to sleep; empty for an operator."""
     weights_awake: bool = False
     """Whether a switch has woken its weights; the KV cache sleeps on."""
+    level: int = 1
+    """At which it was put to sleep."""
+    base_discarded: bool = False
+    """Whether it must load a base before it can serve."""
 
 
 class Engine(Protocol):
@@ -140,8 +146,8 @@ class Engine(Protocol):
 
     async def fall_asleep(self, order: SleepOrder) -> None:
         """Refuse new requests, let running ones end, reset the prefix cache, and give the
-        accelerator's memory back, also that of copies of bases. The weights of one that
-        sleeps are put to sleep again.
+        accelerator's memory back, also that of copies of bases. Weights that are awake are
+        put to sleep again; asleep, they stay as they are.
 
         Raises:
             NotReadyError: ``SLEEP_DISABLED``: it cannot; or ``TRANSFER_UNDER_WAY``: a base
@@ -150,7 +156,8 @@ class Engine(Protocol):
         """
 
     async def wake_up(self) -> None:
-        """Take the memory back and take requests again; succeeds if it is awake."""
+        """Take the memory back and take requests again; succeeds if it is awake. A base that
+        was discarded is loaded as by ``apply_retained``; if that fails, it is dirty."""
 
     async def join_group(self, order: JoinOrder) -> None:
         """Tell the receivers to join; returns before they have joined."""
@@ -203,7 +210,8 @@ class Engine(Protocol):
         """
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
-        """Load a retained copy of the base, as ``apply_base`` loads a staged one.
+        """Load a retained copy of the base, as ``apply_base`` loads a staged one; base@0 from
+        the files that it was started with.
 
         Raises:
             NotFoundError: None is held; nothing changed.

@@ -27,7 +27,7 @@ from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
 from trainer_side.ranks import SENDER, Together, ranks_of
-from trainer_side.sleeping import WhenRunning
+from trainer_side.sleeping import SleepLevel, WhenRunning
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
 from weft.contract.capabilities import BackendChoice
@@ -381,17 +381,25 @@ class Publisher:
     # -- the replicas on the same GPUs --------------------------------------------
 
     def sleep_rollouts(
-        self, *, when_running: WhenRunning = "finish", timeout_seconds: float = 60.0
+        self,
+        *,
+        level: SleepLevel = 1,
+        when_running: WhenRunning = "finish",
+        timeout_seconds: float = 60.0,
     ) -> tuple[str, ...]:
         """Have the replicas that share a GPU with this trainer give its memory back.
 
-        At once nothing is routed to them; once their requests have ended they sleep: weights
-        lie in host memory, the KV cache is gone. A push wakes the weights of those that it
+        At once nothing is routed to them; once their requests have ended they sleep, and the
+        KV cache is gone. A push wakes the weights of those that it
         reaches, ``wake_rollouts`` the KV cache. The sleep is a part of this publisher's lease
         of the base, which is acquired: when that ends, they wake by themselves. Every rank
         calls it, as a push; waits for pushes under way.
 
         Args:
+            level: vLLM's: 1 moves the weights to host memory, 2 discards them, which takes none
+                where a push of the base brings others before ``wake_rollouts``. Without one
+                a replica wakes with a copy of its own, or from its checkpoint's files; else
+                it is routed to once it was brought one.
             when_running: Running requests "finish", or "abort" with what they have.
             timeout_seconds: How long those may take to end; to fall asleep, an engine may take
                 three minutes more.
@@ -406,10 +414,13 @@ class Publisher:
             WeftError: As for a push.
         """
         checks.check_choice("when_running", when_running, WhenRunning)
+        checks.check_choice("level", level, SleepLevel)
         checks.check_seconds("timeout_seconds", timeout_seconds)
         self._background.wait_idle()
         return self._pushing.between_pushes(
-            lambda ranks, client: sleeping.sleep(ranks, client, when_running, timeout_seconds)
+            lambda ranks, client: sleeping.sleep(
+                ranks, client, level, when_running, timeout_seconds
+            )
         )
 
     def wake_rollouts(self, *, timeout_seconds: float = 180.0) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ _WHEN_RUNNING = {
     "finish": registry_pb2.WHEN_RUNNING_FINISH,
     "abort": registry_pb2.WHEN_RUNNING_ABORT,
 }
+#: vLLM's levels: 1 moves the weights to host memory, 2 discards them.
+SleepLevel = Literal[1, 2]
 #: What an engine may take to fall asleep once its requests have ended, and to wake.
 SWITCH_SECONDS = 180.0
 # Of one rank's list, as JSON: some sixty GPUs.
@@ -41,7 +43,11 @@ def used_gpus() -> list[str]:
 
 
 def sleep(
-    ranks: Ranks, client: PoolClient | None, when_running: WhenRunning, timeout_seconds: float
+    ranks: Ranks,
+    client: PoolClient | None,
+    level: SleepLevel,
+    when_running: WhenRunning,
+    timeout_seconds: float,
 ) -> tuple[str, ...]:
     """Put them to sleep; collective. Returns which.
 
@@ -62,6 +68,7 @@ def sleep(
                     gpu_uuids=uuids,
                     when_running=_WHEN_RUNNING[when_running],
                     timeout=duration_to_proto(timeout_seconds),
+                    level=level,
                 ),
                 timeout=left,
             ),

@@ -111,7 +111,9 @@ def sleep_to_proto(asleep: Asleep | None) -> pb.Sleep | None:
     """A sleep as the coordinator takes it; None of an engine that is awake."""
     if asleep is None:
         return None
-    return pb.Sleep(trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake)
+    return pb.Sleep(
+        trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake, level=asleep.level
+    )
 
 
 def drain_to_proto(drain: Draining | None) -> pb.Drain | None:

@@ -316,8 +316,11 @@ class ReplicaServicer(ReplicaServiceServicer):
         self._check_incarnation(request.incarnation)
         if request.when_running not in _ABORTS:
             raise InvalidRequestError("when_running must say what becomes of running requests")
+        if request.level not in (0, 1, 2):
+            raise InvalidRequestError(f"level is {request.level}, and must be 1 or 2")
         order = SleepOrder(
             trainer_id=request.trainer_id,
+            level=request.level or 1,
             aborts=_ABORTS[request.when_running],
             timeout_seconds=duration_from_proto(request.timeout),
         )
@@ -331,7 +334,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         self._check_generation(request.coordinator_generation)
         self._check_incarnation(request.incarnation)
         await agent.wake_up()
-        return pb.WakeUpResponse(version_vector=vector_to_proto(agent.serving.vector))
+        return pb.WakeUpResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            dirty_reason=agent.serving.dirty_reason,
+        )
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context

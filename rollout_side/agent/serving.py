@@ -318,7 +318,9 @@ class Serving:
         facts = self.facts.get(version)
         is_other = facts is not None and content_digest not in (None, facts.digest)
         if version.policy == BASE_POLICY:
-            return not self.dirty_reason and not is_other
+            asleep = self._engine.asleep
+            is_gone = asleep is not None and asleep.base_discarded
+            return not self.dirty_reason and not is_other and not is_gone
         if facts is not None and is_other:
             raise DigestMismatchError(
                 f"{version} is served here with digest {facts.digest.hex()}, which is not "

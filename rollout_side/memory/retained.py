@@ -6,8 +6,9 @@ Late replicas clone them, a rollback loads them again, and a push takes their ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from rollout_side.memory.segment import Segment
+from rollout_side.memory.segment import SLICE_BYTES, Segment
 from rollout_side.memory.versions import StagedVersion
 from weft.contract.names import PolicyVersion
 
@@ -82,14 +83,29 @@ class RetainedBases:
             dropped.append(oldest.segment)
         return dropped
 
+    def move_newest(self, allocate: Callable[[int], Segment]) -> None:
+        """Move the copy that was used last to the host, unless it lies there or is pinned;
+        blocks for the copy.
+
+        Args:
+            allocate: Makes a segment of so many bytes there.
+
+        Raises:
+            CapacityError: ``allocate``'s; nothing changed.
+        """
+        copy = next(iter(self._copies), None)
+        if copy is None or _is_on_host(copy) or self._is_pinned(copy):
+            return
+        segment = allocate(copy.segment.num_bytes)
+        for start in range(0, segment.num_bytes, SLICE_BYTES):
+            part = slice(start, min(segment.num_bytes, start + SLICE_BYTES))
+            segment.data[part].copy_(copy.segment.data[part])
+        self._copies[0] = replace(copy, segment=segment)
+
     def drop_on_device(self) -> None:
         """Drop the copies on an accelerator, but for pinned ones; their memory is free once
         nobody sends them."""
-        self._copies = [
-            copy
-            for copy in self._copies
-            if copy.segment.data.device.type == "cpu" or self._is_pinned(copy)
-        ]
+        self._copies = [copy for copy in self._copies if _is_on_host(copy) or self._is_pinned(copy)]
 
     def _drop_beyond(self) -> list[Segment]:
         newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
@@ -98,3 +114,7 @@ class RetainedBases:
 
     def _is_pinned(self, copy: StagedVersion) -> bool:
         return copy.version.version in self._pinned
+
+
+def _is_on_host(copy: StagedVersion) -> bool:
+    return copy.segment.data.device.type == "cpu"

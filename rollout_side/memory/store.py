@@ -6,6 +6,7 @@ take them out. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ from weft.contract.errors import (
 from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Speak, silent
 
+_log = logging.getLogger(__name__)
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256
 # A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
@@ -313,22 +315,33 @@ class WorkerStore:
             with self._lock:
                 self._segments.take_back(lent)
 
-    def fall_asleep(self) -> bool:
+    def fall_asleep(self, *, keep_newest: bool = False) -> bool:
         """Let go of copies on the accelerator, and let nobody read the engine's weights;
-        False while somebody does. Copies that are pinned stay."""
+        False while somebody does. Copies that are pinned stay.
+
+        Args:
+            keep_newest: Move that of the base used last to the host, if there is room.
+        """
         with self._lock:
             if self._served is not None:
                 if self._segments.is_lent(self._served):
                     return False
                 self._asleep, self._served = self._served, None
+            if keep_newest:
+                try:
+                    self._bases.move_newest(lambda size: self.memory.allocate(size, adapter=True))
+                except CapacityError as error:
+                    _log.warning("no copy of the base is kept: %s", error)
             self._bases.drop_on_device()
             self._segments.drop_on_device()
             return True
 
-    def wake_up(self) -> None:
-        """The engine's weights can be read again, as they were."""
+    def wake_up(self, *, discarded: bool = False) -> None:
+        """The engine's weights can be read again, as they were unless they were discarded."""
         with self._lock:
-            self._served, self._asleep = self._served or self._asleep, None
+            former, self._asleep = self._asleep, None
+            if self._served is None and not discarded:
+                self._served = former
 
     # -- the engine's side --------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -110,6 +112,7 @@ class EngineDouble:
             self.folder.open()
             self.spiller = Spiller(self.store, self.folder, retain_base)
         self.base: dict[str, torch.Tensor] = dict(weights)
+        self._files = {name: tensor.clone() for name, tensor in weights.items()}
         self.aliases_hidden = False
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
@@ -150,28 +153,37 @@ class EngineDouble:
             raise NotReadyError("it cannot sleep", reason="SLEEP_DISABLED")
         if self.load is not None:
             raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
-        former, self.asleep = self.asleep, Asleep(order.trainer_id)
+        former = self.asleep
+        is_gone = order.level == 2 or (former is not None and former.base_discarded)
+        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_gone)
         end = asyncio.get_running_loop().time() + order.timeout_seconds
         if order.aborts:
             self.running = 0
-        while self.num_requests() or not self.store.fall_asleep():
+        while self.num_requests() or not self.store.fall_asleep(keep_newest=order.level == 2):
             if asyncio.get_running_loop().time() >= end:
                 self.asleep = former
                 raise TransferTimeoutError("requests have not ended in time")
             await asyncio.sleep(0.005)
-        self.sleeps.append("sleep")
+        self.sleeps.append("sleep" if order.level == 1 else "sleep 2")
+        if order.level == 2:
+            self.base = {name: torch.full_like(t, 9.0) for name, t in self.base.items()}
 
     async def wake_up(self) -> None:
         self._wake_weights()
-        if self.asleep is not None:
-            self.sleeps.append("kv_cache")
-        self.asleep = None
+        former, self.asleep = self.asleep, None
+        if former is None:
+            return
+        self.sleeps.append("kv_cache")
+        if former.base_discarded:
+            self.dirty_reason = "its weights were discarded as it slept"
+            with contextlib.suppress(NotFoundError):
+                await self.apply_retained(PolicyVersion("base", self.base_version))
 
     def _wake_weights(self) -> None:
         if self.asleep is not None and not self.asleep.weights_awake:
-            self.asleep = Asleep(self.asleep.trainer_id, weights_awake=True)
+            self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
             self.sleeps.append("weights")
-            self.store.wake_up()
+            self.store.wake_up(discarded=self.asleep.level == 2)
 
     def refuse_requests(self, reason: str) -> None:
         self.refuse_reason = reason
@@ -206,6 +218,8 @@ class EngineDouble:
         self._wake_weights()
         times = self._apply_base(transfer_id, content_digest)
         self.base_version = version.version
+        if self.asleep is not None:
+            self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
         return times
 
     def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:
@@ -280,6 +294,10 @@ class EngineDouble:
         return payload
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        if version == STARTED_WITH:
+            self.base = {name: tensor.clone() for name, tensor in self._files.items()}
+            self.dirty_reason = ""
+            return SwitchTimes()
         held = self.store.sendable(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 

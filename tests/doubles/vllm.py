@@ -63,13 +63,17 @@ class FakeEngine:
         self.answers: dict[str, Callable[[], list[Answer]]] = {}
         self.hang: dict[str, asyncio.Event] = {}
         self.failures: dict[str, Exception] = {}
+        #: Of each worker method, what it was called with last.
+        self.last_args: dict[str, tuple[Any, ...]] = {}
         self.reset_works = True
         self.num_ranks = num_ranks
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
 
     async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
-        self.calls.append(method)
+        discarded = method == "weft_wake" and args[0]
+        self.calls.append("weft_wake discarded" if discarded else method)
+        self.last_args[method] = tuple(args)
         await self._answer(method)
         if method in self.answers:
             return self.answers[method]()

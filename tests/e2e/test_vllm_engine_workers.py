@@ -37,8 +37,8 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_restore", (), "TypeError"),
     ("weft_restored", (), "TypeError"),
     ("weft_discard", (), "TypeError"),
-    ("weft_sleep", (1,), "TypeError"),
-    ("weft_wake", (1,), "TypeError"),
+    ("weft_sleep", (), "TypeError"),
+    ("weft_wake", (), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
 

@@ -69,7 +69,7 @@ def _heartbeat(world: World) -> list[Message]:
         spilled_versions=[types.PolicyVersion(policy="math", version=1)],
         pinned_base_versions=[1],
         drain=registry.Drain(time_left=_SOON, reason="leaving"),
-        sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True),
+        sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True, level=2),
     )
     return [beat]
 
@@ -228,6 +228,7 @@ _MAKERS: Mapping[str, _Maker] = {
             gpu_uuids=["GPU-1"],
             when_running=registry.WHEN_RUNNING_ABORT,
             timeout=_SOON,
+            level=2,
         )
     ],
     "PublishService/WakeRollouts": lambda world: [
@@ -268,7 +269,10 @@ _MAKERS: Mapping[str, _Maker] = {
     ),
     "AdminService/SleepReplica": _just(
         admin.SleepReplicaRequest(
-            replica_id="stranger", when_running=registry.WHEN_RUNNING_FINISH, timeout=_SOON
+            replica_id="stranger",
+            when_running=registry.WHEN_RUNNING_FINISH,
+            timeout=_SOON,
+            level=2,
         )
     ),
     "AdminService/WakeReplica": _just(admin.WakeReplicaRequest(replica_id="stranger")),
@@ -300,6 +304,7 @@ _MAKERS: Mapping[str, _Maker] = {
             trainer_id="fuzz",
             when_running=registry.WHEN_RUNNING_ABORT,
             timeout=_SOON,
+            level=2,
         )
     ],
     "ReplicaService/WakeUp": lambda world: [

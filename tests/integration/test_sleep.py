@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
 from tests.integration.test_drain import weft
 from trainer_side import Publisher, sleeping
-from weft.contract.errors import NotReadyError, PeerUnavailableError, TransferTimeoutError
+from weft.contract.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+)
 
 
 @pytest.fixture
@@ -158,3 +164,59 @@ def test_a_sleeping_engine_takes_no_requests(
     publisher.sleep_rollouts()
     with pytest.raises(PeerUnavailableError, match="sleeps"):
         engines[0].generate(None)  # type: ignore[arg-type]
+
+
+def test_discarded_weights_come_back_with_a_push(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    model, agent = Model(), pool.agents["replica-0"]
+    assert publisher.sleep_rollouts(level=2) == ("replica-0",)
+    publisher.push_base(model)
+    assert engines[0].sleeps == ["sleep 2", "weights"]
+    publisher.wake_rollouts()
+    until(lambda: agent.is_ready)
+    expected = weights(model)
+    assert all(torch.equal(engines[0].base[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_discarded_weights_come_back_from_what_the_replica_has(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher, pushed: bool
+) -> None:
+    """From its own copy, or from what it was started with; an adapter brings none."""
+    model, agent = Model(), pool.agents["replica-0"]
+    if pushed:
+        publisher.push_base(model)
+    expected = {name: tensor.clone() for name, tensor in engines[0].base.items()}
+    publisher.sleep_rollouts(level=2)
+    assert not torch.equal(*(e[next(iter(expected))] for e in (engines[0].base, expected)))
+    publisher.push_adapter(peft_of(model), "math")
+    publisher.wake_rollouts()
+    until(lambda: agent.is_ready)
+    assert engines[0].dirty_reason == ""
+    assert all(torch.equal(engines[0].base[name], expected[name]) for name in expected)
+
+
+def test_without_a_copy_it_is_sent_one_before_it_is_routed_to(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    pool.remove_replica("replica-0")
+    forgetful = EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True)
+    pool.add_replica("replica-0", forgetful)
+    until(lambda: pool.agents["replica-0"].is_ready)
+    publisher.push_base(Model())
+    publisher.sleep_rollouts(level=2)
+    publisher.wake_rollouts()
+    until(lambda: pool.agents["replica-0"].is_ready)
+    expected = engines[1].base
+    assert all(torch.equal(forgetful.base[name], expected[name]) for name in expected)
+    assert forgetful.dirty_reason == ""
+
+
+def test_no_level_but_vllm_s_is_taken(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    with pytest.raises(InvalidRequestError, match="level=3"):
+        publisher.sleep_rollouts(level=3)  # type: ignore[arg-type]
+    weft(pool, "sleep", "replica-0", "--level", "2")
+    assert engines[0].sleeps == ["sleep 2"]

@@ -168,7 +168,9 @@ class SimCoordinator(Process):
                 self._call(
                     "wake",
                     effect,
-                    lambda v, f: events.WakeAnswered(effect.replica_id, effect.incarnation, f),
+                    lambda v, f: events.WakeAnswered(
+                        effect.replica_id, effect.incarnation, f, v or ""
+                    ),
                 )
             case effects.CallRetire():
                 self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))

@@ -77,6 +77,8 @@ class SimReplica(Process):
         self.refusing = ""
         self.order = (0, 0)
         self.asleep: Asleep | None = None
+        #: Whether it sleeps, or slept, at level 2, and no base has loaded since.
+        self.base_discarded = False
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self.memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
@@ -247,22 +249,38 @@ class SimReplica(Process):
 
     def _sleep_in_turn(
         self, order: effects.CallSleep | effects.CallWake
-    ) -> Generator[Any, Any, Asleep | None]:
+    ) -> Generator[Any, Any, Asleep | str | None]:
         def sleep_or_wake() -> Generator[Any, Any, None]:
             yield self.world.random.uniform(0.01, 0.5)
-            self.asleep = None
+            former, self.asleep = self.asleep, None
             if isinstance(order, effects.CallSleep):
                 if self.in_place.loading:
                     raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
-                self.asleep = Asleep(order.trainer_id)
+                self._fall_asleep(order, former)
+            elif self.base_discarded:
+                self._load_own_base()
             self.world.trace(self.name, f"sleeps: {self.asleep}")
 
         yield from self._in_turn(sleep_or_wake())
-        return self.asleep
+        return self.asleep if isinstance(order, effects.CallSleep) else self.dirty_reason
+
+    def _fall_asleep(self, order: effects.CallSleep, former: Asleep | None) -> None:
+        """At level 2 without its weights, unless they sleep at level 1 already."""
+        sleeps_on = former is not None and not former.weights_awake
+        level = former.level if former is not None and sleeps_on else order.level
+        self.asleep = Asleep(order.trainer_id, level=level)
+        self.base_discarded |= level == 2
+
+    def _load_own_base(self) -> None:
+        """From a copy of its own, or from its files; else it is dirty."""
+        base = PolicyVersion(BASE_POLICY, self.vector.base)
+        if base.version and self.store.held(base) is None:
+            self.dirty_reason = "its weights were discarded as it slept"
+        self.base_discarded = False
 
     def _wake_weights(self) -> None:
         if self.asleep is not None:
-            self.asleep = Asleep(self.asleep.trainer_id, weights_awake=True)
+            self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
 
     def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
         def drop() -> Generator[Any, Any, None]:
@@ -345,7 +363,7 @@ class SimReplica(Process):
     def _serve_base(self, copy: Copy, *, is_late: bool) -> None:
         self.served.pop(PolicyVersion(BASE_POLICY, self.vector.base), None)
         self.vector = self.vector.with_base(copy.version.version)
-        self.dirty_reason = ""
+        self.dirty_reason, self.base_discarded = "", False
         self.in_place.discard(copy.transfer_id)  # it is loaded
         before = self.store.bases
         self.store.keep(copy)
@@ -360,7 +378,7 @@ class SimReplica(Process):
             return False
         is_other = digest is not None and self.served.get(version, digest) != digest
         if version.policy == BASE_POLICY:
-            return not self.dirty_reason and not is_other
+            return not self.dirty_reason and not is_other and not self.base_discarded
         if is_other:
             raise DigestMismatchError(f"{version} is served with other bytes")
         return True

@@ -99,7 +99,8 @@ class SimTrainer(Process):
                 yield self._call("wake_rollouts", 5.0, **lease)
                 return
             gpus = frozenset(random.sample(names, random.randint(1, len(names))))
-            more = {"gpu_uuids": gpus, "aborts": False, "seconds": 2.0}
+            more = {"gpu_uuids": gpus, "aborts": False, "seconds": 2.0,
+                    "level": random.choice([1, 2])}  # fmt: skip
             yield self._call("sleep_rollouts", random.choice([0.3, 5.0]), **lease, **more)
         except LeaseFencedError:
             self.tokens.pop(BASE_POLICY, None)

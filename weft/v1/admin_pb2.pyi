@@ -529,10 +529,13 @@ class SleepReplicaRequest(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     WHEN_RUNNING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Which replica."""
     when_running: _registry_pb2.WhenRunning.ValueType
     """What becomes of running requests."""
+    level: _builtins.int
+    """vLLM's level: 1 (0 is taken for it) moves the weights to host memory, 2 discards them."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest time until they have ended; absent means a minute."""
@@ -543,10 +546,11 @@ class SleepReplicaRequest(_message.Message):
         replica_id: _builtins.str = ...,
         when_running: _registry_pb2.WhenRunning.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "replica_id", b"replica_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -225,7 +225,7 @@ class AdminServiceServicer(object):
         it, and no trainer wakes it. Answers when it sleeps. Not durable at the coordinator, but the
         replica remembers it; a new process of it is put to sleep again.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST (no way to
-        end requests is named); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
+        end requests is named, or no such level); as for SleepRollouts FAILED_PRECONDITION/SLEEP_DISABLED,
         TRANSFER_UNDER_WAY; DEADLINE_EXCEEDED/DEADLINE; INTERNAL/LOAD_FAILED;
         ALREADY_EXISTS/REQUEST_CONFLICT.
         """

@@ -1127,12 +1127,15 @@ class SleepRolloutsRequest(_message.Message):
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     WHEN_RUNNING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     fencing_token: _builtins.int
     """Token of the base's lease."""
     session_id: _builtins.str
     """See RenewLeaseRequest.session_id."""
     when_running: _registry_pb2.WhenRunning.ValueType
     """What becomes of running requests."""
+    level: _builtins.int
+    """vLLM's level: 1 (0 is taken for it) moves the weights to host memory, 2 discards them."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the caller's GPUs, as NVIDIA's driver prints them."""
@@ -1149,10 +1152,11 @@ class SleepRolloutsRequest(_message.Message):
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         when_running: _registry_pb2.WhenRunning.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "gpu_uuids", b"gpu_uuids", "session_id", b"session_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "gpu_uuids", b"gpu_uuids", "level", b"level", "session_id", b"session_id", "timeout", b"timeout", "when_running", b"when_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,13 +223,13 @@ class PublishServiceServicer(object):
         """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
         once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
         of them in contact sleep. A part of the base's lease: when that ends, they wake.
-        Idempotent: the weights of those that sleep already are put to sleep again.
+        Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
         Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
         TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
         did not sleep in time: its requests did not end, say; it takes requests again);
         INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-        (no way to end requests is named).
+        (no way to end requests is named, or no such level).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,8 +237,8 @@ class PublishServiceServicer(object):
 
     def WakeRollouts(self, request, context):
         """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
-        when all of it in contact is awake; a replica that missed versions meanwhile is routed to
-        once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+        when all of it in contact is awake; a replica that missed versions meanwhile, or has no
+        weights to wake with, is routed to once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
         woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
         ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
         """

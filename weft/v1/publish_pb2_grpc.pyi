@@ -124,18 +124,18 @@ class PublishServiceStub:
     """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
     once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
     of them in contact sleep. A part of the base's lease: when that ends, they wake.
-    Idempotent: the weights of those that sleep already are put to sleep again.
+    Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
     Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
     TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
     did not sleep in time: its requests did not end, say; it takes requests again);
     INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-    (no way to end requests is named).
+    (no way to end requests is named, or no such level).
     """
     WakeRollouts: _grpc.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]
     """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
-    when all of it in contact is awake; a replica that missed versions meanwhile is routed to
-    once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+    when all of it in contact is awake; a replica that missed versions meanwhile, or has no
+    weights to wake with, is routed to once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
     woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
     ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
     """
@@ -236,18 +236,18 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
     once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
     of them in contact sleep. A part of the base's lease: when that ends, they wake.
-    Idempotent: the weights of those that sleep already are put to sleep again.
+    Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
     Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
     TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
     did not sleep in time: its requests did not end, say; it takes requests again);
     INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-    (no way to end requests is named).
+    (no way to end requests is named, or no such level).
     """
     WakeRollouts: _aio.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]  # type: ignore[assignment]
     """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
-    when all of it in contact is awake; a replica that missed versions meanwhile is routed to
-    once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+    when all of it in contact is awake; a replica that missed versions meanwhile, or has no
+    weights to wake with, is routed to once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
     woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
     ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
     """
@@ -405,13 +405,13 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Puts the replicas to sleep that have a GPU of `gpu_uuids`, as ReplicaService.Sleep says: at
         once nothing is routed to them; pushes reach them, and wake their weights. Answers when all
         of them in contact sleep. A part of the base's lease: when that ends, they wake.
-        Idempotent: the weights of those that sleep already are put to sleep again.
+        Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
         Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (metadata `member` cannot; nothing changed),
         TRANSFER_UNDER_WAY (`member` loads a base in place); DEADLINE_EXCEEDED/DEADLINE (`member`
         did not sleep in time: its requests did not end, say; it takes requests again);
         INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-        (no way to end requests is named).
+        (no way to end requests is named, or no such level).
         """
 
     @_abc_1.abstractmethod
@@ -421,8 +421,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.WakeRolloutsResponse, _abc.Awaitable[_publish_pb2.WakeRolloutsResponse]]:
         """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
-        when all of it in contact is awake; a replica that missed versions meanwhile is routed to
-        once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
+        when all of it in contact is awake; a replica that missed versions meanwhile, or has no
+        weights to wake with, is routed to once it has them. Idempotent. Statuses: DEADLINE_EXCEEDED/DEADLINE (not in time; they are
         woken all the same); INTERNAL/LOAD_FAILED (`member`'s engine failed; it is tried again);
         ABORTED/LEASE_FENCED; ALREADY_EXISTS/REQUEST_CONFLICT (one was put to sleep meanwhile).
         """

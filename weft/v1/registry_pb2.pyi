@@ -237,19 +237,23 @@ class Sleep(_message.Message):
 
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_AWAKE_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """The trainer that put it to sleep; empty where an operator did."""
     weights_awake: _builtins.bool
     """Whether a push has woken the weights; the KV cache sleeps on."""
+    level: _builtins.int
+    """At which level it was put to sleep; see SleepRequest. 0 of one that knows level 1 alone."""
     def __init__(
         self,
         *,
         trainer_id: _builtins.str = ...,
         weights_awake: _builtins.bool = ...,
+        level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trainer_id", b"trainer_id", "weights_awake", b"weights_awake"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "trainer_id", b"trainer_id", "weights_awake", b"weights_awake"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -723,6 +723,7 @@ class SleepRequest(_message.Message):
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     WHEN_RUNNING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
@@ -731,6 +732,8 @@ class SleepRequest(_message.Message):
     """Whose sleep it is; empty for an operator's."""
     when_running: _registry_pb2.WhenRunning.ValueType
     """What becomes of running requests."""
+    level: _builtins.int
+    """vLLM's level: 1 (0 is taken for it) moves the weights to host memory, 2 discards them."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest time until they have ended."""
@@ -743,10 +746,11 @@ class SleepRequest(_message.Message):
         trainer_id: _builtins.str = ...,
         when_running: _registry_pb2.WhenRunning.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "timeout", b"timeout", "trainer_id", b"trainer_id", "when_running", b"when_running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "level", b"level", "timeout", b"timeout", "trainer_id", b"trainer_id", "when_running", b"when_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -809,6 +813,9 @@ class WakeUpResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    DIRTY_REASON_FIELD_NUMBER: _builtins.int
+    dirty_reason: _builtins.str
+    """Why it must be brought a base before it is routed to; see GetStatusResponse."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -817,10 +824,11 @@ class WakeUpResponse(_message.Message):
         self,
         *,
         version_vector: _types_pb2.VersionVector | None = ...,
+        dirty_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dirty_reason", b"dirty_reason", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

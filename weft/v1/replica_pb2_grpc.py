@@ -254,10 +254,11 @@ class ReplicaServiceServicer(object):
 
     def Sleep(self, request, context):
         """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
-        aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
-        Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
-        sleeps. Until WakeUp, a commit wakes the weights and no more.
-        Idempotent: the weights of one that sleeps already are put to sleep again.
+        aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
+        says, and the GPU's memory is free. Copies of bases that lie on the GPU are dropped, unless
+        they are pinned; where weights are discarded, that of the served one moves to host memory.
+        Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
+        Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
         Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
         TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
         did not end in time, and it takes new ones again; or see above);
@@ -269,6 +270,9 @@ class ReplicaServiceServicer(object):
 
     def WakeUp(self, request, context):
         """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+        A base that was discarded, and not pushed since, is loaded from what the replica holds, or
+        from its checkpoint's files; where there is neither, it answers `dirty_reason`, refuses
+        requests, and waits for a base as a replica that joins late.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -136,10 +136,11 @@ class ReplicaServiceStub:
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepResponse]
     """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
-    aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
-    Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
-    sleeps. Until WakeUp, a commit wakes the weights and no more.
-    Idempotent: the weights of one that sleeps already are put to sleep again.
+    aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
+    says, and the GPU's memory is free. Copies of bases that lie on the GPU are dropped, unless
+    they are pinned; where weights are discarded, that of the served one moves to host memory.
+    Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
+    Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
     Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
     TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
     did not end in time, and it takes new ones again; or see above);
@@ -147,6 +148,9 @@ class ReplicaServiceStub:
     """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_replica_pb2.WakeUpRequest, _replica_pb2.WakeUpResponse]
     """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+    A base that was discarded, and not pushed since, is loaded from what the replica holds, or
+    from its checkpoint's files; where there is neither, it answers `dirty_reason`, refuses
+    requests, and waits for a base as a replica that joins late.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]
@@ -262,10 +266,11 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepResponse]  # type: ignore[assignment]
     """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
-    aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
-    Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
-    sleeps. Until WakeUp, a commit wakes the weights and no more.
-    Idempotent: the weights of one that sleeps already are put to sleep again.
+    aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
+    says, and the GPU's memory is free. Copies of bases that lie on the GPU are dropped, unless
+    they are pinned; where weights are discarded, that of the served one moves to host memory.
+    Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
+    Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
     Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
     TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
     did not end in time, and it takes new ones again; or see above);
@@ -273,6 +278,9 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_replica_pb2.WakeUpRequest, _replica_pb2.WakeUpResponse]  # type: ignore[assignment]
     """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+    A base that was discarded, and not pushed since, is loaded from what the replica holds, or
+    from its checkpoint's files; where there is neither, it answers `dirty_reason`, refuses
+    requests, and waits for a base as a replica that joins late.
     Idempotent. Statuses: ABORTED/EPOCH_FENCED.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetStatusRequest, _replica_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -451,10 +459,11 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.SleepResponse, _abc.Awaitable[_replica_pb2.SleepResponse]]:
         """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
-        aborted, the prefix cache is reset, weights go to host memory, and the GPU's memory is free.
-        Copies of bases that lie on the GPU are dropped, unless they are pinned. Answers when it
-        sleeps. Until WakeUp, a commit wakes the weights and no more.
-        Idempotent: the weights of one that sleeps already are put to sleep again.
+        aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
+        says, and the GPU's memory is free. Copies of bases that lie on the GPU are dropped, unless
+        they are pinned; where weights are discarded, that of the served one moves to host memory.
+        Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
+        Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
         Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
         TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
         did not end in time, and it takes new ones again; or see above);
@@ -468,6 +477,9 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.WakeUpResponse, _abc.Awaitable[_replica_pb2.WakeUpResponse]]:
         """Wakes the engine, its weights and KV cache, and takes requests again. Answers when it has.
+        A base that was discarded, and not pushed since, is loaded from what the replica holds, or
+        from its checkpoint's files; where there is neither, it answers `dirty_reason`, refuses
+        requests, and waits for a base as a replica that joins late.
         Idempotent. Statuses: ABORTED/EPOCH_FENCED.
         """
 

@@ -136,6 +136,12 @@ def drain(
 
 def sleep(
     replica: ReplicaId,
+    level: Annotated[
+        int,
+        typer.Option(
+            help="vLLM's: 1 moves the weights to host memory, 2 discards them.", min=1, max=2
+        ),
+    ] = 1,
     abort: Annotated[
         bool, typer.Option("--abort", help="Abort running requests, rather than let them finish.")
     ] = False,
@@ -149,7 +155,12 @@ def sleep(
     from weft_cli.orders import replicas
 
     replicas.sleep(
-        coordinator, replica, aborts=abort, timeout_seconds=timeout, json_output=json_output
+        coordinator,
+        replica,
+        level=level,
+        aborts=abort,
+        timeout_seconds=timeout,
+        json_output=json_output,
     )
 
 

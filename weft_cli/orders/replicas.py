@@ -104,6 +104,7 @@ def sleep(
     coordinator: str,
     replica_id: str,
     *,
+    level: int,
     aborts: bool,
     timeout_seconds: float,
     json_output: bool = False,
@@ -118,6 +119,7 @@ def sleep(
         replica_id=replica_id,
         when_running=abort if aborts else finish,
         timeout=duration_to_proto(timeout_seconds),
+        level=level,
     )
     with connect(coordinator) as channel:
         stub = AdminServiceStub(channel)

@@ -153,14 +153,31 @@ async def abort_requests(engine: Any) -> None:
     await engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
 
 
-async def fall_asleep(engine: Any) -> None:
-    """Move the weights to host memory and free the accelerator's; resets the prefix cache."""
-    await engine.sleep(level=1)
+async def fall_asleep(engine: Any, level: int) -> None:
+    """Move the weights to host memory (1) or discard them (2), and free the accelerator's;
+    resets the prefix cache."""
+    await engine.sleep(level=level)
 
 
 async def wake_up(engine: Any, tags: list[str]) -> None:
-    """Take memory back: of the "weights", with what was in it, or of the "kv_cache"."""
+    """Take memory back: of the "weights", or of the "kv_cache". At level 2 the model's buffers
+    are all that has its values again."""
     await engine.wake_up(tags)
+
+
+def can_sleep_in_part() -> bool:
+    """Whether an engine whose weights are awake, and whose KV cache is not, can be put to
+    sleep; 0.26 takes it to sleep already."""
+    executor = importlib.import_module("vllm.v1.executor.abstract").Executor
+    return isinstance(getattr(executor, "is_sleeping", None), property)
+
+
+def weights_memory() -> list[tuple[int, int]]:
+    """In a worker: address and bytes of what is discarded with the weights by sleep level 2."""
+    device_allocator = importlib.import_module("vllm.device_allocator")
+    allocator = device_allocator.get_mem_allocator_instance()
+    held = allocator.pointer_to_data.items()
+    return [(address, data.handle[1]) for address, data in held if data.tag == "weights"]
 
 
 async def set_weight_version(engine: Any, text: str) -> None:
@@ -311,6 +328,22 @@ def lead_into_wrapped(wrapped: set[str], packed: Mapping[str, list[str]]) -> Cal
 
 def _same(name: str) -> str:
     return name
+
+
+def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of the files that an engine was started with, by checkpoint names.
+
+    Raises:
+        UnsupportedError: Its loader cannot read them again.
+    """
+    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    loader = loaders.get_model_loader(worker.vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise UnsupportedError(f"{type(loader).__name__} cannot read its files again")
+    tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(
+        worker.model_config, worker.model_runner.get_model()
+    )
+    return tensors
 
 
 def reset_lora_state(model_runner: Any) -> None:

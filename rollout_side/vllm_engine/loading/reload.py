@@ -21,7 +21,7 @@ from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, wait_for_copies
 from weft.contract.errors import LoadFailedError
 from weft.contract.layout.tensors import Reference, check_base
-from weft.contract.names import PolicyVersion
+from weft.contract.names import STARTED_WITH, PolicyVersion
 
 _log = logging.getLogger(__name__)
 #: Modules that wrap others: of LoRA, and of experts (which 0.26 reports without it).
@@ -61,6 +61,18 @@ def apply_base(
         return learn(model, staged, bridges.base_names(model))
 
 
+def reload_files(worker: Any) -> None:
+    """Load what the engine was started with, from its files. Call it while paused.
+
+    Raises:
+        UnsupportedError: They cannot be read again.
+        LoadFailedError: As ``apply_base``.
+    """
+    tensors = bridges.checkpoint_tensors(worker)
+    with bridges.vllm_config_context(worker.vllm_config):
+        reload_layers(worker, STARTED_WITH, tensors, None)
+
+
 def can_learn(worker: Any) -> bool:
     """Whether there may be a plan at all: a CPU holds its weights packed."""
     return bool(worker.device.type == "cuda")
@@ -83,7 +95,7 @@ def reload_layers(
     worker: Any,
     version: PolicyVersion,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    num_tensors: int,
+    num_tensors: int | None,
 ) -> None:
     """Load a base by vLLM's layerwise reload, in vLLM's config context.
 
@@ -92,7 +104,7 @@ def reload_layers(
     Args:
         tensors: Checkpoint names and full tensors, of any device; asked for one after
             the other. vLLM refers to a tensor until its layer is complete.
-        num_tensors: How many there must be.
+        num_tensors: How many there must be, where that is known.
 
     Raises:
         LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
@@ -112,7 +124,7 @@ def _reload(
     worker: Any,
     model: torch.nn.Module,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    num_tensors: int,
+    num_tensors: int | None,
 ) -> None:
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     if worker.device.type == "cpu":
@@ -128,7 +140,7 @@ def _reload(
             yield rename(name), tensor
 
     loaded = model.load_weights(given())  # type: ignore[operator]
-    if num_given != num_tensors:
+    if num_tensors is not None and num_given != num_tensors:
         raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
     idle, tied = _layers_without_weights(model)
     if idle:
@@ -180,14 +192,12 @@ def _layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str
             waiting[name] = {id(p) for p in info.kernel_tensors[0].values()}
     tied = [name for name, parameters in waiting.items() if parameters <= loaded]
     idle_names = [
-        name
-        for name in waiting
-        if name not in tied and not _is_attention(model.get_submodule(name))
+        name for name in waiting if name not in tied and not is_attention(model.get_submodule(name))
     ]
     return idle_names, tied
 
 
-def _is_attention(layer: torch.nn.Module) -> bool:
+def is_attention(layer: torch.nn.Module) -> bool:
     """Whether its parameters are scales that a checkpoint need not hold."""
     return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
 

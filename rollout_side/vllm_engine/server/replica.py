@@ -17,6 +17,7 @@ from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.server.answers import Answers
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
@@ -35,7 +36,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.layout.tensors import Reference
-from weft.contract.names import PolicyVersion
+from weft.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +201,13 @@ class VllmReplica(HeldVersions):
     async def wake_up(self) -> None:
         """See ``Engine``."""
         async with self._gate.exclusive():
-            await self._sleeper.wake_up()
+            has_base = await self._sleeper.wake_up()
+        if not has_base:
+            base = PolicyVersion(BASE_POLICY, self.base_version)
+            try:
+                await self.apply_retained(base)
+            except WeftError as error:  # it stays dirty, which the coordinator sees to
+                _log.warning("%s cannot be loaded from here: %s", base, error)
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
@@ -289,6 +296,7 @@ class VllmReplica(HeldVersions):
                 await self._gate.recover(error, f"switching to {version}")
                 raise
             self._gate.mark_clean()
+            self._sleeper.base_loaded()
             try:
                 # Still paused: later it would wait for the engine's next step, the long one
                 # that computes anew what the cache has lost.
@@ -319,6 +327,8 @@ class VllmReplica(HeldVersions):
 
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
+        if version == STARTED_WITH:
+            return await self.apply_base(FROM_FILES, version, b"")
         held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 

@@ -1,7 +1,8 @@
-"""Putting an engine to sleep, and waking it: vLLM's sleep mode, level 1.
+"""Putting an engine to sleep, and waking it: vLLM's sleep mode.
 
-Asleep, the engine's weights lie in host memory and the accelerator's is free. A switch wakes
-the weights, to be loaded; the KV cache, and with it generation, only ``wake_up``.
+Asleep, the accelerator's memory is free; the engine's weights lie in host memory (level 1), or
+are gone (level 2). A switch wakes the weights, to be loaded; the KV cache, and with it
+generation, only ``wake_up``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.orders import DISCARDS
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.errors import (
@@ -67,27 +69,31 @@ class Sleeper:
                 "this replica's engine cannot sleep: start it with --enable-sleep",
                 reason="SLEEP_DISABLED",
             )
-        asleep = Asleep(order.trainer_id)
-        if self.weights_asleep:
-            self.asleep = asleep
+        former = self.asleep
+        if former is not None and not former.weights_awake:
+            self.asleep = dataclasses.replace(former, trainer_id=order.trainer_id)
             return
+        is_discarded = order.level == DISCARDS or (former is not None and former.base_discarded)
+        asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
         deadline = time.monotonic() + order.timeout_seconds
         whose = f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"
         self._gate.sleep(f"the replica sleeps by order {whose}")
         try:
             await self._end_requests(order.aborts, deadline)
-            await self._free_memory(deadline)
+            await self._free_memory(order.level, deadline)
+            if former is not None and not bridges.can_sleep_in_part():
+                await self._wake("kv_cache")
         except BaseException:
             await self._stay_awake()
             raise
         # From here on memory may be gone, whatever fails: only waking brings it back.
         self.asleep = asleep
-        await self._workers.bounded(self._let_sleep(), "falling asleep")
-        _log.info("asleep, by order %s", whose)
+        await self._workers.bounded(self._let_sleep(order.level), "falling asleep")
+        _log.info("asleep at level %d, by order %s", order.level, whose)
 
-    async def _let_sleep(self) -> None:
+    async def _let_sleep(self, level: int) -> None:
         try:
-            await bridges.fall_asleep(self._engine)
+            await bridges.fall_asleep(self._engine, level)
         except Exception as error:
             # A worker that fails after it has given memory back leaves vLLM in the belief that
             # it is awake, and waking it would do nothing.
@@ -109,9 +115,9 @@ class Sleeper:
                 await self._workers.bounded(aborted, "aborting requests", changes_weights=False)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _free_memory(self, deadline: float) -> None:
+    async def _free_memory(self, level: int, deadline: float) -> None:
         while True:
-            values = await self._workers.call("weft_sleep")
+            values = await self._workers.call("weft_sleep", level)
             if all(value["is_free"] for value in values):
                 return
             if time.monotonic() >= deadline:
@@ -121,7 +127,7 @@ class Sleeper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _stay_awake(self) -> None:
-        await self._workers.call("weft_wake")
+        await self._workers.call("weft_wake", False)
         if self.asleep is not None:  # it was put to sleep before, and its KV cache still is
             return
         self._gate.wake()
@@ -141,16 +147,25 @@ class Sleeper:
             raise self._loss()
         if self.asleep is None or self.asleep.weights_awake:
             return
-        await self._workers.bounded(bridges.wake_up(self._engine, ["weights"]), "waking weights")
+        await self._wake("weights")
+        await self._workers.call("weft_wake", self.asleep.level == DISCARDS)
         self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
-        await self._workers.call("weft_wake")
 
-    async def wake_up(self) -> None:
-        """See ``Engine``."""
+    def base_loaded(self) -> None:
+        """A base has loaded whole."""
+        if self.asleep is not None:
+            self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
+
+    async def wake_up(self) -> bool:
+        """See ``Engine``; but where the base was discarded, and none has loaded since, the
+        engine is dirty: returns whether there is one."""
         if self.asleep is None:
-            return
+            return True
         await self.wake_weights()
-        await self._workers.bounded(bridges.wake_up(self._engine, ["kv_cache"]), "waking the cache")
+        await self._wake("kv_cache")
+        has_base = not self.asleep.base_discarded
+        if not has_base:
+            self._gate.mark_dirty("its weights were discarded as it slept")
         self.asleep = None
         self._gate.wake()
         if self._gate.dirty_reason:  # which vLLM does not know of
@@ -158,3 +173,7 @@ class Sleeper:
         else:
             await self._gate.resume(changed=False)
         _log.info("awake")
+        return has_base
+
+    async def _wake(self, tag: str) -> None:
+        await self._workers.bounded(bridges.wake_up(self._engine, [tag]), f"waking its {tag}")

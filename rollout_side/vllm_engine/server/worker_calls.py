@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.answers import check_answers
 from weft.contract.errors import LoadFailedError, TransferTimeoutError
 from weft.contract.names import PolicyVersion
@@ -147,7 +148,7 @@ class WorkerCalls:
         Raises:
             NotReadyError, DigestMismatchError: As ``Engine`` says; nothing changed.
         """
-        if self._num_ranks == 1:
+        if self._num_ranks == 1 or transfer_id == FROM_FILES:
             return
         values = await self.call("weft_handle", transfer_id)
         handle = next(value["handle"] for value in values if value["handle"])

@@ -29,9 +29,11 @@ from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
-from rollout_side.vllm_engine.compat import cpu_fixes
+from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.reload import apply_base
+from rollout_side.vllm_engine.loading.kept_tensors import keep
+from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
+from rollout_side.vllm_engine.orders import DISCARDS, FROM_FILES
 from rollout_side.vllm_engine.worker import orphans
 from rollout_side.vllm_engine.worker.answers import guarded
 from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
@@ -185,18 +187,23 @@ class WeftWorker:
     @guarded
     def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
         """Load a staged base; call it while paused. It stays staged. One that the engine has
-        whole since it was loaded in place is left as it is.
+        whole since it was loaded in place is left as it is. ``FROM_FILES`` names none: it is
+        loaded from the files that the engine was started with.
 
         Ranks share the receiving rank's copy, so it must not be discarded before
         every rank has answered.
         """
         state = state_of(self)
         state.check_idle()
+        begin = time.perf_counter()
+        if transfer_id == FROM_FILES:
+            state.store.set_served(None)
+            reload_files(self)
+            return {"load_seconds": time.perf_counter() - begin}
         if state.store.is_served(transfer_id, content_digest):
             return {"load_seconds": 0.0}
         staged = state.store.staged(transfer_id, content_digest)
         state.store.set_served(None)
-        begin = time.perf_counter()
         # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
         plan, state.copy_plan = state.copy_plan, None
         state.copy_plan = apply_base(self, staged, state.reference, plan)
@@ -343,15 +350,26 @@ class WeftWorker:
         return {"changed": changed, "kept": False}
 
     @guarded
-    def weft_sleep(self: Any) -> dict[str, Any]:
+    def weft_sleep(self: Any, level: int) -> dict[str, Any]:
         """Let go of what lies on the accelerator for Weft, before the engine sleeps; says
-        whether nothing reads the engine's weights any more. Call it until so."""
-        return {"is_free": state_of(self).store.fall_asleep()}
+        whether nothing reads the engine's weights any more. Call it until so. Where weights
+        are to be discarded, keep what no base brings."""
+        state = state_of(self)
+        is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
+        if is_free and level == DISCARDS:
+            state.kept = keep(self.model_runner.get_model(), bridges.weights_memory())
+        return {"is_free": is_free}
 
     @guarded
-    def weft_wake(self: Any) -> None:
-        """The engine's weights are there again."""
-        state_of(self).store.wake_up()
+    def weft_wake(self: Any, discarded: bool) -> None:
+        """The engine's weights are there again, or memory for them alone."""
+        state = state_of(self)
+        if discarded:
+            state.copy_plan = None  # which leaves be what was not in the last base
+            if state.kept is not None:
+                state.kept.restore()
+        state.kept = None
+        state.store.wake_up(discarded=discarded)
 
     @guarded
     def weft_close(self: Any) -> None:

@@ -17,6 +17,7 @@ from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
@@ -57,6 +58,8 @@ class WorkerState:
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     copy_plan: CopyPlan | None = None
     """How the base that was loaded last can be loaded by copies alone."""
+    kept: KeptTensors | None = None
+    """Of a sleep that discards weights: what no base brings."""
     load: InPlaceLoad | None = None
     """The base that is loaded in place, or was and waits for its commit."""
     tracer: Tracer = NO_TRACER

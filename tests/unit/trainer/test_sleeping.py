@@ -53,7 +53,7 @@ class _Client:
 def test_the_sender_tells_the_gpus_of_every_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleeping, "used_gpus", lambda: ["b", "a"])
     client: Any = _Client()
-    names = sleeping.sleep(_Ranks(0, b'["c", "a"]'), client, "abort", 3.0)
+    names = sleeping.sleep(_Ranks(0, b'["c", "a"]'), client, 2, "abort", 3.0)
     assert names == ("r0", "r1")
     assert list(client.request.gpu_uuids) == ["a", "b", "c"]
     assert client.request.when_running == registry_pb2.WHEN_RUNNING_ABORT
@@ -65,7 +65,7 @@ def test_the_sender_tells_the_gpus_of_every_rank_once(monkeypatch: pytest.Monkey
 def test_another_rank_gives_its_own_and_returns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleeping, "used_gpus", lambda: ["d"])
     rank = _Ranks(1, b'["r0", "r1"]')
-    assert sleeping.sleep(rank, None, "finish", 3.0) == ("r0", "r1")
+    assert sleeping.sleep(rank, None, 1, "finish", 3.0) == ("r0", "r1")
     assert rank.given.strip() == b'["d"]'
 
 

@@ -17,7 +17,8 @@ def asleep_from_proto(message: _SaysSleep) -> Asleep | None:
     """What a replica says of its sleep; None of one that is awake."""
     if not message.HasField("sleep"):
         return None
-    return Asleep(message.sleep.trainer_id, message.sleep.weights_awake)
+    said = message.sleep
+    return Asleep(said.trainer_id, said.weights_awake, said.level or 1)
 
 
 def sleep_request(
@@ -35,7 +36,19 @@ def sleep_request(
         trainer_id=call.trainer_id,
         when_running=abort if call.aborts else finish,
         timeout=duration_to_proto(call.seconds),
+        level=call.level,
     )
+
+
+def level_from_proto(value: int) -> int:
+    """At which level a replica is to sleep.
+
+    Raises:
+        InvalidRequestError: There is no such level.
+    """
+    if value not in (0, 1, 2):
+        raise InvalidRequestError(f"level is {value}, and must be 1 or 2")
+    return value or 1
 
 
 def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:

@@ -389,21 +389,22 @@ class ReplicaCaller:
         )
 
     async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
-        stub, asleep, failure = self._stub(call.address), None, None
+        stub, asleep, failure, dirty_reason = self._stub(call.address), None, None, ""
         request = sleep_request(call, self._generation())
         try:
             if isinstance(request, replica_pb2.SleepRequest):
                 response = await stub.Sleep(request, timeout=call.timeout_seconds)
                 asleep = asleep_from_proto(response)
             else:
-                await stub.WakeUp(request, timeout=call.timeout_seconds)
+                woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
+                dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]
         except grpc.RpcError as error:
             failure = _failure(error, call.replica_id)
         of = (call.replica_id, call.incarnation)
         if isinstance(call, effects.CallSleep):
             self._post(events.SleepAnswered(*of, asleep, failure))
         else:
-            self._post(events.WakeAnswered(*of, failure))
+            self._post(events.WakeAnswered(*of, failure, dirty_reason))
 
 
 def _failure(error: grpc.RpcError, replica_id: str) -> Failure:

@@ -12,7 +12,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
-from weft.coordinator.messages.sleep import aborts_from_proto
+from weft.coordinator.messages.sleep import aborts_from_proto, level_from_proto
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import fresh_ids
@@ -169,14 +169,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.SleepReplicaRequest, context: Context
     ) -> admin_pb2.SleepReplicaResponse:
         """Source: protos/weft/v1/admin.proto."""
-        aborts = aborts_from_proto(request.when_running)
+        aborts, level = aborts_from_proto(request.when_running), level_from_proto(request.level)
         seconds = REQUESTS_SECONDS
         if request.HasField("timeout"):
             seconds = duration_from_proto(request.timeout)
         answer_by = self._answer_by(context)
         await self._driver.call(
             lambda ticket: events.SleepReplica(
-                ticket, request.replica_id, aborts, seconds, answer_by
+                ticket, request.replica_id, aborts, seconds, answer_by, level
             ),
             until=answer_by,
         )

@@ -19,7 +19,7 @@ from weft.coordinator.decisions.replicas.replica_state import (
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.decisions.step import already_committed, not_its_owner
-from weft.coordinator.messages.sleep import aborts_from_proto
+from weft.coordinator.messages.sleep import aborts_from_proto, level_from_proto
 from weft.coordinator.messages.wire import (
     adapter_from_proto,
     begin_to_proto,
@@ -281,12 +281,14 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     ) -> publish_pb2.SleepRolloutsResponse:
         """Source: protos/weft/v1/publish.proto."""
         aborts, answer_by = aborts_from_proto(request.when_running), self._answer_by(context)
+        level = level_from_proto(request.level)
         answer = await self._driver.call(
             lambda ticket: events.SleepRollouts(
                 ticket=ticket,
                 fencing_token=request.fencing_token,
                 session_id=request.session_id,
                 gpu_uuids=frozenset(request.gpu_uuids),
+                level=level,
                 aborts=aborts,
                 seconds=duration_from_proto(request.timeout),
                 answer_by=answer_by,

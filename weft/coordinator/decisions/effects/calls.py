@@ -116,6 +116,7 @@ class CallSleep:
     incarnation: str
     address: str
     trainer_id: str
+    level: int
     aborts: bool
     seconds: float
     """How long requests may take to end."""

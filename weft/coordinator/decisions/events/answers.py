@@ -97,6 +97,8 @@ class WakeAnswered:
     replica_id: str
     incarnation: str
     failure: Failure | None
+    dirty_reason: str = ""
+    """Of one that has nothing to serve; see ``Replica.dirty_reason``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,7 @@ class SleepReplica:
     seconds: float
     """How long those may take to end."""
     answer_by: float
+    level: int = 1
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ class SleepRollouts:
     fencing_token: int
     session_id: str
     gpu_uuids: frozenset[str]
+    level: int = 1
     aborts: bool
     """Whether running requests are aborted, rather than finished."""
     seconds: float

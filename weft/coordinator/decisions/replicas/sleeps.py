@@ -50,6 +50,7 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
     order = SleepOrder(
         trainer_id=lease.trainer_id,
         fencing_token=token,
+        level=event.level,
         aborts=event.aborts,
         seconds=event.seconds,
     )
@@ -61,7 +62,7 @@ def sleep_replica(change: Change, event: events.SleepReplica) -> None:
     if event.replica_id not in change.state.replicas:
         change.refuse([event.ticket], unknown_replica(event.replica_id))
         return
-    order = SleepOrder(trainer_id="", aborts=event.aborts, seconds=event.seconds)
+    order = SleepOrder(trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds)
     _sleep(change, event.ticket, [event.replica_id], order, event.answer_by)
 
 
@@ -126,9 +127,10 @@ def adopt(change: Change, event: events.Register) -> None:
     known_here = event.last_coordinator_id == state.coordinator_id
     if event.asleep is None or known_here or event.replica_id in state.sleeps:
         return
-    trainer_id = event.asleep.trainer_id
+    trainer_id, level = event.asleep.trainer_id, event.asleep.level
     until = change.now + state.settings.lease_seconds if trainer_id else float("inf")
-    _put(change, event.replica_id, SleepOrder(trainer_id=trainer_id, until=until, confirmed=True))
+    order = SleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
+    _put(change, event.replica_id, order)
 
 
 def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
@@ -152,12 +154,16 @@ def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
 
 
 def wake_answered(change: Change, event: events.WakeAnswered) -> None:
-    """A replica is awake, or says why not, and is called again."""
+    """A replica is awake, or says why not, and is called again. One that has no weights to wake
+    with is brought a base before it is routed to, like any whose weights may be mixed."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.incarnation != event.incarnation:
         return
     if event.failure is None:
-        change.put_replica(replace(replica, asleep=None, sleep_call_until=float("-inf")))
+        replica = replace(replica, asleep=None, sleep_call_until=float("-inf"))
+        if event.dirty_reason:
+            replica = replace(replica, dirty_reason=event.dirty_reason, vector_set_at=change.now)
+        change.put_replica(replica)
         return
     _call_again(change, replica)
     if event.failure.reason not in _TRANSIENT:
@@ -244,7 +250,9 @@ def _call(change: Change, replica: Replica) -> None:
     if order is None:
         change.emit(CallWake(*where, seconds))
     else:
-        change.emit(CallSleep(*where, order.trainer_id, order.aborts, order.seconds, seconds))
+        change.emit(
+            CallSleep(*where, order.trainer_id, order.level, order.aborts, order.seconds, seconds)
+        )
 
 
 def _call_again(change: Change, replica: Replica) -> None:

@@ -13,6 +13,8 @@ class Asleep:
     """Who put it to sleep; empty for an operator."""
     weights_awake: bool = False
     """Whether a push has woken its weights."""
+    level: int = 1
+    """At which it was put to sleep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class SleepOrder:
     fencing_token: int = 0
     """Of the base's lease that it is a part of; 0 for an operator's, or where a replica has
     told of it, and the trainer has not been heard since."""
+    level: int = 1
+    """1 moves weights to host memory, 2 discards them."""
     aborts: bool = False
     """Whether running requests are aborted, rather than finished."""
     seconds: float = 0.0

@@ -33,7 +33,7 @@ def _pool() -> Machine:
     return m
 
 
-def _sleep(m: Machine, *gpus: str, seconds: float = 60.0) -> int:
+def _sleep(m: Machine, *gpus: str, seconds: float = 60.0, level: int = 1) -> int:
     ticket = next(m.ids)
     m.do(
         events.SleepRollouts(
@@ -41,6 +41,7 @@ def _sleep(m: Machine, *gpus: str, seconds: float = 60.0) -> int:
             fencing_token=m.tokens.get("base", 0),
             session_id="s1",
             gpu_uuids=frozenset(gpus or ("a", "b")),
+            level=level,
             aborts=False,
             seconds=5.0,
             answer_by=m.now + seconds,
@@ -293,3 +294,35 @@ def test_a_replica_that_drains_does_so_asleep() -> None:
     m = _slept()
     m.do(events.DrainReplica(0, "r0", 60.0, ""))
     assert _state(m, "r0")[0] is ReplicaState.DRAINING
+
+
+def test_the_level_that_is_ordered_is_what_each_process_is_told() -> None:
+    m = _pool()
+    _sleep(m, "a", level=2)
+    m.do(events.SleepReplica(next(m.ids), "r1", False, 5.0, m.now + 60, 2))
+    assert [call.level for call in m.ever(effects.CallSleep)] == [2, 2]
+
+
+def test_a_level_that_a_replica_tells_of_is_kept_for_its_next_process() -> None:
+    m = Machine()
+    more = {"gpu_uuids": ("a",), "can_sleep": True}
+    m.register("r0", **more, asleep=Asleep("", level=2), last_coordinator_id="the former one")
+    m.pool()
+    m.pass_time(5.0, beats=False)
+    m.register("r0", "i2", **more)
+    m.pass_time(1.0)
+    assert [(call.incarnation, call.level) for call in m.ever(effects.CallSleep)] == [("i2", 2)]
+
+
+def test_one_that_wakes_without_weights_is_brought_a_base_and_routed_to_after() -> None:
+    m = _slept()
+    m.do(events.WakeAnswered("r1", "i1", None))  # of a wake that was on its way
+    ticket = _wake(m)
+    m.do(events.WakeAnswered("r0", "i1", None, "its weights were discarded as it slept"))
+    _awake(m, "r1")
+    assert m.answer(ticket) == effects.SleepAnswer(("r0", "r1"))
+    state, why = _state(m, "r0")
+    assert state is ReplicaState.QUARANTINED
+    assert why.startswith("its weights were discarded as it slept")
+    assert not m.state.replicas["r0"].routed
+    assert m.state.replicas["r1"].routed

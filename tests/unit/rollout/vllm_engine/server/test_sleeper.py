@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rollout_side.engine import Asleep, SleepOrder
+from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferTimeoutError
@@ -16,8 +17,14 @@ SLEPT = ["weft_sleep", "sleep 1"]
 LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]
 
 
-def _order(*, aborts: bool = False, seconds: float = 5.0) -> SleepOrder:
-    return SleepOrder(trainer_id="t1", aborts=aborts, timeout_seconds=seconds)
+def _order(*, level: int = 1, aborts: bool = False, seconds: float = 5.0) -> SleepOrder:
+    return SleepOrder(trainer_id="t1", level=level, aborts=aborts, timeout_seconds=seconds)
+
+
+@pytest.fixture(autouse=True)
+def _sleeps_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's newer executors do; theirs is not imported."""
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: True)
 
 
 def _refused(replica: VllmReplica) -> str:
@@ -163,6 +170,96 @@ async def test_an_engine_that_fails_as_it_falls_asleep_is_never_woken() -> None:
         assert caught.value.metadata == {"dirty": "true"}
     assert engine.calls == SLEPT
     assert "half of it is gone" in _refused(replica)
+
+
+DISCARDED = ["weft_sleep", "sleep 2"]
+WOKEN = ["wake weights", "weft_wake discarded"]
+
+
+async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order(level=2))
+    assert replica.asleep == Asleep("t1", level=2, base_discarded=True)
+    await replica.apply_base("t", BASE, b"")
+    assert replica.asleep == Asleep("t1", weights_awake=True, level=2)
+    await replica.wake_up()
+    assert engine.calls == [*DISCARDED, *WOKEN, *LOADED, "wake kv_cache", "resume"]
+    assert _refused(replica) == ""
+
+
+async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
+    engine = FakeEngine()
+    held = {"transfer_id": "t0", "content_digest": b"", "manifest": b"m"}
+    engine.answers["weft_held"] = lambda: [ok(**held)]
+    replica = make_replica(engine, can_sleep=True)
+    await replica.apply_base("t0", BASE, b"")
+    await replica.fall_asleep(_order(level=2))
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    assert replica.asleep == Asleep("t1", weights_awake=True, level=2, base_discarded=True)
+    engine.calls.clear()
+    await replica.wake_up()
+    assert engine.calls == ["wake kv_cache", "pause", "weft_held", *LOADED, "resume"]
+    assert (replica.dirty_reason, _refused(replica)) == ("", "")
+
+
+async def test_what_it_was_started_with_comes_from_its_files() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order(level=2))
+    await replica.wake_up()
+    loaded = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base", "resume"]
+    assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "pause", *loaded]
+    assert engine.last_args["weft_apply_base"] == ("", b"")
+
+
+async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_held"] = lambda: [failed("VERSION_UNKNOWN")]
+    replica = make_replica(engine, can_sleep=True)
+    await replica.apply_base("t0", BASE, b"")
+    await replica.fall_asleep(_order(level=2))
+    await replica.wake_up()
+    assert replica.asleep is None
+    assert replica.dirty_reason == "its weights were discarded as it slept"
+    assert "being repaired" in _refused(replica)
+    assert engine.calls[-1] == "weft_held"  # paused
+    await replica.apply_base("t", BASE, b"")
+    assert engine.calls[-1] == "resume"
+    assert (replica.dirty_reason, _refused(replica)) == ("", "")
+
+
+async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order(level=2))
+    await replica.fall_asleep(_order(level=1))
+    assert replica.asleep == Asleep("t1", level=2, base_discarded=True)
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    await replica.fall_asleep(_order(level=1))
+    assert engine.calls[-2:] == SLEPT
+    assert replica.asleep == Asleep("t1", level=1, base_discarded=True)
+
+
+async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await replica.fall_asleep(_order())
+    await replica.apply_base("t", BASE, b"")
+    await replica.fall_asleep(_order())
+    assert engine.calls[-3:] == ["weft_sleep", "wake kv_cache", "sleep 1"]
+
+
+async def test_one_that_stays_awake_has_discarded_nothing() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_sleep"] = lambda: [ok(is_free=False)]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(TransferTimeoutError):
+        await replica.fall_asleep(_order(level=2, seconds=0.05))
+    assert engine.calls[-2:] == ["weft_wake", "resume"]
 
 
 async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
