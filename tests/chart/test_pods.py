@@ -215,6 +215,14 @@ def test_the_memory_limit_is_the_sum_of_what_a_replica_may_take():
     assert without["resources"]["limits"]["memory"] == f"{(24 + 4 + 2) * 1024}Mi"
 
 
+def test_one_that_may_sleep_is_told_so_and_has_room_for_its_weights():
+    assert "--enable-sleep" not in args(replica(render("gpu")))
+    values = ("replicas.staging=device", "replicas.spill.kind=none", "replicas.enableSleep=true")
+    sleeper = replica(render("gpu", *values))
+    assert "--enable-sleep" in sleeper["args"]
+    assert sleeper["resources"]["limits"]["memory"] == f"{(24 + 4 + 2 + 16) * 1024}Mi"
+
+
 def test_a_limit_that_is_given_is_kept_and_is_the_request_too():
     resources = replica(render("everything"))["resources"]
     assert resources["limits"]["memory"] == resources["requests"]["memory"] == "512Gi"

@@ -38,6 +38,7 @@ REFUSED = [
     ("gpu", ["replicas.tensorParallelSize=2"], "as many GPUs in the one pod"),
     ("everything", ["replicas.staging=in-place"], "it needs tensorParallelSize 1"),
     ("cpu", ["replicas.staging=device"], "staging=device needs a GPU"),
+    ("cpu", ["replicas.enableSleep=true"], "enableSleep needs a GPU"),
     ("cpu", ["replicas.backend=nccl"], "backend=nccl needs a GPU"),
     ("cpu", ["replicas.rdma.enabled=true"], "rdma is for NCCL between GPUs"),
     ("everything", ["replicas.backend=gloo"], "rdma is for NCCL between GPUs"),
@@ -66,6 +67,7 @@ REFUSED = [
 NOT_OF_THE_SCHEMA = [
     ("replicas.replicas=3", "Additional property replicas is not allowed"),
     ("replicas.staging=disk", "replicas.staging"),
+    ("replicas.enableSleep=2", "replicas.enableSleep"),
     ("replicas.count=-1", "replicas.count"),
     ("replicas.lora.maxRank=9", "replicas.lora.maxRank"),
     ("replicas.maxUnavailable=0", "replicas.maxUnavailable"),

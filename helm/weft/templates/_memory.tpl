@@ -31,6 +31,10 @@
 {{- /* What is read from the spill directory is staged on the host first. */ -}}
 {{- $gib = addf $gib $memory.stagingGib -}}
 {{- end -}}
+{{- if .Values.replicas.enableSleep -}}
+{{- /* Asleep, its weights lie on the host, or a copy of them. */ -}}
+{{- $gib = addf $gib $memory.stagingGib -}}
+{{- end -}}
 {{- ceil (mulf $gib 1024.0) | int64 -}}
 {{- end }}
 
@@ -40,6 +44,8 @@
 modelLoadGib {{ $memory.modelLoadGib }}
 {{- if include "weft.stagesOnHost" . }} + stagingGib {{ $memory.stagingGib }} + retainedGib {{ $memory.retainedGib }}
 {{- else if ne .Values.replicas.spill.kind "none" }} + stagingGib {{ $memory.stagingGib }}
+{{- end }}
+{{- if .Values.replicas.enableSleep }} + stagingGib {{ $memory.stagingGib }}, asleep
 {{- end }} + adaptersGib {{ $memory.adaptersGib }} + shmGib {{ $memory.shmGib }}
 {{- end }}
 
