@@ -1,11 +1,15 @@
 """A replica on the trainer's own GPU sleeps: what it answers once it is awake is what it answered
-before, bit for bit, or what was pushed meanwhile. One GPU is enough."""
+before, bit for bit, or what was pushed meanwhile. At level 2 too, where vLLM forgets the weights
+and the slots of adapters. One GPU is enough; engines start one after another.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -15,6 +19,7 @@ from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
 from tests.gpu.test_pushes import DRY, LORA, VLLM, Pushed, answers, make_model, save
 from tests.models import draw_adapter
+from trainer_side import Publisher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,79 +28,188 @@ pytestmark = [
 ]
 # Far below what the engine's KV cache takes.
 _FREED_BYTES = 4 * 2**30
+_BASE = "base-model"
+
+Answers = list[tuple[list[str], list[float]]]
+Level = Literal[1, 2]
 
 
-@pytest.fixture(scope="module", params=["auto", "in-place"])
-def pushed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pushed]:
+@dataclass
+class Place:
+    """A replica on the trainer's GPU, and what it answers awake."""
+
+    pushed: Pushed
+    staging: str
+    publisher: Publisher
+    adapter: Path
+    wrapped: Any
+    """The model that the adapter is of."""
+    one: Any
+    other: Any
+    of_one: Answers
+    of_other: Answers
+    of_adapter: Answers
+    of_merged: Answers
+
+    def sleep(self, level: Level) -> int:
+        """Have it sleep; returns the bytes that are free since."""
+        before = _free_bytes()
+        slept = self.publisher.sleep_rollouts(level=level, when_running="abort")
+        assert slept == (() if DRY else ("pushed",))
+        assert self.refuses() is not DRY
+        return _free_bytes() - before
+
+    def wake(self) -> None:
+        """Have it awake, and routed to."""
+        assert self.publisher.wake_rollouts() == (() if DRY else ("pushed",))
+        self.pushed.pool.wait_ready(1, 30)
+
+    def refuses(self) -> bool:
+        """Whether it takes no requests."""
+        body = {"model": _BASE, "prompt": [5], "max_tokens": 1}
+        answer = httpx.post(f"{self.pushed.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code in (200, 503), answer.text
+        return answer.status_code == 503
+
+    def answers(self, model: str = _BASE) -> Answers:
+        """Of one model, now."""
+        return answers(self.pushed.url, model)
+
+    def has_no_copy(self, level: Level) -> bool:
+        """Whether a sleep leaves it nothing to load the last push from."""
+        return level == 2 and self.staging == "in-place" and not DRY
+
+
+def _free_bytes() -> int:
+    return 0 if DRY else torch.cuda.mem_get_info(0)[0]
+
+
+# Two processes on one GPU: NCCL refuses them, and bytes go over gloo, or inside that GPU.
+@pytest.fixture(scope="module", params=[("auto", "gloo"), ("in-place", "auto")], ids=str)
+def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Place]:
     """A replica on the trainer's GPU, which is told to be able to sleep."""
-    work: Path = tmp_path_factory.mktemp(f"sleep-{request.param}")
+    from peft import LoraConfig, get_peft_model
+
+    staging, backend = request.param
+    work: Path = tmp_path_factory.mktemp(f"sleep-{staging}")
     pool = GpuPool(work).start()
     try:
-        options = ["--staging", request.param, "--log-level", "debug"]
+        options = ["--staging", staging, "--log-level", "debug"]
         options += [] if DRY else ["--enable-sleep"]  # which a CPU has not
         model = save(make_model("dense", 0), work / "other")
         pool.launch("pushed", "0", model, *VLLM, *LORA, options=options)
-        yield Pushed(pool, pool.url("pushed"))
+        settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear",
+                              exclude_modules=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
+        wrapped = get_peft_model(make_model("dense", 1), settings)
+        draw_adapter(wrapped, 3)
+        wrapped.to(torch.bfloat16).save_pretrained(work / "adapter")
+        pushed = Pushed(pool, pool.url("pushed"))
+        with pushed.publisher(backend=backend) as publisher:
+            one, other = make_model("dense", 1), make_model("dense", 2)
+            of_start = answers(pushed.url, _BASE)
+            # What it was started with has no copy: it is read from the files again.
+            publisher.sleep_rollouts(level=2)
+            publisher.wake_rollouts()
+            pool.wait_ready(1, 30)
+            assert answers(pushed.url, _BASE) == of_start
+            found = []
+            for push in (
+                lambda: publisher.push_base(other),
+                lambda: publisher.push_merged(wrapped),
+                lambda: publisher.push_base(one),
+            ):
+                push()
+                found.append(answers(pushed.url, _BASE))
+            of_other, of_merged, of_one = found
+            publisher.push_adapter(work / "adapter", "math")
+            of_adapter = answers(pushed.url, "math")
+            each = (of_start, of_one, of_other, of_merged, of_adapter)
+            assert len({str(answer) for answer in each}) == len(each)
+            yield Place(
+                pushed, staging, publisher, work / "adapter", wrapped, one, other,
+                of_one, of_other, of_adapter, of_merged,
+            )  # fmt: skip
     finally:
         pool.stop()
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: Any) -> Path:
-    """A directory that PEFT saved."""
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear",
-                          exclude_modules=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
-    wrapped = get_peft_model(make_model("dense", 1).cpu(), settings)
-    draw_adapter(wrapped, 3)
-    path: Path = tmp_path_factory.mktemp("adapter")
-    wrapped.to(torch.bfloat16).save_pretrained(path)
-    return path
+@pytest.fixture(params=[1, 2], ids=["level 1", "level 2"])
+def level(request: pytest.FixtureRequest, place: Place) -> Level:
+    """At which it sleeps, once it serves ``one``, and the adapter."""
+    if place.answers() != place.of_one:
+        place.publisher.push_base(place.one)
+    found: Level = request.param
+    return found
 
 
-def _refuses(pushed: Pushed) -> bool:
-    body = {"model": "base-model", "prompt": [5], "max_tokens": 1}
-    return httpx.post(f"{pushed.url}/v1/completions", json=body, timeout=60).status_code == 503
+def test_it_answers_as_before(place: Place, level: Level, note: Note) -> None:
+    freed = place.sleep(level)
+    assert DRY or freed > _FREED_BYTES
+    began = time.monotonic()
+    if place.has_no_copy(level):
+        assert place.publisher.wake_rollouts() == ("pushed",)
+        assert place.refuses()
+        place.publisher.push_base(place.one)
+        place.pushed.pool.wait_ready(1, 30)
+    else:
+        place.wake()
+    seconds = time.monotonic() - began
+    assert place.answers() == place.of_one
+    assert place.answers("math") == place.of_adapter
+    found = f"bitwise as before; {freed / 2**30:.1f} GiB were free; awake in {seconds:.1f} s"
+    note(f"dense, {place.staging}", f"sleep at level {level}", found)
 
 
-def test_answers_survive_sleep_and_pushes_into_it(
-    pushed: Pushed, adapter: Path, note: Note
-) -> None:
-    one, other = make_model("dense", 1), make_model("dense", 2)
-    slept = () if DRY else ("pushed",)
-    with pushed.publisher(backend="gloo") as publisher:  # NCCL refuses two on one GPU
-        publisher.push_base(other)
-        of_other = answers(pushed.url, "base-model")
-        publisher.push_base(one)
-        publisher.push_adapter(adapter, "math")
-        of_one, of_adapter = answers(pushed.url, "base-model"), answers(pushed.url, "math")
-        assert len({str(found) for found in (of_one, of_other, of_adapter)}) == 3
+def test_it_answers_what_was_pushed_as_it_slept(place: Place, level: Level, note: Note) -> None:
+    place.sleep(level)
+    place.publisher.push_base(place.other)
+    assert place.refuses() is not DRY
+    place.wake()
+    assert place.answers() == place.of_other
 
-        before = 0 if DRY else torch.cuda.mem_get_info(0)[0]
-        assert publisher.sleep_rollouts() == slept
-        freed = 0 if DRY else torch.cuda.mem_get_info(0)[0] - before
-        assert DRY or freed > _FREED_BYTES
-        assert _refuses(pushed) is not DRY
-        assert publisher.wake_rollouts() == slept
-        assert answers(pushed.url, "base-model") == of_one
-        assert answers(pushed.url, "math") == of_adapter
+    place.sleep(level)
+    place.publisher.push_merged(place.wrapped)
+    place.wake()
+    assert place.answers() == place.of_merged
 
-        publisher.sleep_rollouts(when_running="abort")
-        publisher.push_base(other)
-        assert _refuses(pushed) is not DRY
-        publisher.wake_rollouts()
-        assert answers(pushed.url, "base-model") == of_other
+    place.sleep(level)
+    began = time.monotonic()
+    place.publisher.push_base(place.one)
+    version = place.publisher.push_adapter(place.adapter, "math")
+    place.wake()
+    seconds = time.monotonic() - began
+    assert place.answers(str(version)) == place.of_adapter
+    assert place.answers() == place.of_one
+    found = f"bitwise as pushed awake; base, adapter and waking {seconds:.1f} s"
+    note(f"dense, {place.staging}", f"2 bases, 1 merged, asleep at level {level}", found)
 
-        publisher.sleep_rollouts()
-        publisher.push_base(one)
-        version = publisher.push_adapter(adapter, "math")
-        publisher.wake_rollouts()
-        assert answers(pushed.url, str(version)) == of_adapter
-        assert answers(pushed.url, "base-model") == of_one
-        publisher.sleep_rollouts()
-    if not DRY:
-        pushed.pool.wait_ready(1, 60)  # the lease has ended
-    assert answers(pushed.url, "base-model") == of_one
-    found = f"bitwise before, after and pushed into sleep; {freed / 2**30:.1f} GiB were free"
-    note("dense", "4 sleeps on the trainer's GPU", found)
+
+def test_an_adapter_pushed_as_it_slept_brings_no_base(place: Place, level: Level) -> None:
+    place.sleep(level)
+    version = place.publisher.push_adapter(place.adapter, "math")
+    assert place.refuses() is not DRY
+    if place.has_no_copy(level):
+        place.publisher.push_base(place.one)
+    place.wake()
+    assert place.answers(str(version)) == place.of_adapter
+    assert place.answers() == place.of_one
+
+
+def test_its_weights_sleep_again_once_a_push_has_woken_them(place: Place, level: Level) -> None:
+    place.sleep(level)
+    once = _free_bytes()
+    place.publisher.push_base(place.other)
+    place.sleep(level)
+    assert abs(_free_bytes() - once) < _FREED_BYTES
+    place.publisher.push_base(place.one)
+    place.wake()
+    assert place.answers() == place.of_one
+    assert place.answers("math") == place.of_adapter
+
+
+def test_the_end_of_the_lease_wakes_it(place: Place) -> None:
+    place.sleep(1)
+    place.publisher.close()
+    place.pushed.pool.wait_ready(1, 60)
+    assert place.answers() == place.of_one
+    assert place.answers("math") == place.of_adapter
