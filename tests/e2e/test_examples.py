@@ -174,6 +174,15 @@ def test_external_pool(pool):
 
 
 @pytest.mark.matrix
+def test_colocated_grpo(pool):
+    """On a CPU no replica shares a GPU, and none sleeps."""
+    said = pool.run(_PYTHON, "colocated_grpo.py", "--steps", "2")
+    told = re.compile(r"samples by (\S+), loss .* meanwhile: none; pushed (\S+) ")
+    (first, pushed), (second, _) = [found.groups() for line in said if (found := told.search(line))]
+    assert second == pushed != first
+
+
+@pytest.mark.matrix
 def test_asynchronous(pool):
     said = pool.run(_PYTHON, "asynchronous.py", "--steps", "5")
     seen = [
