@@ -81,7 +81,7 @@ def member(arguments: list[str]) -> None:
     path, rank, size, backend, bucket, count = arguments[0], *arguments[1:3], *arguments[3:]
     has_gpu = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and backend == ONE_SIDED
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    num_bytes, ring, is_sender = int(bucket), window(device), rank == "0"
+    num_bytes, ring, is_sender = int(bucket), window(device, backend), rank == "0"
     store = dist.FileStore(path, int(size))
     store.set_timeout(_TIMEOUT)
     with on_device(device):

@@ -136,7 +136,7 @@ class CopiedBuckets:
     ) -> None:
         self.manifest = copy.manifest
         need = max(bucket.wire_bytes for bucket in self.manifest.buckets)
-        self.num_buffers = min(window(device), len(self.manifest.buckets))
+        self.num_buffers = min(window(device, backend), len(self.manifest.buckets))
         self._buffers = [allocate(backend, need, device) for _ in range(self.num_buffers)]
         self._copy, self._nonce = copy, nonce
         self._digests: list[list[int]] = []

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 # Directions wait here while a transfer is received; one trainer's transfers are
 # serial, so there are never more than a few.
 _MAX_DIRECTIONS = 100
+# Receives posted ahead from one sender: one arrives, one is verified, one more is ready. Where
+# they have buffers of their own, that is so many for each sender.
+_MAX_AHEAD = 3
 # How often a thread that waits for the one before it looks whether it must leave.
 _LOOK_SECONDS = 0.2
 # A push that was received is committed by then: making memory may slow the engine down.
@@ -282,7 +285,7 @@ class GroupReceiver:
             version=version,
             nonce=prepare.nonce,
             deadline=deadline,
-            num_in_flight=prepare.num_buckets_in_flight,
+            num_in_flight=min(prepare.num_buckets_in_flight, _MAX_AHEAD),
             plan=plan,
             transfer=transfer,
             span=span,

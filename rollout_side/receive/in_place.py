@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from weft.contract.errors import (
 )
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
-from weft.transport.buckets import Assembly, bucket_sums, verify_bucket, verify_runs
+from weft.transport.buckets import Assembly, bucket_sums, start_bucket, start_runs
 
 _log = logging.getLogger(__name__)
 
@@ -152,11 +153,16 @@ class InPlaceBuffers:
         size = self._handoff.manifest.buckets[index].wire_bytes
         return self._buffers[index % len(self._buffers)][:size]
 
-    def accept(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        self._put(index, wire, verify_bucket(wire, self._handoff.manifest, index, nonce))
-        self.num_kept = max(self.num_kept, index + 1)
+        verified = start_bucket(wire, self._handoff.manifest, index, nonce)
+
+        def end() -> None:
+            self._put(index, wire, verified())
+            self.num_kept = max(self.num_kept, index + 1)
+
+        return end
 
     def _put(self, bucket: int, wire: torch.Tensor, digests: list[int]) -> None:
         self._handoff.put(bucket, wire, digests)
@@ -201,19 +207,27 @@ class GatheringBuffers(InPlaceBuffers):
         """See ``ReceiveBuffers``."""
         return self._lanes.wire(index)
 
-    def accept(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
-        plan, manifest, wire = self._plan, self._handoff.manifest, self.wire(index)
-        planned = plan.buckets[index]
+        manifest, wire = self._handoff.manifest, self.wire(index)
+        planned = self._plan.buckets[index]
         bucket, size = planned.bucket, planned.payload_bytes
         if bucket < self._num_put:  # it comes again, for a slower member
-            verify_runs(wire, size, manifest, index, nonce, bucket=bucket)
-            return
-        place = super().wire(bucket)
-        into = Assembly(place, [0] * len(manifest.buckets))
-        carried = take_runs(wire, size, manifest, index, nonce, into, bucket)
-        self._gathered.append(carried)
-        if index + 1 == plan.begin_of(bucket + 1):
+            verified = start_runs(wire, size, manifest, index, nonce, bucket=bucket)
+            return partial(self._drop, verified)
+        into = Assembly(super().wire(bucket), [0] * len(manifest.buckets))
+        taken = take_runs(wire, size, manifest, index, nonce, into, bucket)
+        return partial(self._gather, index, bucket, into.data, taken)
+
+    def _drop(self, verified: Callable[[], object]) -> None:
+        verified()
+
+    def _gather(
+        self, index: int, bucket: int, place: torch.Tensor, taken: Callable[[], Carried]
+    ) -> None:
+        self._gathered.append(taken())
+        if index + 1 == self._plan.begin_of(bucket + 1):
+            manifest = self._handoff.manifest
             runs = [run for wire in self._gathered for run in wire.runs]
             digests = [digest for wire in self._gathered for digest in wire.digests]
             self._put(bucket, place, bucket_sums(manifest, bucket, runs, digests))

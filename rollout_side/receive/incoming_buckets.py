@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
+
+import torch
 
 from rollout_side.receive.transfer import Prepared, ReceiveBuffers
 from weft.transport.group import Operation
@@ -21,48 +25,116 @@ def receive_buckets(
     """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
 
     Receives are posted in the order of all buckets, whoever sends them, as every other receiver
-    posts them: communicators of several senders on one device must be used in one order.
+    posts them: communicators of several senders on one device must be used in one order. While
+    a GPU verifies a bucket, the next is awaited.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent.
         WeftError: The group has ended, or the deadline has passed.
     """
-    num_buckets = prepared.num_buckets
-    say = membership.progress.say
-    forming = partial(say, pb.ACTIVITY_FORMING, prepared.transfer_id)
-    posted: deque[Operation] = deque()
-    num_posted = num_reported = first_bucket
-    from_sender = dict.fromkeys(membership.lanes, 0)  # receives that are posted
-    waited = verified = 0.0
-    for index in range(first_bucket, num_buckets):
-        _notify_if_due(membership, prepared, buffers)
-        while num_posted < num_buckets:
-            # Never further: a receive that waits for its sender may hold up the device, and with
-            # it what the sender itself waits for.
-            sender = prepared.sender_of(num_posted)
-            if from_sender[sender] == buffers.ahead:
-                break
-            if not buffers.make_room(num_posted, wait=not posted):
-                break
-            seconds = max(1.0, prepared.deadline - time.monotonic())
-            wire = buffers.wire(num_posted)
-            posted.append(membership.lanes[sender].broadcast(wire, seconds, forming))
-            from_sender[sender] += 1
-            num_posted += 1
-        waiting = partial(say, pb.ACTIVITY_WAITING, prepared.transfer_id, index)
-        began = time.perf_counter()
-        posted.popleft().wait(prepared.deadline, waiting)
-        came = time.perf_counter()
-        buffers.accept(index, prepared.nonce)
-        from_sender[prepared.sender_of(index)] -= 1
-        waited, verified = waited + came - began, verified + time.perf_counter() - came
-        while num_reported < min(buffers.num_kept, index + 1):
-            report = pb.BucketVerified(transfer_id=prepared.transfer_id, bucket=num_reported)
-            membership.attendance.send(pb.AttendRequest(bucket_verified=report))
-            num_reported += 1
+    course = _Course(membership, prepared, buffers, first_bucket)
+    began, waited = time.perf_counter(), 0.0
+    try:
+        for index in range(first_bucket, prepared.num_buckets):
+            _notify_if_due(membership, prepared, buffers)
+            course.post()
+            if course.has_to_settle:
+                course.settle()
+                course.post()
+            turned = time.perf_counter()
+            course.await_bucket(index)
+            waited += time.perf_counter() - turned
+            course.accept(index)
+        course.settle()
+    except BaseException:
+        course.abandon()
+        raise
+    verified = time.perf_counter() - began - waited
     prepared.span.set(wait_seconds=waited, verify_seconds=verified)
     _log.debug("%s: %.4f s waited for bytes, %.4f verified", prepared.version, waited, verified)
     _notify_if_due(membership, prepared, buffers)
+
+
+class _Course:
+    """Where the buckets of a transfer are: posted, arrived and verified at the moment, reported."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        prepared: Prepared,
+        buffers: ReceiveBuffers,
+        first_bucket: int,
+    ) -> None:
+        self._membership, self._prepared, self._buffers = membership, prepared, buffers
+        self._device = torch.device("cpu")  # of the buffers
+        self._posted: deque[Operation] = deque()
+        self._num_posted = self._num_reported = first_bucket
+        #: Receives that are posted, and buckets that are verified at the moment.
+        self._held = dict.fromkeys(membership.lanes, 0)
+        self._verified: deque[tuple[int, Callable[[], None]]] = deque()
+        say, transfer_id = membership.progress.say, prepared.transfer_id
+        self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
+        self._waiting = partial(say, pb.ACTIVITY_WAITING, transfer_id)
+
+    def post(self) -> None:
+        """Post receives, as many as may be."""
+        prepared, buffers = self._prepared, self._buffers
+        while self._num_posted < prepared.num_buckets:
+            # Never further: a receive that waits for its sender may hold up the device, and with
+            # it what the sender itself waits for.
+            sender = prepared.sender_of(self._num_posted)
+            if self._held[sender] == buffers.ahead:
+                break
+            # What is verified at the moment may be what room waits for.
+            may_wait = not self._posted and not self._verified
+            if not buffers.make_room(self._num_posted, wait=may_wait):
+                break
+            seconds = max(1.0, prepared.deadline - time.monotonic())
+            wire = buffers.wire(self._num_posted)
+            self._device, lane = wire.device, self._membership.lanes[sender]
+            self._posted.append(lane.broadcast(wire, seconds, self._forming))
+            self._held[sender] += 1
+            self._num_posted += 1
+
+    @property
+    def has_to_settle(self) -> bool:
+        """Whether nothing has arrived to go on with."""
+        return bool(self._verified) and not (self._posted and self._posted[0].done)
+
+    def await_bucket(self, index: int) -> None:
+        """Block until the next bucket has arrived."""
+        self._posted.popleft().wait(self._prepared.deadline, partial(self._waiting, index))
+
+    def accept(self, index: int) -> None:
+        """Begin to verify the bucket that has arrived, and settle the one before; on the host,
+        where nothing happens meanwhile, this one too."""
+        end = self._buffers.accept(index, self._prepared.nonce)
+        self._verified.append((index, end))
+        while len(self._verified) > int(self._device.type == "cuda"):
+            self._settle_one()
+
+    def settle(self) -> None:
+        """Block until what is verified at the moment is, and report it."""
+        while self._verified:
+            self._settle_one()
+
+    def abandon(self) -> None:
+        """Block until nothing touches the buffers any more, but for what the group's lanes
+        receive."""
+        if self._verified and self._device.type == "cuda":
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _settle_one(self) -> None:
+        index, end = self._verified.popleft()
+        end()
+        self._held[self._prepared.sender_of(index)] -= 1
+        while self._num_reported < min(self._buffers.num_kept, index + 1):
+            report = pb.BucketVerified(
+                transfer_id=self._prepared.transfer_id, bucket=self._num_reported
+            )
+            self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
+            self._num_reported += 1
 
 
 def _notify_if_due(membership: Membership, prepared: Prepared, buffers: ReceiveBuffers) -> None:

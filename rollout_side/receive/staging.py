@@ -21,7 +21,7 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.runs import carried_sizes
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import Assembly, verify_bucket
+from weft.transport.buckets import Assembly, start_bucket
 from weft.transport.digest import content_digest
 
 
@@ -168,16 +168,21 @@ class StagingBuffers:
             return self._buffers[index % len(self._buffers)][:size]
         return self._data[self._starts[index] : self._starts[index] + size]
 
-    def accept(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        digests = verify_bucket(wire, self._manifest, index, nonce)
-        place = slice(self._starts[index], self._starts[index] + wire.numel())
-        if self._second is not None:
-            self._second[place].copy_(wire)
-        if self._buffers:
-            self._data[place].copy_(wire)  # blocks till both are done
-        self._digests.append(digests)
+        verified = start_bucket(wire, self._manifest, index, nonce)
+
+        def end() -> None:
+            digests = verified()
+            place = slice(self._starts[index], self._starts[index] + wire.numel())
+            if self._second is not None:
+                self._second[place].copy_(wire)
+            if self._buffers:
+                self._data[place].copy_(wire)  # blocks till both are done
+            self._digests.append(digests)
+
+        return end
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""
@@ -224,10 +229,15 @@ class RunBuffers:
         """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
         return self._buffers[index % len(self._buffers)][: self._sizes[index].wire_bytes]
 
-    def accept(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire, size = self.wire(index), self._sizes[index].payload_bytes
-        self._carried.append(take_runs(wire, size, self._manifest, index, nonce, self._into))
+        taken = take_runs(wire, size, self._manifest, index, nonce, self._into)
+
+        def end() -> None:
+            self._carried.append(taken())
+
+        return end
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""

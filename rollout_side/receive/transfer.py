@@ -114,11 +114,12 @@ class ReceiveBuffers(Protocol):
     def wire(self, index: int) -> torch.Tensor:
         """Where bucket ``index`` is received."""
 
-    def accept(self, index: int, nonce: int) -> None:
-        """Verify a bucket that has arrived and put it where it is wanted; blocks till it is.
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+        """Begin to verify a bucket that has arrived; what is returned ends that, and puts it
+        where it is wanted: it blocks till it is, and is called once, in the buckets' order.
 
         Raises:
-            DigestMismatchError: Other bytes arrived than were sent.
+            DigestMismatchError: Other bytes arrived than were sent; or what is returned does.
         """
 
     def is_load_due(self) -> bool:

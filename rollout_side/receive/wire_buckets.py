@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from rollout_side.receive.transfer import make_buffers
 from weft.contract.layout.manifest import Manifest, align_up
 from weft.contract.layout.runs import SLICE_ALIGN_BYTES, Run
 from weft.contract.layout.send_plan import SendPlan
-from weft.transport.buckets import Assembly, verify_runs
+from weft.transport.buckets import Assembly, start_runs
 
 
 class LaneBuffers:
@@ -81,19 +81,16 @@ class PlannedBuffers:
         """See ``ReceiveBuffers``."""
         return self._lanes.wire(index)
 
-    def accept(self, index: int, nonce: int) -> None:
+    def accept(self, index: int, nonce: int) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
-        planned = self._plan.buckets[index]
-        carried = take_runs(
-            self.wire(index),
-            planned.payload_bytes,
-            self._manifest,
-            index,
-            nonce,
-            self._into,
-            planned.bucket,
-        )
-        self._carried.append(carried)
+        wire, planned = self.wire(index), self._plan.buckets[index]
+        size, bucket = planned.payload_bytes, planned.bucket
+        taken = take_runs(wire, size, self._manifest, index, nonce, self._into, bucket)
+
+        def end() -> None:
+            self._carried.append(taken())
+
+        return end
 
     def is_load_due(self) -> bool:
         """See ``ReceiveBuffers``: it is loaded once it is committed."""
@@ -108,15 +105,18 @@ def take_runs(
     nonce: int,
     into: Assembly,
     bucket: int | None = None,
-) -> Carried:
-    """Check a wire bucket that has arrived, and copy its runs to their places; as
-    ``verify_runs`` and ``place_runs``."""
-    runs, digests, is_placed = verify_runs(
-        wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into
-    )
-    if not is_placed:
-        place_runs(wire, manifest, runs, into)
-    return Carried(runs, digests)
+) -> Callable[[], Carried]:
+    """Begin to check a wire bucket that has arrived, and to copy its runs to their places; what
+    is returned ends it. See ``start_runs`` and ``place_runs``."""
+    verified = start_runs(wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into)
+
+    def end() -> Carried:
+        runs, digests, is_placed = verified()
+        if not is_placed:
+            place_runs(wire, manifest, runs, into)
+        return Carried(runs, digests)
+
+    return end
 
 
 def place_runs(

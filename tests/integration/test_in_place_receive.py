@@ -16,6 +16,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
+from weft.contract.capabilities import GLOO
 from weft.contract.errors import LoadFailedError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, window
@@ -115,11 +116,11 @@ def test_no_more_is_received_than_the_buffers_hold(
     handoff = engine.store.handoff.of(transfer_id)
     assert handoff is not None
     # Bucket 1 is being loaded; the others' buffers are full.
-    until(lambda: len(handoff.digests) == 1 + window(CPU))
+    until(lambda: len(handoff.digests) == 1 + window(CPU, GLOO))
     assert pool.agents["replica-0"].serving.is_switching
     assert transfer_id in pool.agents["replica-0"].serving.memory.staged_transfer_ids
     assert not pushing.done()
-    assert len(handoff.digests) == 1 + window(CPU)
+    assert len(handoff.digests) == 1 + window(CPU, GLOO)
     gate.open()
     pushing.result(WAIT_SECONDS)
     assert same(engine.base, weights(Model(1)))
@@ -133,7 +134,7 @@ def test_what_was_received_before_the_order_waits_for_it(
     until(lambda: bool(engine.store.handoff.transfer_ids))
     handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
     assert handoff is not None
-    until(lambda: len(handoff.digests) == window(CPU))
+    until(lambda: len(handoff.digests) == window(CPU, GLOO))
     load(pool)
     pushing.result(WAIT_SECONDS)
     assert same(engine.base, weights(Model(1)))
@@ -170,7 +171,7 @@ def test_a_receiver_that_waits_for_the_engine_follows_into_a_new_group(
             until(lambda store=store: bool(store.handoff.transfer_ids))
         handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
         assert handoff is not None
-        until(lambda: len(handoff.digests) == window(CPU))
+        until(lambda: len(handoff.digests) == window(CPU, GLOO))
         pool.remove_replica("replica-1")
         load(pool)
         pushing.result(WAIT_SECONDS)
@@ -209,7 +210,7 @@ def test_a_push_that_ends_early_leaves_the_engine_as_it_was_if_nothing_was_loade
         until(lambda: bool(engine.store.handoff.transfer_ids))
         handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)
         assert handoff is not None
-        until(lambda: len(handoff.digests) == window(CPU))
+        until(lambda: len(handoff.digests) == window(CPU, GLOO))
         pool.remove_replica("replica-1")
         with pytest.raises(WeftError):
             pushing.result(WAIT_SECONDS)

@@ -17,7 +17,7 @@ from weft.transport.group import CPU, window
 
 
 class Packer:
-    """Two reused buffers (three on an accelerator), and the views into them for one layout.
+    """A few reused buffers (``group.window``), and the views into them for one layout.
 
     Views are made once a layout: making them anew costs more than copying into
     them for models of many small tensors.
@@ -120,7 +120,7 @@ def made_buffers(
 ) -> list[torch.Tensor]:
     """As many buffers as are in flight, each for any bucket; of those kept, which are of the
     same backend, what will do."""
-    need, count = max(sizes), min(window(device), len(sizes))
+    need, count = max(sizes), min(window(device, backend), len(sizes))
     buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
     fresh = range(count - len(buffers))
     return buffers + [allocate(backend, need, device) for _ in fresh]

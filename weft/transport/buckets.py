@@ -9,7 +9,7 @@ Source: docs/protocol.md, A bucket on the wire.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from weft.contract.layout.manifest import (
 )
 from weft.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft.contract.layout.tensors import TensorMeta
-from weft.transport.digest import Part, Place, copy_parts, joined, part_digests
+from weft.transport.digest import Fetched, Part, Place, copy_parts, joined, start_digests
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:
@@ -87,12 +87,26 @@ def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int
     Raises:
         DigestMismatchError: Other bytes arrived than were sent.
     """
+    return start_bucket(wire, manifest, index, nonce)()
+
+
+def start_bucket(
+    wire: torch.Tensor, manifest: Manifest, index: int, nonce: int
+) -> Callable[[], list[int]]:
+    """Begin ``verify_bucket``; what is returned ends it. In between a GPU works on it, on the
+    calling thread's current stream."""
     size = manifest.buckets[index].payload_bytes
-    digests = part_digests(wire[:size], whole_parts(manifest, index))
-    trailer = wire[size : size + TRAILER_BYTES].cpu().numpy().data
-    digest = xxhash.xxh3_64_intdigest(joined(digests))
-    check_trailer(trailer, digest=digest, nonce=nonce, bucket=index, payload_bytes=size)
-    return digests
+    digests = start_digests(wire[:size], whole_parts(manifest, index))
+    trailer = Fetched(wire[size : size + TRAILER_BYTES])
+
+    def end() -> list[int]:
+        found = digests.wait()
+        digest = xxhash.xxh3_64_intdigest(joined(found))
+        own = trailer.wait().numpy().data
+        check_trailer(own, digest=digest, nonce=nonce, bucket=index, payload_bytes=size)
+        return found
+
+    return end
 
 
 class Assembly(NamedTuple):
@@ -115,6 +129,13 @@ class Verified(NamedTuple):
 
 
 def verify_runs(
+    wire: torch.Tensor, payload_bytes: int, manifest: Manifest, index: int, nonce: int
+) -> Verified:
+    """Check a bucket that lists its runs; see ``start_runs``."""
+    return start_runs(wire, payload_bytes, manifest, index, nonce)()
+
+
+def start_runs(
     wire: torch.Tensor,
     payload_bytes: int,
     manifest: Manifest,
@@ -123,9 +144,12 @@ def verify_runs(
     *,
     bucket: int | None = None,
     into: Assembly | None = None,
-) -> Verified:
-    """Check a bucket that lists its runs, and copy these to their places where that can be done
-    in the same reading: before it is known whether they are what was sent.
+) -> Callable[[], Verified]:
+    """Begin to check a bucket that lists its runs; what is returned ends it. In between a GPU
+    works on it, on the calling thread's current stream.
+
+    Runs are copied to their places where that can be done in the same reading: before it is
+    known whether they are what was sent.
 
     Args:
         wire: uint8, as it arrived.
@@ -141,21 +165,24 @@ def verify_runs(
     """
     tail = wire[payload_bytes:].cpu().numpy().tobytes()
     listed = _listed(tail[TRAILER_BYTES:], manifest, payload_bytes, index, bucket)
-    payload, digests = wire[:payload_bytes], None
+    payload, copied = wire[:payload_bytes], None
     if into is not None:
         places = [place._replace(at=place.at + into.starts[b]) for b, place in listed.places]
-        digests = copy_parts(payload, listed.parts, places, into.data)
-    is_placed = digests is not None
-    if digests is None:
-        digests = part_digests(payload, listed.parts)
-    check_trailer(
-        tail[:TRAILER_BYTES],
-        digest=xxhash.xxh3_64_intdigest(pack_runs(listed.runs) + joined(digests)),
-        nonce=nonce,
-        bucket=index,
-        payload_bytes=payload_bytes,
-    )
-    return Verified(listed.runs, digests, is_placed)
+        copied = copy_parts(payload, listed.parts, places, into.data)
+    digests = copied or start_digests(payload, listed.parts)
+
+    def end() -> Verified:
+        found = digests.wait()
+        check_trailer(
+            tail[:TRAILER_BYTES],
+            digest=xxhash.xxh3_64_intdigest(pack_runs(listed.runs) + joined(found)),
+            nonce=nonce,
+            bucket=index,
+            payload_bytes=payload_bytes,
+        )
+        return Verified(listed.runs, found, copied is not None)
+
+    return end
 
 
 class _Listed(NamedTuple):

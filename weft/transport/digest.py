@@ -134,11 +134,61 @@ def warm() -> None:
         ).start()
 
 
+class Digests:
+    """Digests of a payload's parts, which a GPU may still work on.
+
+    Args:
+        values: Known already, by part.
+        owners: The part that each of what is found adds to.
+        found: int64, on a GPU; None where there is none.
+    """
+
+    def __init__(
+        self, values: list[int], owners: Sequence[int] = (), found: torch.Tensor | None = None
+    ) -> None:
+        self._values, self._owners = values, owners
+        self._found = None if found is None else Fetched(found)
+
+    def wait(self) -> list[int]:
+        """Block until they are known, in the order of the parts; called once."""
+        if self._found is not None:
+            for owner, value in zip(self._owners, self._found.wait().tolist(), strict=True):
+                self._values[owner] = (self._values[owner] + value) & _MASK
+        return self._values
+
+
+class Fetched:
+    """A tensor on its way to the host, from a GPU's current stream; at once where it lies there.
+
+    Args:
+        tensor: Not written to before it is there.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._event = tensor.to("cpu", non_blocking=True), None
+        if tensor.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        """Block until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
 def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
+    """Digest of each part of a payload, at its place in its tensor; as ``start_digests``, but
+    blocks until they are known."""
+    return start_digests(payload, parts).wait()
+
+
+def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
     """Digest of each part of a payload, at its place in its tensor.
 
-    Reads the payload once from memory, on an accelerator with few kernels and one copy to the
-    host; blocks until that is done. There it runs on the calling thread's current stream.
+    Reads the payload once from memory. On an accelerator that happens on the calling thread's
+    current stream, with few kernels and one copy to the host, for which nothing waits here; on
+    the host it blocks until it is done.
 
     Args:
         payload: uint8, 1-D, contiguous, on any device.
@@ -172,16 +222,13 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
         for batch in _batches(pieces, words.device):
             owners += [piece.part for piece in batch]
             sums.append(_together(words, batch, block_words))
-    if sums:
-        for owner, value in zip(owners, torch.cat(sums).tolist(), strict=True):
-            digests[owner] = (digests[owner] + value) & _MASK
-    return digests
+    return Digests(digests, owners, torch.cat(sums) if sums else None)
 
 
 def copy_parts(
     payload: torch.Tensor, parts: Sequence[Part], places: Sequence[Place], target: torch.Tensor
-) -> list[int] | None:
-    """As ``part_digests``, and copies the parts on in the same reading; None, and nothing was
+) -> Digests | None:
+    """As ``start_digests``, and copies the parts on in the same reading; None, and nothing was
     done, where that cannot be had.
 
     Args:
@@ -204,7 +251,7 @@ def copy_parts(
     )
     own = target[: target.numel() // 8 * 8].view(torch.int64)
     found = digest_kernel.sums(payload.view(torch.int64), words, own)
-    return [value & _MASK for value in found.tolist()]
+    return Digests([0] * len(parts), range(len(parts)), found)
 
 
 # -- what is contiguous, by itself -----------------------------------------------------------

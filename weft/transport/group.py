@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from weft.contract.capabilities import GLOO
+from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
@@ -47,16 +47,19 @@ __all__ = [
 CPU = torch.device("cpu")
 
 
-def window(device: torch.device) -> int:
+def window(device: torch.device, backend: str) -> int:
     """Buckets that a sender keeps under way: as many buffers it has. It announces them, for
     a receiver may have no more receives posted.
 
     On an accelerator a receive that waits for its sender occupies the device, where an
     allocation, or the loading of a kernel, may wait for it: if the sender itself waited
     for this receiver's word, that would be for ever. A bucket is sent there in less time
-    than its release takes over the control plane, so one more is under way.
+    than its release takes over the control plane, so one more is under way; and another where
+    receives occupy nothing.
     """
-    return 2 if device.type == "cpu" else 3
+    if device.type == "cpu":
+        return 2
+    return 4 if backend == ONE_SIDED else 3
 
 
 @contextlib.contextmanager

@@ -222,7 +222,7 @@ class Membership:
             ticket.rank,
             on_message=on_message,
             on_closed=self._closed,
-            num_in_flight=window(device) if is_sender else 0,
+            num_in_flight=window(device, ticket.backend) if is_sender else 0,
         )
         self.progress = Progress(self.attendance)
 

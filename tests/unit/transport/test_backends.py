@@ -79,7 +79,8 @@ def test_a_cpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_accelerator_has_a_wider_window() -> None:
-    assert (window(CPU), window(torch.device("cuda", 1))) == (2, 3)
+    cuda = torch.device("cuda", 1)
+    assert (window(CPU, "gloo"), window(cuda, "nccl"), window(cuda, "one-sided")) == (2, 3, 4)
 
 
 def test_the_watchdog_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch, nccl: Any) -> None:

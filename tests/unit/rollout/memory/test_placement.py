@@ -112,7 +112,7 @@ def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
         payload = send(buffers, index)
-        buffers.accept(index, NONCE)
+        buffers.accept(index, NONCE)()
         for memory in (segment.data, second):
             assert torch.equal(memory[at : at + payload.numel()], payload)
         at += bucket.wire_bytes
@@ -124,5 +124,5 @@ def test_a_bucket_of_another_transfer_does_not_land() -> None:
     buffers = StagingBuffers(MANIFEST, [], segment, ELSEWHERE, 2)
     send(buffers, 0, nonce=8)
     with pytest.raises(DigestMismatchError, match="nonce"):
-        buffers.accept(0, NONCE)
+        buffers.accept(0, NONCE)()
     assert not segment.data.any()

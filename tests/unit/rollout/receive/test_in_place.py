@@ -51,7 +51,7 @@ def _land(buffers: InPlaceBuffers, index: int) -> None:
     size = MANIFEST.buckets[index].payload_bytes
     wire = buffers.wire(index).zero_()
     seal_bucket(wire, size, 7, index, [0] * len(MANIFEST.tensors_by_bucket[index]))
-    buffers.accept(index, 7)
+    buffers.accept(index, 7)()
 
 
 def _handoff() -> HandoffQueue:

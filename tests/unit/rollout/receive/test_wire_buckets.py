@@ -96,7 +96,7 @@ def test_whatever_was_cut_lies_whole_in_the_segment(cuts: list[int]) -> None:
     partial, buffers = receiving(manifest, plan)
     for index, runs in enumerate(carried):
         fill(buffers.wire(index), manifest, index, packed(manifest, tensors, runs), runs)
-        buffers.accept(index, NONCE)
+        buffers.accept(index, NONCE)()
         assert buffers.num_kept == index + 1
     starts, data = bucket_starts(manifest), partial.segment.data
     for slot, tensor in zip(manifest.tensors, tensors, strict=True):
@@ -122,7 +122,7 @@ def test_runs_of_another_bucket_than_planned_are_refused() -> None:
     payload = packed(manifest, tensors, carried[0])
     fill(buffers.wire(0), manifest, 0, payload, carried[0])
     with pytest.raises(DigestMismatchError, match="its plan says 1"):
-        buffers.accept(0, NONCE)
+        buffers.accept(0, NONCE)()
 
 
 def test_each_sender_has_buffers_of_its_own_which_are_used_in_turn() -> None:
