@@ -128,6 +128,9 @@ def main() -> None:
         "--running-requests", default="recompute", help="of the replicas: recompute, keep, abort"
     )
     parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
+    parser.add_argument(
+        "--one-sided", action="store_true", help="replicas see the trainer's GPU, and read it"
+    )
     parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
@@ -166,7 +169,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     names = [f"replica-{number}" for number in range(args.replicas)]
     for number, name in enumerate(names):
         options = ("--staging", args.staging, "--running-requests", args.running_requests)
-        pool.launch(name, str(number + 1), model_dir, *vllm, options=options)
+        gpus = f"{number + 1},0" if args.one_sided else str(number + 1)
+        pool.launch(name, gpus, model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
     took = time.monotonic() - began
