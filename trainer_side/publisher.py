@@ -26,10 +26,11 @@ from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing, PushReport
-from trainer_side.ranks import SENDER, Together, ranks_of
+from trainer_side.ranks import SENDER
 from trainer_side.sleeping import SleepLevel, WhenRunning
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
+from trainer_side.torch_ranks import Together, ranks_of
 from weft.contract.capabilities import BackendChoice
 from weft.contract.names import PolicyVersion, check_name
 from weft.contract.push_defaults import (
@@ -108,8 +109,9 @@ class Publisher:
             once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
             fails with ``POLICY_OWNED`` as soon as that process is seen to live.
 
-        max_senders: A sharded trainer's ranks send what they hold, each over a stream of its own
-            to the coordinator, where so many or fewer do (64); else rank 0 gathers and sends all.
+        max_senders: How many of a sharded trainer's ranks send what they hold (64), each over a
+            stream of its own to the coordinator; the others pass theirs to one of these. With 1,
+            rank 0 gathers and sends all.
 
     Raises:
         InvalidRequestError: An argument that cannot be right; nothing was tried.

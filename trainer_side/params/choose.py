@@ -17,7 +17,8 @@ from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
 from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
-from trainer_side.ranks import SENDER, Ranks, TorchRanks
+from trainer_side.ranks import SENDER, Ranks
+from trainer_side.torch_ranks import TorchRanks
 from weft.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
