@@ -80,7 +80,8 @@ class Pushing:
         client: At the sender, closed with it; None elsewhere.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
         peer: This rank as a further sender; closed with it.
-        max_senders: Of ranks that hold more shards than these, rank 0 gathers all.
+        max_senders: Of more ranks that hold shards, some pass theirs to those that send; 1 is a
+            gather at rank 0, of whole tensors.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Pushing:
         self._ranks, self._sender_client = ranks, client
         self._bucket_bytes = bucket_bytes
         self._origins = Origins()
-        self._peer, self._max_senders, self._plans = peer, max_senders, ShardPlans()
+        self._peer, self._max_senders = peer, max_senders
+        self._plans = ShardPlans(max_senders)
         #: What the last push that succeeded cost.
         self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
@@ -323,10 +325,10 @@ class Pushing:
         if ranks.size == 1 or manifest is None or isinstance(source, RunSource | None):
             return None
         with agreeing(ranks):
-            shards = shard_source(source, ranks)
+            shards = shard_source(source, ranks) if self._max_senders > 1 else None
             plan = self._plans.plan(manifest, shards.held) if shards else None
         self._check_same(plan.digest if plan else b"")
-        if shards is None or plan is None or len(plan.senders) > self._max_senders:
+        if shards is None or plan is None:
             return None
         try:
             shards.gather()
@@ -384,6 +386,7 @@ class Pushing:
                 beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
             elif ranks.rank != SENDER:
                 push.add_up()
+            push.hand_over()
             return pb.Transfer.FromString(ranks.share(send))
 
     def _carry_out(

@@ -12,6 +12,18 @@ from tests.integration.models import Model, peft_of, same, until, weights
 from tests.trainers.launch import running_ranks
 from weft.contract.errors import TransferTimeoutError
 
+
+def is_merged(engine, whole):
+    """Whether the base is what PEFT's own merge makes of a PEFT model's whole weights."""
+    reference = peft_of(Model(0), use_rslora=True)
+    reference.load_state_dict(whole, strict=True)
+    expected = weights(reference.merge_and_unload())
+    return engine.base.keys() == expected.keys() and all(
+        torch.allclose(engine.base[name], tensor, rtol=0, atol=1e-6)
+        for name, tensor in expected.items()
+    )
+
+
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
 
 #: What ``last_report`` says was found.
@@ -108,7 +120,17 @@ def test_training_goes_on_while_its_weights_are_pushed(kind, engine, trainer, tm
     assert not same(engine.base, torch.load(tmp_path / "later.pt"))
 
 
-# PEFT's own merge of the whole weights is the reference.
+def test_merged_weights_are_pushed_as_they_were_while_training_goes_on(engine, trainer, tmp_path):
+    trainer.do("make", kind="fsdp2", peft={"seed": 1, "use_rslora": True})
+    trainer.push("merged")
+    trainer.do("train", steps=1)
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    trainer.do("push_beside", what="merged", steps=3)
+    assert is_merged(engine, torch.load(tmp_path / "whole.pt"))
+    trainer.do("save", path=str(tmp_path / "later.pt"))
+    assert not is_merged(engine, torch.load(tmp_path / "later.pt"))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fsdp1_flat"])
 def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
     kind, engine, trainer, tmp_path
@@ -120,12 +142,7 @@ def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
     trainer.do("save", path=str(tmp_path / "whole.pt"))
     whole = torch.load(tmp_path / "whole.pt")
     assert same(whole, torch.load(tmp_path / "before.pt"))  # only read
-    reference = peft_of(Model(0), use_rslora=True)
-    reference.load_state_dict(whole, strict=True)
-    expected = weights(reference.merge_and_unload())
-    assert engine.base.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.allclose(engine.base[name], tensor, rtol=0, atol=1e-6), name
+    assert is_merged(engine, whole)
 
 
 def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
@@ -139,6 +156,31 @@ def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
             four.do("save", path=str(tmp_path / "whole.pt"))
             assert same(engine.base, torch.load(tmp_path / "whole.pt"))
         four.do("close")
+        four.do("open", max_senders=2)  # the others hand over to these: rank 3 to rank 2
+        four.do("make", kind="fsdp1")
+        four.do("train", steps=1)
+        answers = four.do("push", what="base")
+        assert [answer["handed"] > 0 for answer in answers] == [False, True, False, True]
+        four.do("save", path=str(tmp_path / "whole.pt"))
+        assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+        four.do("make", kind="fsdp2", peft={"seed": 1, "use_rslora": True})
+        four.do("train", steps=1)
+        four.push("merged")
+        four.do("save", path=str(tmp_path / "whole.pt"))
+        assert is_merged(engine, torch.load(tmp_path / "whole.pt"))
+        four.do("make", kind="fsdp2")
+        four.do("spoil", rank=3)
+        found = errors(four.do("push", what="base", check_finite=True))
+        assert [reason for _, reason, _ in found] == ["NOT_FINITE"], found
+        four.do("make", kind="fsdp2")
+        four.push("base")
+        four.do("hold_at", bucket=1)
+        four.tell("push", what="base", timeout=20.0)
+        until(lambda: (tmp_path / "held").exists())
+        four.processes.pop().kill()
+        (tmp_path / "held").unlink()
+        found = errors([process.answer(20) for process in four.processes])
+        assert {kind for kind, _, _ in found} == {"PeerUnavailableError"}, found
 
 
 # -- failures: the same typed error on every rank, and nobody waits -------------------

@@ -25,6 +25,8 @@ from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
+from trainer_side.pool.shards import push as shard_push
+from trainer_side.pool.shards.plan import Handed
 from weft.contract.errors import WeftError
 
 
@@ -84,6 +86,15 @@ class Rank:
         self._trainer: Trainer | None = None
         self._step = 0
         self._futures: list[Future[PolicyVersion]] = []
+        #: Buckets' parts that this rank handed to another in the last push.
+        self._handed = 0
+        original = shard_push.hand_over
+
+        def hand_over(source: Any, handed: Handed, *rest: Any) -> None:
+            original(source, handed, *rest)
+            self._handed = len(handed.runs)
+
+        shard_push.hand_over = hand_over
 
     def make(
         self,
@@ -168,15 +179,25 @@ class Rank:
         if dist.get_rank() == 0:
             torch.save(whole, path)
 
+    def open(self, max_senders: int | None = None) -> None:
+        """Make a publisher."""
+        self._publisher = Publisher(
+            self._target,
+            trainer_id="trainer-a",
+            progress=None,
+            bucket_bytes=2**14,
+            max_senders=max_senders,
+        )
+
     def push(
         self, what: str, timeout: float = 60.0, model: bool = True, **arguments: Any
     ) -> dict[str, Any]:
         """``push_<what>`` of the publisher; how it ended."""
         assert self._trainer is not None
         if self._publisher is None:
-            self._publisher = Publisher(
-                self._target, trainer_id="trainer-a", progress=None, bucket_bytes=2**14
-            )
+            self.open()
+        assert self._publisher is not None
+        self._handed = 0
         began = time.time()
         method = getattr(self._publisher, f"push_{what}")
         try:
@@ -184,7 +205,9 @@ class Rank:
             version = method(*given, timeout_seconds=timeout, **arguments)
             assert self._publisher.last_report is not None
             source = self._publisher.last_report.source
-            outcome: dict[str, Any] = {"version": version.version, "source": source}
+            outcome: dict[str, Any] = {
+                "version": version.version, "source": source, "handed": self._handed,
+            }  # fmt: skip
         except RuntimeError as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}
         except WeftError as error:

@@ -139,10 +139,10 @@ class _ShardBuckets:
         self._totals = [0] * len(packer.manifest.tensors)
 
     def make(self, index: int, speak: Callable[[], None]) -> int:
-        """Copy or compute what this rank holds of a bucket, digest and seal it."""
-        source, totals = self._push.source, self._totals
+        """Copy or compute what this rank sends of a bucket, digest and seal it."""
+        push, totals = self._push, self._totals
         try:
-            return self.packer.pack(index, source, self._nonce, totals, finite=self._check_finite)
+            return self.packer.pack(index, push, self._nonce, totals, finite=self._check_finite)
         except BaseException:
             self.spoiled = True
             raise

@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
-from trainer_side.sources.shard_source import ShardSource
+from trainer_side.pool.shards.hand_over import Filling
 from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.layout.runs import Run
@@ -66,7 +66,7 @@ class ShardPacker:
     def pack(
         self,
         nth: int,
-        source: ShardSource,
+        source: Filling,
         nonce: int,
         totals: list[int],
         *,

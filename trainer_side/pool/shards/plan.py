@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.containers.lru import Lru
 from weft.contract.errors import InvalidRequestError
+from weft.contract.group import MAX_SENDERS
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.runs import Run
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft.contract.layout.send_plan import (
+    MAX_WIRE_BUCKETS,
+    SendPlan,
+    WireBucket,
+    make_send_plan,
+)
 
 #: Ranks that send at a time, unless a Publisher says otherwise.
 DEFAULT_MAX_SENDERS = 64
 _MAX_PLANS = 8
 #: Elements of one tensor that a rank of the trainer holds.
 Held = tuple[int, Run]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a rank holds that another sends."""
+
+    to: int
+    """The trainer's rank that sends it."""
+    runs: tuple[tuple[Run, ...], ...]
+    """For each of that rank's wire buckets that some of it goes into, in order."""
 
 
 @dataclass(frozen=True)
@@ -28,59 +45,111 @@ class ShardPlan:
     send_plan: SendPlan
     carried: tuple[tuple[tuple[Run, ...], ...], ...]
     """By sender: the runs of each of its wire buckets, in order."""
+    handed: Mapping[int, Handed]
+    """By rank of the trainer: the part of all that which a sender does not hold itself."""
     digest: bytes
     """Of all that; the same on every rank."""
 
 
-def plan_shards(manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan:
-    """Let every rank that holds something send it, bucket by bucket of the layout.
+def senders_of(num_bytes: Mapping[int, int], max_senders: int) -> dict[int, int]:
+    """Who sends for whom.
+
+    Ranks are taken in their order, since neighbours are likely of one host, and cut into groups
+    that have alike much to send, of which the first rank sends.
+
+    Args:
+        num_bytes: What each rank holds, more than nothing.
+        max_senders: At least 1.
+
+    Returns:
+        By rank, the one that sends for it; often itself.
+    """
+    ranks = sorted(num_bytes)
+    if len(ranks) <= max_senders:
+        return {rank: rank for rank in ranks}
+    total, before = sum(num_bytes.values()), 0
+    first: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for rank in ranks:
+        # By where the middle of what it holds lies in all that is held.
+        group = (2 * before + num_bytes[rank]) * max_senders // (2 * total)
+        found[rank] = first.setdefault(group, rank)
+        before += num_bytes[rank]
+    return found
+
+
+def plan_shards(
+    manifest: Manifest, held: Sequence[Sequence[Held]], max_senders: int = DEFAULT_MAX_SENDERS
+) -> ShardPlan:
+    """Let ranks send what they hold, bucket by bucket of the layout, and what is handed to them.
 
     Args:
         manifest: The layout.
         held: For each of its tensors, who holds which elements; each element once.
+        max_senders: How many ranks may send; fewer do where there would be too many buckets.
 
     Raises:
-        InvalidRequestError: More ranks hold something than may send.
+        InvalidRequestError: There are too many buckets for even one sender.
     """
-    senders = tuple(sorted({rank for tensor in held for rank, _ in tensor}))
+    sizes = [slot.meta.dtype.itemsize_bytes for slot in manifest.tensors]
+    num_bytes: Counter[int] = Counter()
+    for own in held:
+        for rank, run in own:
+            num_bytes[rank] += run.num_elements * sizes[run.tensor]
+    most = min(max_senders, MAX_SENDERS, MAX_WIRE_BUCKETS // max(1, len(manifest.buckets)))
+    sends_for = senders_of(num_bytes, max(1, most))
+    senders = tuple(sorted(set(sends_for.values())))
     place = {rank: number for number, rank in enumerate(senders)}
     carried: list[list[tuple[Run, ...]]] = [[] for _ in senders]
+    handed: dict[int, list[tuple[Run, ...]]] = {
+        rank: [] for rank, sender in sends_for.items() if rank != sender
+    }
     wires: list[WireBucket] = []
     first = 0
     for index, bucket in enumerate(manifest.buckets):
         runs: dict[int, list[Run]] = {}
-        sizes: dict[int, int] = {}
+        theirs: dict[int, list[Run]] = {}
+        payload: Counter[int] = Counter()
         for tensor in range(first, first + bucket.num_tensors):
-            itemsize = manifest.tensors[tensor].meta.dtype.itemsize_bytes
             for rank, run in held[tensor]:
-                sender = place[rank]
+                sender = place[sends_for[rank]]
                 runs.setdefault(sender, []).append(run)
-                sizes[sender] = sizes.get(sender, 0) + run.payload_bytes(itemsize)
+                payload[sender] += run.payload_bytes(sizes[tensor])
+                if rank in handed:
+                    theirs.setdefault(rank, []).append(run)
         first += bucket.num_tensors
         for sender in sorted(runs):
-            wires.append(WireBucket(sender, index, sizes[sender], len(runs[sender])))
+            wires.append(WireBucket(sender, index, payload[sender], len(runs[sender])))
             carried[sender].append(tuple(runs[sender]))
-    text = repr((manifest.layout_digest, senders, carried))
+        for rank, given in theirs.items():
+            handed[rank].append(tuple(given))
+    text = repr((manifest.layout_digest, senders, carried, handed))
     return ShardPlan(
         senders,
         make_send_plan(len(senders), wires),
         tuple(map(tuple, carried)),
+        {rank: Handed(sends_for[rank], tuple(given)) for rank, given in handed.items()},
         hashlib.sha256(text.encode()).digest(),
     )
 
 
 class ShardPlans:
-    """Plans that are kept while a trainer's ranks hold the same: the next push needs the same."""
+    """Plans that are kept while a trainer's ranks hold the same: the next push needs the same.
 
-    def __init__(self) -> None:
+    Args:
+        max_senders: See ``plan_shards``.
+    """
+
+    def __init__(self, max_senders: int = DEFAULT_MAX_SENDERS) -> None:
+        self._max_senders = max_senders
         self._kept: Lru[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | None]] = Lru(_MAX_PLANS)
 
     def plan(self, manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan | None:
-        """``plan_shards``; None where there would be more senders or buckets than may be."""
+        """``plan_shards``; None where there would be more buckets than may be."""
         kept = self._kept.get(manifest.layout_digest)
         if kept is None or kept[0] != held:
             try:
-                made = plan_shards(manifest, held)
+                made = plan_shards(manifest, held, self._max_senders)
             except InvalidRequestError:
                 made = None
             kept = (held, made)

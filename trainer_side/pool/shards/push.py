@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainer_side.pool.shards.hand_over import Givers, hand_over
 from trainer_side.pool.shards.plan import ShardPlan
 from trainer_side.ranks import Ranks, Sum
 from trainer_side.sources.shard_source import ShardSource
+from trainer_side.sources.source import torch_dtypes
+from weft.contract.layout.runs import Run
 
 _SIGN = 2**63
 
@@ -27,11 +30,32 @@ class ShardPush:
     _begun: threading.Event = field(default_factory=threading.Event)
     _sum: Sum | None = None
 
+    def __post_init__(self) -> None:
+        handed, own = self.plan.handed, self.ranks.rank
+        self._dtypes = torch_dtypes(self.source.metas)
+        givers = {rank: each for rank, each in handed.items() if each.to == own}
+        self._givers = Givers(self.source, givers, self._dtypes, self.ranks)
+
     @property
     def sender(self) -> int | None:
         """This rank's place among those that send, if it does."""
         senders = self.plan.senders
         return senders.index(self.ranks.rank) if self.ranks.rank in senders else None
+
+    def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        """See ``Filling``: what this rank sends, with what it is handed; in the plan's order."""
+        self._givers.fill(runs, outs)
+
+    def hand_over(self) -> None:
+        """Give what another rank sends in this one's place, if there is any; blocks until that has
+        all, or the push has ended there.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
+        handed = self.plan.handed.get(self.ranks.rank)
+        if handed is not None:
+            hand_over(self.source, handed, self._dtypes, self.ranks)
 
     def add_up(self, totals: Sequence[int] | None = None) -> Sum:
         """Begin to add up digests of tensors, or nothing; a further call returns the same.
@@ -45,6 +69,7 @@ class ShardPush:
                 if totals is not None:
                     values = torch.tensor([(t + _SIGN) % 2**64 - _SIGN for t in totals])
                 try:
+                    self._givers.end()
                     self._sum = self.ranks.add_up(values)
                 finally:
                     self._begun.set()  # or it never will

@@ -14,13 +14,13 @@ from trainer_side.params.sharding.elements import Elements, HeldElements
 from trainer_side.params.sharding.sharded import Run as HeldRun
 from trainer_side.params.sharding.sharded import Sharded
 from trainer_side.pool.shards.packer import ShardPacker
-from trainer_side.pool.shards.plan import ShardPlan, ShardPlans, plan_shards
+from trainer_side.pool.shards.plan import ShardPlan, plan_shards
 from trainer_side.sources.shard_source import ShardSource
-from trainer_side.sources.source import CastRule, Source, make_metas, tensor_source
+from trainer_side.sources.source import CastRule, Source, tensor_source
 from weft.contract.errors import NotFiniteError
 from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.runs import Run, check_coverage
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft.contract.layout.tensors import DataType
 from weft.transport.buckets import tensor_sums, verify_runs
 from weft.transport.digest import tensor_digest
 
@@ -162,32 +162,6 @@ def test_what_ranks_pack_is_every_tensor_once(
         want = tensor.to(getattr(torch, served.torch_name)).reshape(-1).view(torch.uint8)
         assert torch.equal(received[index], want)
         assert totals[index] == tensor_digest(want)
-
-
-def test_a_plan_is_kept_while_ranks_hold_the_same() -> None:
-    metas = make_metas({"a.weight": torch.zeros(4, 4)}, CastRule())
-    manifest, plans = plan_buckets(metas), ShardPlans()
-    halves = [[(0, Run(0, 0, 8)), (1, Run(0, 8, 8))]]
-    first = plans.plan(manifest, halves)
-    assert first is not None
-    assert plans.plan(manifest, [list(tensor) for tensor in halves]) is first
-    other = plans.plan(manifest, [[(0, Run(0, 0, 4)), (1, Run(0, 4, 12))]])
-    assert other is not None
-    assert other.digest != first.digest
-
-
-def test_ranks_that_hold_nothing_do_not_send() -> None:
-    metas = [TensorMeta("a.weight", DataType.FLOAT32, (8,))]
-    plan = plan_shards(plan_buckets(metas), [[(3, Run(0, 0, 4)), (1, Run(0, 4, 4))]])
-    assert plan.senders == (1, 3)
-    assert [wire.sender for wire in plan.send_plan.buckets] == [0, 1]
-    assert plan.carried == (((Run(0, 4, 4),),), ((Run(0, 0, 4),),))
-
-
-def test_more_buckets_than_may_be_are_not_planned() -> None:
-    metas = [TensorMeta(f"{i}.w", DataType.FLOAT32, (256,)) for i in range(300)]
-    held = [[(rank, Run(i, rank, 1)) for rank in range(256)] for i in range(300)]
-    assert ShardPlans().plan(plan_buckets(metas, 1024), held) is None
 
 
 def test_what_is_not_finite_is_found_in_its_tensor() -> None:
