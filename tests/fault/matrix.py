@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
-from tests.fault.strikes import HANG, HANG_SECONDS, POINTS, VICTIM, Strike
+from tests.fault.strikes import HANG, HANG_SECONDS, POINTS, ROLES, VICTIM, Strike
 from tests.processes import members
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2
@@ -53,7 +53,7 @@ class Case:
         self.strike, self.work = strike, work
         self.processes: dict[str, Process] = {}
         #: Processes of the trainer, its sender first.
-        self.trainer = ["trainer", "rank-1"] if strike.role == "trainer rank" else ["trainer"]
+        self.trainer = ["trainer", "rank-1", "rank-2"][: ROLES[strike.role].num_ranks]
         self.num_trainers = 0
         self.listen = "127.0.0.1:0"
         self.replaced: list[Process] = []
@@ -93,14 +93,16 @@ class Case:
         process.line(lambda text: text == "ready", 60)
 
     def start_trainer(self, *, armed: bool) -> None:
-        """One process, or two ranks; all of the former ones end."""
+        """One process, or several ranks; all of the former ones end."""
         for name in self.trainer:
             if name in self.processes:
                 self.processes[name].signal_quietly(signal.SIGKILL)
         self.num_trainers += 1
         store = str(self.work / f"store-{self.num_trainers}")
+        most = ROLES[self.strike.role].max_senders
         for rank, name in enumerate(self.trainer):
-            args = (str(rank), store) if len(self.trainer) > 1 else ()
+            args = [str(rank), store, str(len(self.trainer)), str(most)]
+            args = args if len(self.trainer) > 1 else []
             self._start(name, "tests.fault.trainer", self.listen, *args, armed=armed)
         for name in self.trainer:
             self.processes[name].line(lambda text: text == "ready", 60)
@@ -126,8 +128,8 @@ class Case:
         self._undo(struck_at, pid)
         died = self.strike.process if self.strike.signal == "SIGKILL" else ""
         outcome, push_seconds = "its trainer died", 0.0
-        if died != "trainer":
-            answer = self._answer([name for name in self.trainer if name != died])
+        if alive := [name for name in self.trainer if name != died]:
+            answer = self._answer(alive)
             push_seconds = max(0.0, answer["ended"] - struck_at)
             outcome = answer.get("error") or f"base@{answer['version']}"
             if "version" in answer:

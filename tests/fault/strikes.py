@@ -171,13 +171,49 @@ def _trainer(strike: Strike) -> None:
             _after(Pushing, "_carry_out", strike)
 
 
-def _rank(strike: Strike) -> None:
+def _sending_rank(strike: Strike) -> None:
+    """Points of a trainer rank that sends what it holds beside others."""
+    from trainer_side.pool.sender import Sender
+    from trainer_side.pool.shards.packer import ShardPacker
+    from trainer_side.pushing import Pushing
+    from weft.transport.member import Attendance
+    from weft.transport.sender import SendingRank
+
+    match strike.point:
+        case "before begin":
+            _before(Pushing, "_manifest", strike)
+        case "in rendezvous":
+            _before(SendingRank, "_send_buckets", strike)
+        case "at a bucket":
+            _before(ShardPacker, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
+        case "before commit":
+            _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
+        case "inside commit":
+            _after(Sender, "send", strike)
+        case "after commit":
+            _after(Pushing, "_send_shards", strike)
+
+
+def _giving_rank(strike: Strike) -> None:
+    """Points of a trainer rank that hands what it holds to one that sends it."""
+    from trainer_side.pool.shards.push import ShardPush
+    from trainer_side.sources.shard_source import ShardSource
+
+    match strike.point:
+        case "in rendezvous":
+            _before(ShardPush, "hand_over", strike)
+        case "at a bucket":
+            _before(ShardSource, "fill", strike, _count(BUCKET, strike))
+        case "before commit":
+            _after(ShardPush, "hand_over", strike)
+
+
+def _gathering_rank(strike: Strike) -> None:
+    """Points of a trainer rank from which another gathers."""
     from trainer_side import pushing
     from trainer_side.params.sharding.sharded import ShardedParams
 
     match strike.point:
-        case "before begin":
-            _before(pushing.Pushing, "_manifest", strike)
         case "in rendezvous":
             _before(pushing, "follow", strike)
         case "at a bucket":
@@ -309,13 +345,22 @@ class Role:
     """Whether the pool's replicas load bases as they come."""
     over_gloo: bool = False
     """Whether all are kept from reading each other's memory, which they choose by themselves."""
+    num_ranks: int = 1
+    """Of the trainer."""
+    max_senders: int = 2
+    """How many of them send what they hold."""
 
 
 _FROM_A_BUCKET = POINTS[2:]
 ROLES = {
     "trainer sender": Role("trainer", _trainer),
-    # To another rank than the sender, all from the last bucket to the outcome is one wait.
-    "trainer rank": Role("rank-1", _rank, tuple(p for p in POINTS if p != "inside commit")),
+    "trainer sender, of two": Role("trainer", _sending_rank, POINTS[1:5], num_ranks=2),
+    "trainer rank": Role("rank-1", _sending_rank, num_ranks=2),
+    "trainer rank, handing over": Role("rank-2", _giving_rank, POINTS[1:4], num_ranks=3),
+    # To a rank that is gathered from, all from the last bucket to the outcome is one wait.
+    "trainer rank, gathering": Role(
+        "rank-1", _gathering_rank, (*POINTS[1:4], POINTS[5]), num_ranks=2, max_senders=1
+    ),
     "replica": Role(VICTIM, _replica),
     "replica worker": Role(VICTIM, _worker, signals=(*SIGNALS, HANG)),
     "coordinator": Role("coordinator", _coordinator),

@@ -1,8 +1,8 @@
 """A trainer process for the kill matrix: pushes the base as often as it is told.
 
-``python -m tests.fault.trainer COORDINATOR [RANK STORE]``: each line "push VALUE
-TIMEOUT" of its standard input is one push; it answers one line of JSON. With RANK (0 or
-1) it is one of two, which meet in the file STORE and hold half of each tensor.
+``python -m tests.fault.trainer COORDINATOR [RANK STORE SIZE MAX_SENDERS]``: each line "push
+VALUE TIMEOUT" of its standard input is one push; it answers one line of JSON. With RANK it is
+one of SIZE, which meet in the file STORE and hold an equal part of each tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.contract.errors import WeftError
 
 
 def sharded(whole: nn.Module) -> nn.Module:
-    """The same with this rank's half of each parameter; no communication."""
+    """The same with this rank's part of each parameter; no communication."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in whole.modules():
         for name, param in list(module.named_parameters(recurse=False)):
@@ -47,11 +47,18 @@ def push(publisher: Publisher, value: float, timeout_seconds: float) -> dict[str
 
 def main() -> None:
     """Serve until standard input closes."""
-    if len(sys.argv) > 2:
-        store = f"file://{sys.argv[3]}"
-        dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[2]), world_size=2)
+    coordinator, *ranked = sys.argv[1:]
+    max_senders = None
+    if ranked:
+        rank, store, size, max_senders = int(ranked[0]), ranked[1], int(ranked[2]), int(ranked[3])
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with Publisher(
-        sys.argv[1], trainer_id="trainer-a", require=2, bucket_bytes=BUCKET_BYTES, progress=None
+        coordinator,
+        trainer_id="trainer-a",
+        require=2,
+        bucket_bytes=BUCKET_BYTES,
+        progress=None,
+        max_senders=max_senders,
     ) as publisher:
         print("ready", flush=True)
         for line in sys.stdin:

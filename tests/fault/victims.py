@@ -20,7 +20,7 @@ _ROLES = {
 def _role(module: str, arguments: list[str]) -> str:
     if "rollout" in arguments:
         return "vllm replica"
-    if module == "tests.fault.trainer" and arguments[1:2] == ["1"]:
+    if module == "tests.fault.trainer" and arguments[1:2] not in ([], ["0"]):
         return "trainer rank"
     return _ROLES[module]
 
