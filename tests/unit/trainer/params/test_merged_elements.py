@@ -96,3 +96,22 @@ def test_slices_that_are_no_block_of_a_matrix_are_not_merged_in_place() -> None:
     assert not merges_in_place(_held(whole, [Run(0, 0, 2, 12, 2)], 0), 6)
     assert not merges_in_place(_held(whole, [Run(0, 4, 4, 6, 2)], 0), 6)
     assert merges_in_place(_held(whole, [Run(0, 4, 2, 6, 4)], 0), 6)
+
+
+def test_factors_come_to_where_the_weight_is() -> None:
+    """A rank that holds no part of any factor has them on the host."""
+    a, b = torch.randn(_R, _IN), torch.randn(_OUT, _R)
+    runs = {"a": [Run(1, 0, a.numel())], "b": [Run(1, 0, b.numel())]}
+    given: dict[int, torch.Tensor] = {}
+    for rank in (1, 0):
+        held = {"a": _held(a, runs["a"], rank), "b": _held(b, runs["b"], rank)}
+        metas = {"a": a.to("meta"), "b": b.to("meta")}
+        factors = Factors(held, metas, _Ranks(rank, 2, given))
+        factors.bring()
+    assert factors["a"].device.type == "cpu"
+    weight = torch.zeros(_OUT, _IN, device="meta")
+    base = HeldElements(Sharded(weight.shape, weight.dtype, (Run(0, 0, _OUT * _IN),), weight), 0)
+    merged = MergedElements(base, weight.shape, factors, "a", "b", 1.0, 0)
+    out = torch.empty(_OUT * _IN, device="meta")
+    merged.fill(0, out)
+    assert out.device.type == "meta"
