@@ -28,7 +28,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     VersionChangedError,
 )
-from weft.contract.names import PolicyVersion
+from weft.contract.names import STARTED_WITH, PolicyVersion
 from weft.contract.sampling import Sampling
 
 _LONG = [3 + (7 * i) % 250 for i in range(300)]
@@ -271,6 +271,19 @@ def test_going_back_to_a_retained_copy(served: Served, referee: Referee) -> None
         engine.call("apply_retained", PolicyVersion("base", 7))
     engine.call("apply_retained", PolicyVersion("base", 9))
     check(referee, engine.complete("tiny", PROMPT), models.base)
+
+
+def test_going_back_to_what_it_was_started_with(served: Served, referee: Referee) -> None:
+    """As an engine does whose weights were discarded as it slept: from its files."""
+    engine, models = served.engine, served.models
+    engine.push_adapter("files@1", models.adapters[0])
+    engine.push_base("base@10", models.other)
+    times: SwitchTimes = engine.call("apply_retained", STARTED_WITH)
+    assert 0 < times.pause_seconds < 5
+    assert engine.call("engine.get_weight_version") == "base@0"
+    check(referee, engine.complete("tiny", PROMPT), models.base)
+    check(referee, engine.complete("files", PROMPT), models.base, models.adapters[0])
+    engine.push_base("base@11", models.base)
 
 
 @pytest.fixture(scope="module")

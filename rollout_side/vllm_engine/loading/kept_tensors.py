@@ -81,7 +81,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, say
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or not made yet, say
         return 0
 
 

@@ -328,6 +328,7 @@ class VllmReplica(HeldVersions):
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
         if version == STARTED_WITH:
+            await self._started_with.check_unchanged()
             return await self.apply_base(FROM_FILES, version, b"")
         held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from rollout_side.engine import Asleep, SleepOrder
-from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.compat import bridges, sleep_mode
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.orders import DISCARDS
 from rollout_side.vllm_engine.server.request_gate import RequestGate
@@ -81,7 +81,7 @@ class Sleeper:
         try:
             await self._end_requests(order.aborts, deadline)
             await self._free_memory(order.level, deadline)
-            if former is not None and not bridges.can_sleep_in_part():
+            if former is not None and not sleep_mode.can_sleep_in_part():
                 await self._wake("kv_cache")
         except BaseException:
             await self._stay_awake()
@@ -93,7 +93,7 @@ class Sleeper:
 
     async def _let_sleep(self, level: int) -> None:
         try:
-            await bridges.fall_asleep(self._engine, level)
+            await sleep_mode.fall_asleep(self._engine, level)
         except Exception as error:
             # A worker that fails after it has given memory back leaves vLLM in the belief that
             # it is awake, and waking it would do nothing.
@@ -176,4 +176,4 @@ class Sleeper:
         return has_base
 
     async def _wake(self, tag: str) -> None:
-        await self._workers.bounded(bridges.wake_up(self._engine, [tag]), f"waking its {tag}")
+        await self._workers.bounded(sleep_mode.wake_up(self._engine, [tag]), f"waking its {tag}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from weft.checkpoints.digest_cache import DigestCache
@@ -13,6 +14,7 @@ from weft.contract.checkpoint import (
     Checkpoint,
     CheckpointState,
     StoredTensor,
+    checkpoint_digest,
     not_compared,
 )
 from weft.contract.errors import NotReadyError, WeftError
@@ -101,6 +103,22 @@ class StartedWith:
             raise NotReadyError(
                 f"the files of base@0 cannot be read: {error}", reason="NOT_RETAINED"
             ) from error
+
+    async def check_unchanged(self) -> None:
+        """Make sure that the files are still what the engine was started with, before they
+        are loaded again, where that can be compared.
+
+        Raises:
+            NotReadyError: ``NOT_RETAINED``: they are not, or cannot be read.
+        """
+        known = self.checkpoint
+        if known.state is not CheckpointState.DIGESTED:
+            return
+        if checkpoint_digest(await asyncio.to_thread(self.tensors)) != known.digest:
+            raise NotReadyError(
+                f"the files in {self._dir} are not what the replica was started with",
+                reason="NOT_RETAINED",
+            )
 
     def close(self) -> None:
         """Stop reading."""

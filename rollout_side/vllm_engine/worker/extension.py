@@ -29,7 +29,7 @@ from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
-from rollout_side.vllm_engine.compat import bridges, cpu_fixes
+from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
@@ -357,7 +357,7 @@ class WeftWorker:
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
         if is_free and level == DISCARDS:
-            state.kept = keep(self.model_runner.get_model(), bridges.weights_memory())
+            state.kept = keep(self.model_runner.get_model(), sleep_mode.weights_memory())
         return {"is_free": is_free}
 
     @guarded

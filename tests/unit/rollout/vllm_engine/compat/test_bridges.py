@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,3 +99,16 @@ async def test_what_an_old_version_lacks_is_left_out() -> None:
     bridges.reset_lora_state(Old())
     bridges.validate_loaded(Old(), None)
     assert not bridges.helper_knows_patterns(Old())
+
+
+def test_a_loader_that_cannot_read_its_files_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class DummyModelLoader:
+        pass
+
+    loaders = SimpleNamespace(get_model_loader=lambda config: DummyModelLoader())
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loaders)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(load_config=None))
+    with pytest.raises(UnsupportedError, match="DummyModelLoader cannot read its files again"):
+        bridges.checkpoint_tensors(worker)

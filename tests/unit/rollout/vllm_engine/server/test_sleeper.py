@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rollout_side.engine import Asleep, SleepOrder
-from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.compat import sleep_mode
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft.contract.errors import LoadFailedError, NotReadyError, TransferTimeoutError
@@ -24,7 +24,7 @@ def _order(*, level: int = 1, aborts: bool = False, seconds: float = 5.0) -> Sle
 @pytest.fixture(autouse=True)
 def _sleeps_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's newer executors do; theirs is not imported."""
-    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: True)
+    monkeypatch.setattr(sleep_mode, "can_sleep_in_part", lambda: True)
 
 
 def _refused(replica: VllmReplica) -> str:
@@ -244,7 +244,7 @@ async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
 async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
+    monkeypatch.setattr(sleep_mode, "can_sleep_in_part", lambda: False)
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
     await replica.fall_asleep(_order())

@@ -95,6 +95,20 @@ def test_its_tensors_are_told_once_they_were_read(
     assert failed.value.reason == "NOT_RETAINED"
 
 
+async def test_files_that_were_replaced_are_found_out(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(3)}, file)
+    started_with = StartedWith("auto", DigestCache(tmp_path / "cache"))
+    await started_with.check_unchanged()  # what is not known yet cannot be compared
+    started_with.read(str(tmp_path), None)
+    settled(started_with)
+    await started_with.check_unchanged()
+    save_file({"w": torch.zeros(3)}, file)
+    with pytest.raises(NotReadyError, match="not what the replica was started with") as failed:
+        await started_with.check_unchanged()
+    assert failed.value.reason == "NOT_RETAINED"
+
+
 def test_weights_that_mean_nothing_have_no_tensors() -> None:
     with pytest.raises(NotReadyError, match="mean nothing"):
         StartedWith("dummy", DigestCache(None)).tensors()
