@@ -269,7 +269,11 @@ class SimReplica(Process):
         sleeps_on = former is not None and not former.weights_awake
         level = former.level if former is not None and sleeps_on else order.level
         self.asleep = Asleep(order.trainer_id, level=level)
-        self.base_discarded |= level == 2
+        if level == 2:
+            self.base_discarded = True
+            if self.kind.in_place:  # its copy is what the engine served
+                self.store.bases.clear()
+                self._look_at_memory()
 
     def _load_own_base(self) -> None:
         """From a copy of its own, or from its files; else it is dirty."""

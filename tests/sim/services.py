@@ -157,7 +157,7 @@ class Services:
     def sleep_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
         answer_by = self._answer_by(timeout)
         self._tick_after(answer_by, ticket)
-        return events.SleepReplica(ticket, replica_id, True, 1.0, answer_by)
+        return events.SleepReplica(ticket, replica_id, True, 1.0, answer_by, level=2)
 
     def wake_replica(self, ticket: int, timeout: float, replica_id: str) -> events.Event:
         answer_by = self._answer_by(timeout)
