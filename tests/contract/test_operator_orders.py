@@ -26,6 +26,9 @@ from weft.v1 import (
     admin_pb2_grpc,
     inspect_pb2,
     inspect_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+    registry_pb2,
     replica_pb2,
     replica_pb2_grpc,
 )
@@ -37,7 +40,7 @@ class Replica:
     """One agent with an engine double, and an operator's stubs."""
 
     def __init__(self, agent: Agent, engine: EngineDouble, channel: grpc.aio.Channel) -> None:
-        self.agent, self.engine = agent, engine
+        self.agent, self.engine, self.target = agent, engine, agent.config.coordinator
         self.inspect = inspect_pb2_grpc.InspectServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
 
@@ -140,3 +143,35 @@ async def test_what_no_operator_keeps_out_of_service_is_not_put_back(replica: Re
         await replica.admin.Uncordon(admin_pb2.UncordonRequest(replica_id="r0"))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert error_from_rpc(refused.value).reason == "NOT_TAKEN_OUT_OF_SERVICE"
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+@pytest.mark.parametrize("service", ["admin", "publish", "replica"])
+async def test_a_level_of_sleep_that_there_is_not_is_refused(
+    replica: Replica, service: str, level: int
+) -> None:
+    await replica.ready()
+    finish = registry_pb2.WHEN_RUNNING_FINISH
+    asked = {
+        "admin": admin_pb2.SleepReplicaRequest(replica_id="r0", when_running=finish, level=level),
+        "publish": publish_pb2.SleepRolloutsRequest(when_running=finish, level=level),
+        "replica": replica_pb2.SleepRequest(
+            coordinator_generation=replica.agent.registration.coordinator_generation,  # type: ignore[union-attr]
+            when_running=finish,
+            level=level,
+        ),
+    }[service]
+    async with (
+        open_aio_channel(replica.agent.address) as channel,
+        open_aio_channel(replica.target) as coordinator,
+    ):
+        call = {
+            "admin": replica.admin.SleepReplica,
+            "publish": publish_pb2_grpc.PublishServiceStub(coordinator).SleepRollouts,
+            "replica": replica_pb2_grpc.ReplicaServiceStub(channel).Sleep,
+        }[service]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(asked, timeout=10)  # type: ignore[operator]
+    error = error_from_rpc(refused.value)
+    assert (error.reason, str(level) in error.message) == ("INVALID_REQUEST", True)
+    assert replica.engine.asleep is None
