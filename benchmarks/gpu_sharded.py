@@ -93,6 +93,8 @@ def trainer(args: argparse.Namespace) -> None:
     ) as publisher:
         for number in range(args.pushes):
             settle()
+            time.sleep(args.pause)
+            dist.barrier()
             began = time.perf_counter()
             push(publisher)
             settle()
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--pushes", type=int, default=7)
+    parser.add_argument("--pause", type=float, default=0.8, help="seconds before each push")
     parser.add_argument("--staging", default="device")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--replica-gpu", default="1")
@@ -192,7 +195,8 @@ def _ranks(args: argparse.Namespace, target: str, model: Path, what: str) -> Non
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                str(args.ranks), "-m", "benchmarks.gpu_sharded", "--coordinator", target,
                "--model", str(model), "--what", what, "--pushes", str(args.pushes),
-               "--backend", args.backend, *(["--dry"] if args.dry else [])]  # fmt: skip
+               "--backend", args.backend, "--pause", str(args.pause),
+               *(["--dry"] if args.dry else [])]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             code = process.wait(_LOOKS)
