@@ -26,6 +26,7 @@ from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
 from weft.coordinator.runtime.replica_client import ReplicaCaller
+from weft.coordinator.runtime.replica_reader import ReplicaReader
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.tracing import untraced
@@ -80,9 +81,10 @@ class Driver:
         self._feed = feed
         self._clock = clock
         self._on_step = on_step
-        #: Calls to them; all but their digests by what is decided.
-        self.replicas = ReplicaCaller(
-            lambda: self.state.generation, self.post, commit_seconds, credentials, trace_context
+        #: What they are asked; orders to them are ``_orders``, by what is decided.
+        self.replicas = ReplicaReader(credentials)
+        self._orders = ReplicaCaller(
+            self.replicas, lambda: self.state.generation, self.post, commit_seconds, trace_context
         )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()
@@ -271,7 +273,7 @@ class Driver:
             case effects.SendAbort():
                 groups.send_abort(effect.group_id, effect.transfer_id, effect.failure)
             case effects.CloseChannel():
-                self.replicas.close_channel(effect.address)
+                self._orders.close_channel(effect.address)
             case effects.CheckFit():
                 self._check_fit(effect)
             case effects.LookUp():
@@ -298,7 +300,7 @@ class Driver:
                 | effects.CallSleep()
                 | effects.CallWake()
             ):
-                self.replicas.start(effect)
+                self._orders.start(effect)
 
     def _answer(self, ticket: int, answer: effects.Answer | WeftError) -> None:
         future = self._calls.pop(ticket, None)
@@ -351,6 +353,7 @@ class Driver:
         self.routes.close()
         for task in list(self._aside):
             task.cancel()
+        await self._orders.close()
         await self.replicas.close()
         saves, self._lazy = self._lazy, []
         try:

@@ -5,38 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import REASONS, NotFoundError, WeftError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Failure, VersionFacts
 from weft.coordinator.messages.sleep import asleep_from_proto, sleep_request
 from weft.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
-    facts_from_proto,
     group_to_proto,
     held_to_proto,
 )
+from weft.coordinator.runtime.replica_reader import ReplicaReader, failure_of
 from weft.rpc.bounds import MAX_TEXT_CHARS
-from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
     vector_from_proto,
     version_to_proto,
 )
-from weft.rpc.inbound import CheckedChannel
-from weft.rpc.manifest_codec import ManifestDecoder
-from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.status import error_from_rpc
 from weft.tracing import call_metadata, untraced
-from weft.v1 import replica_pb2, replica_pb2_grpc, types_pb2
+from weft.v1 import replica_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -49,14 +41,13 @@ _REFUSE_SECONDS: Final = 5.0
 _BEGUN_AT_ONCE: Final = 16
 # Before the second batch: the time that an answer takes to leave a quiet loop.
 _HEAD_START_SECONDS: Final = 0.005
-_DESCRIBE_SECONDS: Final = 60.0
-_DIGEST_SECONDS: Final = 600.0
 
 
 class ReplicaCaller:
-    """Carries out calls concurrently, over one channel for each address.
+    """Carries out calls concurrently.
 
     Args:
+        reader: Has the channels.
         generation: Tells that of this coordinator, which grows as it hears of later
             ones; repeated in every order.
         post: Takes the outcomes.
@@ -66,18 +57,17 @@ class ReplicaCaller:
 
     def __init__(
         self,
+        reader: ReplicaReader,
         generation: Callable[[], int],
         post: Callable[[events.Event], None],
         commit_seconds: float,
-        credentials: Credentials = NO_CREDENTIALS,
         trace_context: Callable[[str], str] = untraced,
     ) -> None:
-        self._credentials = credentials
+        self._reader = reader
         self._trace_context = trace_context
         self._generation = generation
         self._post = post
         self._commit_seconds = commit_seconds
-        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: deque[effects.ReplicaCall] = deque()
 
@@ -127,19 +117,14 @@ class ReplicaCaller:
 
     def close_channel(self, address: str) -> None:
         """Let go of an address; calls under way have a second to end."""
-        entry = self._channels.pop(address, None)
-        if entry is not None:
-            self._spawn(entry[0].close(grace=1.0))
+        self._spawn(self._reader.close_channel(address))
 
     async def close(self) -> None:
-        """Cancel what is under way and close every channel."""
+        """Cancel what is under way."""
         self._waiting.clear()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel, _ in self._channels.values():
-            await channel.close()
-        self._channels.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -150,14 +135,6 @@ class ReplicaCaller:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("a call to a replica failed unexpectedly", exc_info=task.exception())
-
-    def _stub(self, address: str) -> Any:
-        if address not in self._channels:
-            channel = open_aio_channel(address, self._credentials)
-            # The generated stub is typed for the channels of grpc alone.
-            checked: Any = CheckedChannel(channel, f"the replica at {address}")
-            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
-        return self._channels[address][1]
 
     def _metadata(self, transfer_id: str) -> Any:
         return call_metadata(self._trace_context(transfer_id))
@@ -171,9 +148,9 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._stub(call.address).JoinGroup(request, timeout=_JOIN_SECONDS)
+            await self._reader.stub(call.address).JoinGroup(request, timeout=_JOIN_SECONDS)
         except grpc.RpcError as error:
-            failure = _failure(error, call.replica_id)
+            failure = failure_of(error, call.replica_id)
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _load(self, call: effects.CallLoad) -> None:
@@ -185,11 +162,11 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._stub(call.address).LoadTransfer(
+            await self._reader.stub(call.address).LoadTransfer(
                 request, timeout=_LOAD_SECONDS, metadata=self._metadata(call.transfer_id)
             )
         except grpc.RpcError as error:
-            failure = _failure(error, call.replica_id)
+            failure = failure_of(error, call.replica_id)
         self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
 
     async def _commit(self, call: effects.CallCommit) -> None:
@@ -204,7 +181,7 @@ class ReplicaCaller:
             incarnation=call.incarnation,
         )
         await self._have_switched(
-            call, self._stub(call.address).CommitTransfer, request, self._commit_seconds
+            call, self._reader.stub(call.address).CommitTransfer, request, self._commit_seconds
         )
 
     async def _switch(self, call: effects.CallSwitch) -> None:
@@ -214,7 +191,7 @@ class ReplicaCaller:
             incarnation=call.incarnation,
         )
         await self._have_switched(
-            call, self._stub(call.address).SwitchVersion, request, self._commit_seconds
+            call, self._reader.stub(call.address).SwitchVersion, request, self._commit_seconds
         )
 
     async def _restore(self, call: effects.CallRestore) -> None:
@@ -232,7 +209,7 @@ class ReplicaCaller:
         )
         await self._have_switched(
             call,
-            self._stub(call.address).SwitchVersion,
+            self._reader.stub(call.address).SwitchVersion,
             request,
             call.timeout_seconds + self._commit_seconds,
         )
@@ -252,7 +229,7 @@ class ReplicaCaller:
             pause = duration_from_proto(response.pause)
             retained = tuple(response.retained_base_versions)
         except grpc.RpcError as error:
-            failure = _failure(error, call.replica_id)
+            failure = failure_of(error, call.replica_id)
             _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
                          failure.message)  # fmt: skip
         self._post(
@@ -278,63 +255,17 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._stub(call.address).SendVersion(request, timeout=_JOIN_SECONDS)
+            await self._reader.stub(call.address).SendVersion(request, timeout=_JOIN_SECONDS)
         except grpc.RpcError as error:
-            failure = _failure(error, call.replica_id)
+            failure = failure_of(error, call.replica_id)
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
-
-    async def describe(self, address: str, version: PolicyVersion) -> Manifest:
-        """The manifest of a version that the replica at ``address`` holds.
-
-        Raises:
-            WeftError: It does not answer, or holds no copy.
-        """
-        decoder = ManifestDecoder()
-        request = replica_pb2.DescribeVersionRequest(version=version_to_proto(version))
-        try:
-            call = self._stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
-            async for response in call:
-                decoder.add(response.chunk)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
-        return await asyncio.to_thread(decoder.finish)
-
-    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
-        """What is to be recorded of a version that the replica at ``address`` holds with
-        that digest.
-
-        Raises:
-            WeftError: It does not answer, or does not hold it.
-        """
-        request = replica_pb2.DescribeVersionRequest(
-            version=version_to_proto(version), facts_of_digest=digest
-        )
-        try:
-            call = self._stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
-            async for response in call:
-                return facts_from_proto(response.facts)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
-        raise NotFoundError(f"the replica at {address} says nothing of {version}")
-
-    async def digests(
-        self, replica_id: str, address: str, version: PolicyVersion
-    ) -> AsyncGenerator[types_pb2.TensorDigestChunk, None]:
-        """Digests of a version's tensors, as the replica makes them now; raises as it does."""
-        request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
-        try:
-            stub = self._stub(address)
-            async for response in stub.DigestVersion(request, timeout=_DIGEST_SECONDS):
-                yield response.chunk
-        except grpc.RpcError as error:
-            raise _failure(error, replica_id).error() from error
 
     async def _discard(self, call: effects.CallDiscard) -> None:
         request = replica_pb2.DiscardTransferRequest(
             coordinator_generation=self._generation(), transfer_id=call.transfer_id
         )
         try:
-            response = await self._stub(call.address).DiscardTransfer(
+            response = await self._reader.stub(call.address).DiscardTransfer(
                 request, timeout=_DISCARD_SECONDS
             )
         except grpc.RpcError as error:
@@ -357,7 +288,7 @@ class ReplicaCaller:
             mistaken_versions=map(held_to_proto, call.mistaken),
         )
         try:
-            response = await self._stub(call.address).RetireVersions(
+            response = await self._reader.stub(call.address).RetireVersions(
                 request, timeout=_RETIRE_SECONDS
             )
         except grpc.RpcError as error:
@@ -375,7 +306,7 @@ class ReplicaCaller:
             order_number=call.number,
         )
         try:
-            response = await self._stub(call.address).RefuseRequests(
+            response = await self._reader.stub(call.address).RefuseRequests(
                 request, timeout=_REFUSE_SECONDS
             )
         except grpc.RpcError as error:
@@ -389,7 +320,7 @@ class ReplicaCaller:
         )
 
     async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
-        stub, asleep, failure, dirty_reason = self._stub(call.address), None, None, ""
+        stub, asleep, failure, dirty_reason = self._reader.stub(call.address), None, None, ""
         request = sleep_request(call, self._generation())
         try:
             if isinstance(request, replica_pb2.SleepRequest):
@@ -399,20 +330,9 @@ class ReplicaCaller:
                 woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
                 dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]
         except grpc.RpcError as error:
-            failure = _failure(error, call.replica_id)
+            failure = failure_of(error, call.replica_id)
         of = (call.replica_id, call.incarnation)
         if isinstance(call, effects.CallSleep):
             self._post(events.SleepAnswered(*of, asleep, failure))
         else:
             self._post(events.WakeAnswered(*of, failure, dirty_reason))
-
-
-def _failure(error: grpc.RpcError, replica_id: str) -> Failure:
-    """The outcome of a failed call; no answer at all means that the peer is gone, and so
-    does one that nobody can make sense of."""
-    typed: WeftError = error_from_rpc(error)
-    reason = typed.reason
-    if reason == "COORDINATOR_AWAY" or reason not in REASONS:
-        reason = "PEER_GONE"
-    metadata = {key: value[:MAX_TEXT_CHARS] for key, value in typed.metadata.items()}
-    return Failure(reason, typed.message[:MAX_TEXT_CHARS], {**metadata, "member": replica_id})
