@@ -7,8 +7,9 @@ slice of a parameter. So they are learnt once a layout, by watching the model's 
 segment, or bucket by bucket as they arrive.
 
 A plan is believed only when it is proven: the layout was just loaded by vLLM itself,
-the copies cover every parameter once, and each destination holds its source's bits. No
-plan is made for a model whose layers post-process their weights after loading.
+the copies cover every parameter once, and each destination holds its source's bits (seen
+side by side here; by digests where the source has gone: ``plan_proof``). No plan is made for
+a model whose layers post-process their weights after loading.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import torch
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
 from weft.contract.layout.manifest import Manifest
-from weft.transport.buckets import whole_parts
-from weft.transport.digest import part_digests
+from weft.transport.digest import tensor_digest
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyPlan:
-    """The copies that load one layout into one model; proven by ``learn`` or
-    ``learn_in_place``.
+    """The copies that load one layout into one model, or one rank's part of it; proven by
+    ``learn`` or a ``PlanProof``.
 
     Args:
         manifest: The layout.
@@ -47,8 +47,8 @@ class CopyPlan:
     def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
         self.layout_digest = manifest.layout_digest
         self.num_copies = sum(map(len, pieces))
-        self.is_readable = not any(p.is_expanded for part in pieces for p in part)
-        """Whether ``read_bucket`` can be called: every element has a place of its own."""
+        self.is_readable = _is_whole(manifest, pieces)
+        """Whether ``read_bucket`` can be called: every element has a place of its own here."""
         self._pieces = pieces
         self._starts = bucket_starts(manifest)
         self._buckets = manifest.buckets
@@ -94,7 +94,7 @@ class CopyPlan:
             ValueError: Not ``is_readable``.
         """
         if not self.is_readable:
-            raise ValueError("parameters that were expanded cannot be read back")
+            raise ValueError("what is held in part, or was expanded, cannot be read back")
         payload = self._payload(index, out)
         with torch.no_grad():
             payload.zero_()
@@ -106,10 +106,18 @@ class CopyPlan:
         """Whether the model's parameters are, bit for bit, what ``load`` would make them."""
         return self._equal(self._segment_pairs(data))
 
-    def holds_bucket(self, index: int, wire: torch.Tensor) -> bool:
-        """Whether the parameters that a bucket fills are, bit for bit, what ``load_bucket`` would
-        make them."""
-        return self._equal(self._pairs(index, self._payload(index, wire)))
+    def source_digests(self, index: int, wire: torch.Tensor) -> list[int]:
+        """Digests of what ``load_bucket`` would copy, piece by piece; blocks for them."""
+        pairs = self._pairs(index, self._payload(index, wire))
+        return [self._digest(source) for _, source in pairs]
+
+    def target_digests(self, index: int) -> list[int]:
+        """Digests of what the parameters hold in the places that ``load_bucket`` fills."""
+        return [self._digest(piece.target) for piece in self._pieces[index]]
+
+    def _digest(self, values: torch.Tensor) -> int:
+        flat = values.to(self.device).reshape(-1).contiguous()
+        return tensor_digest(flat.view(torch.uint8))
 
     def _payload(self, index: int, wire: torch.Tensor) -> torch.Tensor:
         num_bytes = self._buckets[index].payload_bytes
@@ -129,6 +137,19 @@ class CopyPlan:
         for target, source in pairs:
             differs |= (bits(target) != bits(source.to(self.device))).any()
         return not bool(differs)
+
+
+def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> bool:
+    """Whether every byte of every tensor goes to a place of its own."""
+    for index, part in enumerate(pieces):
+        if any(piece.is_expanded for piece in part):
+            return False
+        # What goes to two parameters is one source.
+        sources = {(p.offset, p.shape, p.stride): p.target.nbytes for p in part}
+        slots = (manifest.tensors[i] for i in manifest.tensors_by_bucket[index])
+        if sum(sources.values()) != sum(slot.meta.num_bytes for slot in slots):
+            return False
+    return True
 
 
 def _launch(pairs: Iterable[_Pair]) -> None:
@@ -162,60 +183,41 @@ def learn(
         staged: Of the base that it serves now.
         rename: From the manifest's names to those its ``load_weights`` knows.
     """
-
-    def check(plan: CopyPlan) -> str:
-        holds = plan.holds(staged.segment.data)
-        return "" if holds else "a parameter does not hold what was loaded into it"
-
-    return _learn(model, staged.manifest, staged.segment.data, rename, check)
+    plan, why = make_plan(model, staged.manifest, staged.segment.data, rename)
+    if plan is not None and not plan.holds(staged.segment.data):
+        why = "a parameter does not hold what was loaded into it"
+    return accepted(plan, why)
 
 
-def learn_in_place(
-    model: torch.nn.Module,
-    manifest: Manifest,
-    bucket_digests: Sequence[Sequence[int]],
-    rename: Callable[[str], str],
-) -> CopyPlan | None:
-    """The plan that ``learn`` makes, of a version whose buckets are gone: it is proven by
-    reading the model's parameters back and digesting them as the wire was.
-
-    Allocates one buffer of the largest bucket on the model's device, for as long as it
-    runs; where there is no room for it, there is no plan.
-
-    Args:
-        manifest: Of the base that the model serves now.
-        bucket_digests: Of the tensors of each bucket that was loaded.
-    """
-    # No memory stands for the wire: a host may have less of it than a GPU.
-    stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
-    return _learn(
-        model, manifest, stand_in, rename, lambda plan: _unproven(plan, manifest, bucket_digests)
-    )
-
-
-def _learn(
+def make_plan(
     model: torch.nn.Module,
     manifest: Manifest,
     segment: torch.Tensor,
     rename: Callable[[str], str],
-    check: Callable[[CopyPlan], str],
-) -> CopyPlan | None:
-    """Watch with ``segment`` for the wire; ``check`` says why a plan is wrong, or ""."""
-    why = _not_plain(model)
-    if not why:
-        try:
-            plan = CopyPlan(manifest, watch(model, manifest, segment, rename))
-            why = check(plan)
-        except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
-            why = f"{type(error).__name__}: {error}"
-    if why:
+) -> tuple[CopyPlan | None, str]:
+    """A plan that nobody has proven, or why there is none.
+
+    Args:
+        segment: Stands for the wire; see ``watch``.
+    """
+    if why := why_not_plain(model):
+        return None, why
+    try:
+        return CopyPlan(manifest, watch(model, manifest, segment, rename)), ""
+    except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+        return None, f"{type(error).__name__}: {error}"
+
+
+def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
+    """The plan, and a line in the log; None if there is a reason against it."""
+    if plan is None or why:
         _log.info("bases are loaded layer by layer: %s", why)
         return None
     _log.debug("bases of this layout are loaded by %d plain copies", plan.num_copies)
     return plan
 
 
-def _not_plain(model: torch.nn.Module) -> str:
+def why_not_plain(model: torch.nn.Module) -> str:
     """A layer that makes something of its weights after they were loaded; empty if none."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -223,22 +225,4 @@ def _not_plain(model: torch.nn.Module) -> str:
             return f"{name} is held by {type(method).__name__}"
         if "MLA" in type(layer).__name__:
             return f"{name} derives matrices from its weights"
-    return ""
-
-
-def _unproven(plan: CopyPlan, manifest: Manifest, bucket_digests: Sequence[Sequence[int]]) -> str:
-    """Why the model does not hold, by this plan, what was digested; empty if it does."""
-    if not plan.is_readable:
-        return "parameters that were expanded cannot be read back"
-    largest = max(bucket.payload_bytes for bucket in manifest.buckets)
-    buffer = torch.empty(largest, dtype=torch.uint8, device=plan.device)
-    for index, digests in enumerate(bucket_digests):
-        payload = plan.read_bucket(index, buffer)
-        if part_digests(payload, whole_parts(manifest, index)) != list(digests):
-            return f"the parameters of bucket {index} do not hold what was loaded into them"
-        # Of two that came from the same bytes, only one was read.
-        if not plan.holds_bucket(index, payload):
-            return f"a parameter of bucket {index} does not hold what was loaded into it"
-    if len(bucket_digests) != len(manifest.buckets):
-        return f"{len(bucket_digests)} of {len(manifest.buckets)} buckets were digested"
     return ""

@@ -9,14 +9,15 @@ mixed ones (*dirty*).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from rollout_side.memory.versions import tensor_in
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place, wait_for_copies
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, wait_for_copies
+from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
 from weft.contract.errors import LoadFailedError
 from weft.contract.layout.manifest import Manifest
@@ -49,10 +50,6 @@ class Arriving(Protocol):
 
     def speak(self) -> None:
         """Say that the calling thread works."""
-
-    @property
-    def bucket_digests(self) -> Sequence[Sequence[int]]:
-        """Digests of the tensors of each bucket that was given so far."""
 
 
 def load_in_place(
@@ -89,13 +86,20 @@ def load_in_place(
                     plan.load_bucket(index, wire)
             return plan
         with bridges.vllm_config_context(worker.vllm_config):
-            tensors = _tensors(manifest, arrived, arriving.speak)
+            proof: PlanProof | None = None
+            if can_learn(worker):
+                model = worker.model_runner.get_model()
+                proof = PlanProof(model, manifest, bridges.base_names(model))
+                arrived = _passing(proof, arrived)
+            tensors = _tensors(manifest, arrived, arriving.speak, worker.device)
             reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
-            if not can_learn(worker):
-                return None
-            model = worker.model_runner.get_model()
-            rename = bridges.base_names(model)
-            return learn_in_place(model, manifest, arriving.bucket_digests, rename)
+            return proof.plan() if proof is not None else None
+
+
+def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
+    for index, wire in arrived:
+        proof.pass_bucket(index, wire)
+        yield index, wire
 
 
 def _begun(arriving: Arriving) -> Iterator[_Bucket]:
@@ -120,16 +124,21 @@ def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
 
 
 def _tensors(
-    manifest: Manifest, arrived: Iterator[_Bucket], speak: Callable[[], None]
+    manifest: Manifest,
+    arrived: Iterator[_Bucket],
+    speak: Callable[[], None],
+    device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and copy of every tensor, by bucket; speaks once the model has taken each.
 
     Copies, since vLLM keeps what it is given until a layer is complete, and a layer may
     continue in the next bucket, which comes into the memory of this one. Each is freed with
-    its layer, so what is held at a time is about a layer.
+    its layer, so what is held at a time is about a layer: on this rank's own accelerator, if
+    the bucket lies on another's.
     """
     for index, wire in arrived:
+        place = device if wire.is_cuda else wire.device
         for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
-            yield slot.meta.name, tensor_in(slot, wire).clone()
+            yield slot.meta.name, tensor_in(slot, wire).to(place, copy=True)
             speak()
         wait_for_copies(wire.device)

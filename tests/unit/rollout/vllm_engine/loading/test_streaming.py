@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_in_place
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.streaming import load_in_place
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
     CHANGES,
@@ -30,11 +31,9 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     staged,
 )
 from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import whole_parts
-from weft.transport.digest import part_digests
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))
 NUM_BUCKETS = len(MANIFEST.buckets)
@@ -45,7 +44,7 @@ class ReusedMemory:
 
     def __init__(self, source: StagedVersion, *, fail_at: int = -1, num: int = NUM_BUCKETS) -> None:
         self.version, self.manifest = source.version, source.manifest
-        self.bucket_digests: list[list[int]] = []
+        self.num_given = 0
         self.wires = wires(source)[:num]
         self._fail_at = fail_at
 
@@ -56,7 +55,7 @@ class ReusedMemory:
                 raise PeerUnavailableError("the trainer has gone")
             memory.fill_(0x7F)
             memory[: len(wire)].copy_(wire)
-            self.bucket_digests.append(digests(self.manifest, [wire], index)[0])
+            self.num_given += 1
             yield index, memory[: len(wire)]
         memory.fill_(0x7F)
 
@@ -69,16 +68,16 @@ def wires(source: StagedVersion) -> list[torch.Tensor]:
     ]
 
 
-def digests(manifest: Manifest, wires: list[torch.Tensor], first: int = 0) -> list[list[int]]:
-    """As they are announced: of the tensors of each."""
-    return [
-        part_digests(wire, whole_parts(manifest, index)) for index, wire in enumerate(wires, first)
-    ]
-
-
-def learnt_in_place(model: Model, source: StagedVersion) -> CopyPlan | None:
-    found = digests(source.manifest, wires(source))
-    return learn_in_place(model, source.manifest, found, rename)
+def learnt_in_place(
+    model: Model, source: StagedVersion, then: Change = lambda model: None
+) -> CopyPlan | None:
+    """As the model loads a version by itself, bucket by bucket; ``then`` something happens."""
+    proof = PlanProof(model, source.manifest, rename)
+    for index, wire in enumerate(wires(source)):
+        proof.pass_bucket(index, wire)
+    load_own_way(model, source)
+    then(model)
+    return proof.plan()
 
 
 def worker(model: Model) -> Any:
@@ -95,7 +94,7 @@ def test_a_version_lands_bucket_by_bucket(any_bits: bool) -> None:
     arriving = ReusedMemory(second)
     assert load_in_place(worker(model), arriving, REFERENCE, plan) is plan
     assert model.digests() == load_own_way(Model(), second).digests()
-    assert len(arriving.bucket_digests) == NUM_BUCKETS
+    assert arriving.num_given == NUM_BUCKETS
 
 
 def test_a_bucket_changes_its_own_parameters_only() -> None:
@@ -108,8 +107,8 @@ def test_a_bucket_changes_its_own_parameters_only() -> None:
     changed = {name for name, now in model.digests().items() if now != before[name]}
     assert "down.weight" in changed
     assert not changed & {"up.weight", "norm.weight", "embed.weight"}
-    assert plan.holds_bucket(index, wires(second)[index])
-    assert not plan.holds_bucket(index, wires(first)[index])
+    assert plan.target_digests(index) == plan.source_digests(index, wires(second)[index])
+    assert plan.target_digests(index) != plan.source_digests(index, wires(first)[index])
 
 
 def test_a_bucket_that_is_too_short_is_refused() -> None:
@@ -119,7 +118,7 @@ def test_a_bucket_that_is_too_short_is_refused() -> None:
         plan.load_bucket(0, wires(version)[0][:256])
 
 
-# -- reading back, and learning without a segment ------------------------------------
+# -- reading back, and a plan that is proven as buckets pass ------------------------------------
 
 
 def whole_columns(model: Model) -> Model:
@@ -159,43 +158,69 @@ def in_another_way(version: StagedVersion) -> StagedVersion:
     return StagedVersion("t", version.version, manifest, version.segment, b"")
 
 
+@pytest.mark.parametrize("whole", [whole_columns, lambda model: model])
 @pytest.mark.parametrize("same", [lambda v: v, in_another_way])
-def test_a_plan_is_learnt_from_digests_alone(
-    same: Callable[[StagedVersion], StagedVersion],
+def test_a_plan_is_proven_by_digests_of_what_passes(
+    same: Callable[[StagedVersion], StagedVersion], whole: Callable[[Model], Model]
 ) -> None:
-    first, second = (same(_without_gaps(staged(seed, any_bits=True))) for seed in (1, 2))
-    model = load_own_way(whole_columns(Model()), first)
-    before = model.digests()
+    """Of a model that holds all, and of a rank that holds some of the columns."""
+    first, second = (same(staged(seed, any_bits=True)) for seed in (1, 2))
+    model = load_own_way(whole(Model()), second)
     plan = learnt_in_place(model, first)
     assert plan is not None
+    assert plan.is_readable == (whole is whole_columns)
+    before = load_own_way(whole(Model()), first).digests()
     assert model.digests() == before
     assert load_in_place(worker(model), ReusedMemory(second), REFERENCE, plan) is plan
-    assert model.digests() == load_own_way(whole_columns(Model()), second).digests()
+    assert model.digests() == load_own_way(whole(Model()), second).digests()
     plan.load(first.segment.data)
     assert model.digests() == before
 
 
 @pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
 def test_one_bit_of_any_parameter_disproves_it(layer: str) -> None:
-    version = _without_gaps(staged(1))
-    model = load_own_way(whole_columns(Model()), version)
-    model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
-    assert learnt_in_place(model, version) is None
+    def flip(model: Model) -> None:
+        octets = model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)
+        octets[0] ^= 1
+
+    version = staged(1)
+    assert learnt_in_place(load_own_way(Model(), version), version, flip) is None
 
 
-def test_no_plan_where_part_of_the_wire_goes_nowhere() -> None:
-    """A rank's columns: the others' bytes cannot be read back from it."""
-    version = _without_gaps(staged(1))
+def test_what_a_rank_holds_in_part_cannot_be_read_back() -> None:
+    version = staged(1)
+    plan = learnt(load_own_way(Model(), version), version)
+    assert not plan.is_readable
+    with pytest.raises(ValueError, match="held in part"):
+        plan.read_bucket(0, torch.empty(MANIFEST.buckets[0].wire_bytes, dtype=torch.uint8))
+
+
+def test_no_plan_from_some_of_the_buckets() -> None:
+    version = staged(1)
     model = load_own_way(Model(), version)
-    assert learnt_in_place(model, version) is None
-    assert learnt(model, version) is not None
+    proof = PlanProof(model, MANIFEST, rename)
+    for index, wire in enumerate(wires(version)[:-1]):
+        proof.pass_bucket(index, wire)
+    assert proof.plan() is None
 
 
-def test_no_plan_from_some_of_the_digests() -> None:
-    version = _without_gaps(staged(1))
-    model = load_own_way(whole_columns(Model()), version)
-    some = digests(MANIFEST, wires(version))[:-1]
-    assert learn_in_place(model, MANIFEST, some, rename) is None
+def test_no_plan_where_a_reload_moves_parameters() -> None:
+    """The old ones hold the right bits, too."""
+
+    def move(model: Model) -> None:
+        model.norm.weight = torch.nn.Parameter(model.norm.weight.detach().clone())
+
+    version = staged(1)
+    assert learnt_in_place(load_own_way(Model(), version), version, move) is None
+
+
+def test_a_bucket_that_cannot_be_digested_costs_the_plan_alone() -> None:
+    version = staged(1)
+    model = load_own_way(Model(), version)
+    proof = PlanProof(model, MANIFEST, rename)
+    proof.pass_bucket(0, wires(version)[0][:8])
+    proof.pass_bucket(1, wires(version)[1])
+    assert proof.plan() is None
 
 
 class TwoHeads(Model):
@@ -214,9 +239,14 @@ class TwoHeads(Model):
 def test_a_tensor_that_goes_to_two_parameters_proves_both() -> None:
     version = _without_gaps(staged(1))
     model = load_own_way(whole_columns(TwoHeads()), version)
-    assert learnt_in_place(model, version) is not None
-    model.embed.weight.data[0, 0] += 1
-    assert learnt_in_place(model, version) is None
+    plan = learnt_in_place(model, version)
+    assert plan is not None
+    assert plan.is_readable
+
+    def change(model: Model) -> None:
+        model.embed.weight.data[0, 0] += 1
+
+    assert learnt_in_place(model, version, change) is None
 
 
 def test_an_expanded_parameter_cannot_be_read_back() -> None:
@@ -228,7 +258,7 @@ def test_an_expanded_parameter_cannot_be_read_back() -> None:
     assert not plan.is_readable
     with pytest.raises(ValueError, match="expanded"):
         plan.read_bucket(0, torch.empty(MANIFEST.buckets[0].wire_bytes, dtype=torch.uint8))
-    assert learnt_in_place(model, version) is None
+    assert learnt_in_place(model, version) is not None
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -283,7 +313,7 @@ def test_another_model_is_refused_before_it_arrives() -> None:
     arriving = ReusedMemory(second)
     with pytest.raises(InvalidManifestError, match=r"'wire\.embed\.weight' is not"):
         load_in_place(worker(model), arriving, less, learnt(model, first))
-    assert arriving.bucket_digests == []
+    assert arriving.num_given == 0
     assert model.digests() == before
 
 
