@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
+from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff_slot import HandoffSlot
 from rollout_side.memory.placement import (
     Memory,
     Reservations,
@@ -64,12 +65,14 @@ class WorkerStore:
         retain_base: Versions of the base that a copy is kept of, the served one
             included.
         memory: Where their bytes are put.
+        num_ranks: Of the replica: as many load what is received here in place.
     """
 
     staging_capacity_bytes: int
     adapter_capacity_bytes: int
     retain_base: int = 0
     memory: Memory = field(default_factory=Memory)
+    num_ranks: int = 1
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
     """The threads of this process that receive, load or send."""
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)

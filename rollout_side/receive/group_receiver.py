@@ -327,7 +327,9 @@ class GroupReceiver:
     ) -> IncomingTransfer:
         handoff = self._store.handoff.of(transfer_id)
         if handoff is None:
-            handoff = HandoffQueue(transfer_id, version, manifest(), deadline)
+            handoff = HandoffQueue(
+                transfer_id, version, manifest(), deadline, self._store.num_ranks
+            )
             self._store.put_handoff(handoff)
         else:
             handoff.resume(deadline)

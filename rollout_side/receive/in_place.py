@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import Handoff, HandoffQueue, Shared
 from rollout_side.memory.placement import Memory
+from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from rollout_side.memory.versions import Carried
-from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
+from rollout_side.receive.transfer import ReceiveBuffers, make_buffers, make_each
 from rollout_side.receive.wire_buckets import LaneBuffers, take_runs
 from weft.contract.errors import (
     DigestMismatchError,
@@ -106,7 +107,8 @@ class InPlaceTransfer:
 
 
 class InPlaceBuffers:
-    """``ReceiveBuffers`` from which a hand-off queue's loader loads.
+    """``ReceiveBuffers`` from which a hand-off queue's loaders load; where these are several,
+    the other ranks map them.
 
     The buffers are new: an operation that a former group abandoned may still write to the
     old ones, but for those whose buckets were put and not loaded, which had none under way.
@@ -131,7 +133,13 @@ class InPlaceBuffers:
         self._handoff, self._check = handoff, check
         self.ahead = ahead
         sizes = [bucket.wire_bytes for bucket in handoff.manifest.buckets]
-        self._buffers = make_buffers(sizes, self.ahead, device, more=num_more)
+        self._shared: list[Segment] = []
+        if handoff.num_loaders > 1:
+            make = _shared_on(device)
+            self._shared = make_each(make, sizes, self.ahead, device, num_more)
+            self._buffers = [segment.data for segment in self._shared]
+        else:
+            self._buffers = make_buffers(sizes, self.ahead, device, more=num_more)
         # With so few there is nothing to wait for; nor where it has begun, in another group.
         self._is_due = len(self._buffers) <= self.ahead or bool(handoff.digests)
         self._was_due = False
@@ -165,7 +173,9 @@ class InPlaceBuffers:
         return end
 
     def _put(self, bucket: int, wire: torch.Tensor, digests: list[int]) -> None:
-        self._handoff.put(bucket, wire, digests)
+        number = bucket % len(self._buffers)
+        shared = Shared(self._shared, number) if self._shared else None
+        self._handoff.put(bucket, wire, digests, shared)
         self._num_accepted += 1
         seconds = time.monotonic() - self._began
         num_buckets = len(self._handoff.manifest.buckets)
@@ -177,6 +187,17 @@ class InPlaceBuffers:
         now = self._is_due and not self._was_due
         self._was_due = self._was_due or now
         return now
+
+
+def _shared_on(device: torch.device) -> Callable[[int], Segment]:
+    """Makes memory that other ranks of the replica can map."""
+
+    def make(num_bytes: int) -> Segment:
+        if device.type == "cpu":
+            return HostSegment.allocate(num_bytes)
+        return DeviceSegment(torch.empty(num_bytes, dtype=torch.uint8, device=device), owned=True)
+
+    return make
 
 
 class GatheringBuffers(InPlaceBuffers):
@@ -253,7 +274,7 @@ def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: 
 
 
 class InPlaceLoad:
-    """Loads an handoff's buckets on a thread of its own, from now on.
+    """Loads a hand-off's buckets on a thread of its own, from now on: one rank's part of it.
 
     Args:
         handoff: What to load.
@@ -262,7 +283,7 @@ class InPlaceLoad:
             ``dirty`` "true" if weights may be mixed. Any other error counts as that.
     """
 
-    def __init__(self, handoff: HandoffQueue, load: Callable[[HandoffQueue], None]) -> None:
+    def __init__(self, handoff: Handoff, load: Callable[[Handoff], None]) -> None:
         self.handoff = handoff
         self.seconds = 0.0
         """How long it took, once it has ended."""
@@ -290,8 +311,13 @@ class InPlaceLoad:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all was loaded."""
+        """Whether all was loaded: on the receiving rank, by every rank."""
         return self.handoff.is_complete
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it has ended before it was given anything."""
+        return self.handoff.error is not None and not self.handoff.is_begun
 
     def check(self) -> None:
         """Refuse what has come to nothing.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
 from weft.tracing import Span
+
+T = TypeVar("T")
 
 
 class IncomingTransfer(Protocol):
@@ -129,9 +131,25 @@ class ReceiveBuffers(Protocol):
 def make_buffers(
     sizes: Sequence[int], count: int, device: torch.device, *, more: int = 0
 ) -> list[torch.Tensor]:
-    """Buffers, each for any bucket; no more than there are buckets.
+    """Buffers, each for any bucket; no more than there are buckets. See ``make_each``."""
+
+    def make(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    return make_each(make, sizes, count, device, more)
+
+
+def make_each(
+    make: Callable[[int], T],
+    sizes: Sequence[int],
+    count: int,
+    device: torch.device,
+    more: int = 0,
+) -> list[T]:
+    """As ``make_buffers``, of whatever kind.
 
     Args:
+        make: A buffer of so many bytes, on ``device``.
         sizes: Bytes on the wire of each bucket.
         more: As many further ones as there is memory for, at most.
 
@@ -140,7 +158,7 @@ def make_buffers(
     """
     need, count = max(sizes), min(count, len(sizes))
     try:
-        made = [torch.empty(need, dtype=torch.uint8, device=device) for _ in range(count)]
+        made = [make(need) for _ in range(count)]
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"{device} has no room for the {count} buffers of {need:,} bytes that a push is "
@@ -149,5 +167,5 @@ def make_buffers(
         ) from error
     with contextlib.suppress(torch.OutOfMemoryError):
         for _ in range(min(more, len(sizes) - count)):
-            made.append(torch.empty(need, dtype=torch.uint8, device=device))
+            made.append(make(need))
     return made

@@ -36,7 +36,6 @@ REFUSED = [
     ("cpu", ["replicas.drainSeconds=59"], "would break the transfers that run"),
     ("cpu", ["replicas.podsPerReplica=2"], "no LeaderWorkerSet"),
     ("gpu", ["replicas.tensorParallelSize=2"], "as many GPUs in the one pod"),
-    ("everything", ["replicas.staging=in-place"], "it needs tensorParallelSize 1"),
     ("cpu", ["replicas.staging=device"], "staging=device needs a GPU"),
     ("cpu", ["replicas.enableSleep=true"], "enableSleep needs a GPU"),
     ("cpu", ["replicas.backend=nccl"], "backend=nccl needs a GPU"),

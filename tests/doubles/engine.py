@@ -22,7 +22,7 @@ from rollout_side.engine import (
 )
 from rollout_side.generation import GenerateOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
@@ -252,7 +252,7 @@ class EngineDouble:
         self.load = InPlaceLoad(handoff, self._take_in_place)
         self.store.threads.add(self.load.thread)
 
-    def _take_in_place(self, handoff: HandoffQueue) -> None:
+    def _take_in_place(self, handoff: Handoff) -> None:
         """As a model does: what arrives replaces what is served, bucket by bucket."""
         try:
             for index, wire in handoff.buckets():

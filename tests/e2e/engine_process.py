@@ -231,10 +231,11 @@ def _child(
 async def _serve(
     pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
 ) -> None:
-    from rollout_side.vllm_engine.server.launch import open_engine
+    from rollout_side.vllm_engine.server import launch
 
+    launch.WORKER_EXTENSION = "tests.e2e.worker_methods.WorkerUnderTest"
     try:
-        replica = await open_engine(
+        replica = await launch.open_engine(
             argv,
             http_host="127.0.0.1",
             http_port=0,

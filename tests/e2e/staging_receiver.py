@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import HandoffQueue, Shared
+from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
@@ -77,9 +78,6 @@ class StagingReceiver:
     """See the module; a ``ReceiverLike``."""
 
     def __init__(self, store: WorkerStore, tracer: Tracer) -> None:
-        from tests.e2e import worker_methods  # imports vLLM, which tests do not
-
-        worker_methods.install()
         self._store = store
 
     def join(self, order: JoinOrder) -> None:
@@ -106,16 +104,28 @@ class StagingReceiver:
         """What is put from here ends with the handoff that it is put to."""
 
     def _arrive(self, order: StageOrder) -> None:
-        """Put a file's buckets through memory of one, in a thread as the receiver's."""
+        """Put a file's buckets through memory of one, in a thread as the receiver's; other
+        ranks map it."""
         arriving = FromFile(PolicyVersion.parse(order.version), Path(order.file))
         deadline = time.monotonic() + 60
-        handoff = HandoffQueue(order.transfer_id, arriving.version, arriving.manifest, deadline)
+        handoff = HandoffQueue(
+            order.transfer_id,
+            arriving.version,
+            arriving.manifest,
+            deadline,
+            self._store.num_ranks,
+        )
         self._store.put_handoff(handoff)
+        shared = Shared(
+            [HostSegment.allocate(max(b.wire_bytes for b in arriving.manifest.buckets))], 0
+        )
+        memory = shared.buffers[0].data
 
         def put() -> None:
             with contextlib.suppress(WeftError):  # it was discarded
                 for index, wire in itertools.islice(arriving.buckets(), order.num_buckets):
-                    handoff.put(index, wire, arriving.bucket_digests[index])
+                    there = memory[: wire.numel()].copy_(wire)
+                    handoff.put(index, there, arriving.bucket_digests[index], shared)
                     handoff.wait_loaded(index, lambda: None)
 
         threading.Thread(target=put, name="arriving", daemon=True).start()

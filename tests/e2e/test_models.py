@@ -22,11 +22,11 @@ DENSE = ("qwen2", "llama", "qwen3")
 MOE = ("qwen3_moe", "mixtral")
 # The rest of the matrix by `make matrix`; dense ones are in test_vllm_engine_* and
 # test_trainers, with two ranks, too.
-HERE = {("qwen3_moe", 2)}
+HERE = {("qwen3_moe", 2, "in-place")}
 CASES = [
-    pytest.param(kind, ranks, marks=() if (kind, ranks) in HERE else pytest.mark.matrix)
+    pytest.param(*case, marks=() if case in HERE else pytest.mark.matrix)
     for kind in (*DENSE, *MOE)
-    for ranks in (1, 2)
+    for case in ((kind, 1, "auto"), (kind, 2, "auto"), (kind, 2, "in-place"))
 ]
 
 
@@ -53,8 +53,10 @@ def named(path):
         tensor.zero_()  # whoever looks at it later sees that
 
 
-@pytest.mark.parametrize(("kind", "tensor_parallel"), CASES)
-def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(kind, tensor_parallel, tmp_path):
+@pytest.mark.parametrize(("kind", "tensor_parallel", "staging"), CASES)
+def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(
+    kind, tensor_parallel, staging, tmp_path
+):
     fresh = models.make_model(kind, tmp_path / "fresh", seed=1)
     other = models.make_model(kind, tmp_path / "other", seed=2)
     referee = models.Referee()
@@ -67,7 +69,10 @@ def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(kind, tensor_pa
         args += [*LORA_ARGS, "--lora-modules", f"disk={adapters[0]}"]
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(running_coordinator(tmp_path))
-        (url,) = stack.enter_context(running_replicas(tmp_path, coordinator.target, [fresh], *args))
+        options = ("--staging", staging)
+        (url,) = stack.enter_context(
+            running_replicas(tmp_path, coordinator.target, [fresh], *args, options=options)
+        )
         publisher = stack.enter_context(
             Publisher(coordinator.target, trainer_id="trainer-a", timeout_seconds=120)
         )
@@ -77,7 +82,10 @@ def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(kind, tensor_pa
 
         assert str(publisher.push_base(models.load_hf(other))) == "base@1"
         assert_close(answers(url), referee, other)
-        assert str(publisher.push_base(named_tensors=named(fresh))) == "base@2"
+        # Out of order, which has to be said where buckets are loaded as they come.
+        metadata = {name: tensor.to("meta") for name, tensor in named(fresh)}
+        in_place = {"metadata": metadata} if staging == "in-place" else {}
+        assert str(publisher.push_base(named_tensors=named(fresh), **in_place)) == "base@2"
         assert content(answers(url)) == content(when_fresh)
 
         for number, adapter in enumerate(adapters, start=1):

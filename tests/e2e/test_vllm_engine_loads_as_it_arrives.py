@@ -1,4 +1,4 @@
-"""A real vLLM that was started to load bases in place."""
+"""A real vLLM of two ranks that was started to load bases in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ LONG = [3 + (7 * i) % 250 for i in range(300)]
 @pytest.fixture(scope="module")
 def engine(qwen2: TinyModels) -> Iterator[EngineProcess]:
     """It serves ``qwen2.base``; leave it so."""
-    args = (*LORA_ARGS, "--num-gpu-blocks-override", str(NUM_BLOCKS))
+    ranks = ("--tensor-parallel-size", "2")
+    args = (*LORA_ARGS, *ranks, "--num-gpu-blocks-override", str(NUM_BLOCKS))
     running = EngineProcess(qwen2.base, args, staging="in-place", running_requests="keep").start()
     running.call("generations.choose", "recompute")
     yield running
@@ -58,7 +59,8 @@ def push(engine: EngineProcess, version: str, model: Path) -> SwitchTimes:
 def until_loaded(engine: EngineProcess, *, begun: bool = False) -> None:
     """Wait until what arrives was loaded, or its first bucket."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while not engine.rpc("weft_test_arriving")[0]["value"]["begun" if begun else "complete"]:
+    what = "begun" if begun else "complete"
+    while not all(rank["value"][what] for rank in engine.rpc("weft_test_arriving")):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -135,6 +137,30 @@ def test_one_that_ends_midway_is_repaired_by_the_next(
     push(engine, "base@33", qwen2.base)
     check(referee, engine.complete("mid", PROMPT), qwen2.base, qwen2.adapters[1])
     engine.call("discard", "t-mid@2")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_midway_takes_the_other_with_it(
+    engine: EngineProcess, qwen2: TinyModels, referee: Referee, rank: int
+) -> None:
+    before = engine.complete("tiny", PROMPT)
+    engine.rpc("weft_test_break", rank, 5)
+    version = f"base@{34 + 2 * rank}"
+    engine.arrive(version, qwen2.other)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not all("error" in rank["value"] for rank in engine.rpc("weft_test_arriving")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for found in engine.rpc("weft_test_arriving"):
+        assert "the disk of the test is broken" in found["value"]["error"]
+        assert not found["value"]["complete"]
+    engine.call("discard", f"t-{version}")
+    assert version in engine.call("dirty_reason")
+    with pytest.raises(httpx.HTTPStatusError):
+        engine.complete("tiny", PROMPT)
+    push(engine, f"base@{35 + 2 * rank}", qwen2.base)
+    assert engine.call("dirty_reason") == ""
+    assert engine.complete("tiny", PROMPT) == before
 
 
 def test_a_commit_may_come_late(engine: EngineProcess, qwen2: TinyModels, referee: Referee) -> None:

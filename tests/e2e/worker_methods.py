@@ -1,4 +1,4 @@
-"""Loading in place in a real vLLM's worker, from a file instead of a network.
+"""What tests ask of a real vLLM's workers, beside Weft's own methods: on every rank.
 
 For vLLM's workers alone: it imports vLLM.
 """
@@ -13,6 +13,7 @@ from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.answers import guarded
 from rollout_side.vllm_engine.worker.extension import WeftWorker
 from tests.e2e.arriving_file import FromFile
+from tests.e2e.staging_receiver import break_next_load
 from weft.contract.names import PolicyVersion
 
 
@@ -41,10 +42,20 @@ def _load(worker: Any, version: str, file: str, fail_at: int) -> dict[str, Any]:
 def _arriving(worker: Any) -> dict[str, Any]:
     """How far the load in place that is under way has come."""
     handoff = worker.weft_state.load.handoff
-    return {"begun": handoff.is_begun, "complete": handoff.is_complete}
+    found = {"begun": handoff.is_begun, "complete": handoff.is_complete}
+    return found if handoff.error is None else {**found, "error": handoff.error.message}
 
 
-def install() -> None:
-    """Give vLLM's workers the methods ``weft_test_load_in_place``, ``weft_test_arriving``."""
-    WeftWorker.weft_test_arriving = _arriving  # type: ignore[attr-defined]
-    WeftWorker.weft_test_load_in_place = _load  # type: ignore[attr-defined]
+@guarded
+def _break(worker: Any, rank: int, after: int) -> None:
+    """One rank's next base load fails once so many tensors were taken."""
+    if worker.rank == rank:
+        break_next_load(after)
+
+
+class WorkerUnderTest(WeftWorker):
+    """What ``EngineProcess`` has mixed into vLLM's workers."""
+
+    weft_test_arriving = _arriving
+    weft_test_break = _break
+    weft_test_load_in_place = _load

@@ -1,7 +1,8 @@
 """Pushes between GPUs: what is served equals what a fresh engine serves, bit for bit.
 
 The trainer is this process, on GPU 0, which also has the fresh engines; the replicas that
-are pushed to have the other GPUs. Everything is bfloat16, as it is used.
+are pushed to have the other GPUs, those of two ranks GPU 0, too, where there are only two.
+Everything is bfloat16, as it is used.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Place:
 
     kind: str
     pushed: Pushed
-    in_place: Pushed | None
+    in_place: Pushed
     """Beside it on the same GPU, in a pool of its own: it loads bases as they come."""
     late: str
     """Another one of that pool, kept apart till it is to catch up; empty if there is none."""
@@ -160,11 +161,13 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         adapter = work / "adapter"
         wrapped.to(torch.bfloat16).save_pretrained(adapter)
         fresh_lora = ["--lora-modules", f"math={adapter}"]
-    gpus = ",".join(str(i + 1) for i in range(tp))
-    own = ",".join(str(i + 2) for i in range(tp)) if tp > 1 else "0"
+    gpus, own = "1", "0"
+    if tp == 2:
+        # With two GPUs the first rank, which receives, has another one than the trainer.
+        gpus, own = ("1,2", "2,3") if NUM_GPUS >= 4 else ("1,0", "1,0")
     args = [*VLLM, *lora, "--tensor-parallel-size", str(tp),
             *(["--quantization", "fp8"] if kind == "fp8" else [])]  # fmt: skip
-    pools = [GpuPool(work / name) for name in ("pool", "beside", "in-place")[: 3 if tp == 1 else 2]]
+    pools = [GpuPool(work / name) for name in ("pool", "beside", "in-place")]
     try:
         for each in pools:
             each.work.mkdir()
@@ -174,26 +177,17 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         verbose = ("--log-level", "debug")
         pools[0].launch("pushed", gpus, began_with, *args, options=verbose)
         pools[1].launch("fresh", own, path, *args, *fresh_lora)
-        pushed = [Pushed(pools[0], pools[0].url("pushed"))]
+        staged = Pushed(pools[0], pools[0].url("pushed"))
         fresh = pools[1].url("fresh")
-        for pool in pools[2:]:
-            options = ("--staging", "in-place", *verbose)
-            pool.launch("pushed", gpus, began_with, *args, options=options)
-            if kind == "dense" and tp == 1 and not DRY:
-                pool.launch("late", "0", began_with, *args, options=options)
-            pushed.append(Pushed(pool, pool.url("pushed")))
-        late = pools[-1].url("late") if "late" in pools[-1].replicas else ""
+        options = ("--staging", "in-place", *verbose)
+        pools[2].launch("pushed", gpus, began_with, *args, options=options)
+        if kind == "dense" and tp == 1 and not DRY:
+            pools[2].launch("late", "0", began_with, *args, options=options)
+        in_place = Pushed(pools[2], pools[2].url("pushed"))
+        late = pools[2].url("late") if "late" in pools[2].replicas else ""
         if late:
-            pools[-1].set_apart("late")
-        yield Place(
-            kind,
-            pushed[0],
-            pushed[1] if pushed[1:] else None,
-            late,
-            fresh,
-            model,
-            adapter,
-        )
+            pools[2].set_apart("late")
+        yield Place(kind, staged, in_place, late, fresh, model, adapter)
     finally:
         for each in pools:
             each.stop()
@@ -208,8 +202,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pla
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> Iterator[Place]:
     """Of two GPUs each."""
-    if NUM_GPUS < 4:
-        pytest.skip("needs four GPUs")
     yield from _place("dense", 2, tmp_path_factory.mktemp("wide"))
 
 
@@ -253,7 +245,6 @@ def test_a_pushed_base_answers_as_a_fresh_engine(place: Place, note: Note) -> No
 
 
 def test_a_base_loaded_in_place_answers_as_a_fresh_engine(place: Place, note: Note) -> None:
-    assert place.in_place is not None
     found = check_base(place, place.in_place, bucket_bytes=4 * 2**20)  # several a push
     note(place.kind, "5 bases, in place", found)
     check_how(place, place.in_place)
@@ -263,7 +254,12 @@ def test_a_base_loaded_in_place_answers_as_a_fresh_engine(place: Place, note: No
 def test_an_adapter_answers_as_one_from_disk(place: Place, where: str, note: Note) -> None:
     if place.adapter is None:
         pytest.skip("this model takes no adapters here")
-    pushed: Pushed = getattr(place, where)
+    found = check_adapter(place, getattr(place, where))
+    note(place.kind, f"2 adapters beside bases, {where.replace('_', ' ')}", found)
+
+
+def check_adapter(place: Place, pushed: Pushed) -> str:
+    """Beside bases."""
     expected = answers(place.fresh, "math")
     assert expected != answers(place.fresh, "base-model")
     with pushed.publisher() as publisher:
@@ -273,14 +269,13 @@ def test_an_adapter_answers_as_one_from_disk(place: Place, where: str, note: Not
             assert answers(pushed.url, str(version)) == expected
         publisher.push_base(place.model)  # by copies: adapters stay served
         assert answers(pushed.url, str(version)) == expected
-    found = "bitwise vLLM's own from a directory, before and after a base"
-    note(place.kind, f"2 adapters beside bases, {where.replace('_', ' ')}", found)
+    return "bitwise vLLM's own from a directory, before and after a base"
 
 
 def test_a_late_one_clones_what_another_serves_and_keeps_no_copy_of(
     place: Place, note: Note
 ) -> None:
-    if not place.late or place.in_place is None:
+    if not place.late:
         pytest.skip("no such replica here")
     with place.in_place.publisher() as publisher:
         publisher.push_base(place.model)
@@ -309,3 +304,17 @@ def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
 
 def test_both_ranks_get_what_one_received(wide: Place, note: Note) -> None:
     note("dense, TP 2", "5 bases, staged on the GPU", check_base(wide, wide.pushed))
+    check_how(wide, wide.pushed)
+
+
+def test_both_ranks_load_in_place_what_one_receives(wide: Place, note: Note) -> None:
+    found = check_base(wide, wide.in_place, bucket_bytes=4 * 2**20)  # several a push
+    check_how(wide, wide.in_place)
+    with wide.in_place.publisher() as publisher:
+        publisher.push_base(wide.model)
+        assert publisher.last_report is not None
+        backend = publisher.last_report.backend
+    if NUM_GPUS == 2:
+        assert backend == "one-sided"
+    note("dense, TP 2", f"5 bases, in place, over {backend}", found)
+    note("dense, TP 2", "2 adapters beside bases, in place", check_adapter(wide, wide.in_place))

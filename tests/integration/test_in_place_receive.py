@@ -27,7 +27,7 @@ WAIT_SECONDS = 20.0
 class Gate:
     """Holds a double's loader before a bucket, until it is opened."""
 
-    def __init__(self, engine: EngineDouble, at: int) -> None:
+    def __init__(self, engine: Any, at: int) -> None:
         self.reached, self._open, self._at = threading.Event(), threading.Event(), at
         engine.before_bucket = self._before
 

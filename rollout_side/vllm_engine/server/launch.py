@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 from argparse import Namespace
 from collections.abc import Mapping
@@ -109,7 +110,6 @@ async def open_engine(
         args.enable_sleep_mode = True
     in_place = staging == "in-place"
     if in_place:
-        refusals.refuse_in_place(args)
         _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
         retain_base = 0
     if running_requests == "keep":
@@ -299,6 +299,7 @@ def _open_config(
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),
         "holdings_path": holdings.path,
+        "ranks_name": secrets.token_hex(16),
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
         "spill": asdict(spill) if spill else None,

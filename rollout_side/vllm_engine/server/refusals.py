@@ -91,20 +91,6 @@ def refuse_unsupported(args: Namespace) -> None:
             raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
 
 
-def refuse_in_place(args: Namespace) -> None:
-    """Refuse to load bases in place where only one of several workers would get them.
-
-    Raises:
-        UnsupportedError: Names the argument and the way out.
-    """
-    if (getattr(args, "tensor_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--staging in-place with --tensor-parallel-size {args.tensor_parallel_size}: the "
-            "ranks share one staged copy, and in place there is none; use --staging device or "
-            "host"
-        )
-
-
 def refuse_keep(args: Namespace) -> None:
     """Refuse to keep running requests where their blocks could be found elsewhere, or where
     another scheduler is asked for than vLLM's.

@@ -12,8 +12,8 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from rollout_side.vllm_engine.orders import FROM_FILES
-from rollout_side.vllm_engine.worker.answers import check_answers
-from weft.contract.errors import LoadFailedError, TransferTimeoutError
+from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
+from weft.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
 from weft.contract.names import PolicyVersion
 
 T = TypeVar("T")
@@ -135,10 +135,10 @@ class WorkerCalls:
     async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
         """End what is loaded in place, unless it is loaded whole and to be kept."""
         values = await self.call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
-        return LoadEnd(
-            changed=any(value["changed"] for value in values),
-            kept=any(value["kept"] for value in values),
-        )
+        kept = [value["kept"] for value in values]
+        if any(kept) and not all(kept):  # a rank was done before the others
+            values += await self.call("weft_discard", transfer_id, False, changes_weights=True)
+        return LoadEnd(changed=any(value["changed"] for value in values), kept=all(kept))
 
     async def share(self, transfer_id: str, content_digest: bytes) -> None:
         """Let every rank map what the receiving rank staged.
@@ -183,15 +183,20 @@ class WorkerCalls:
             mixed_is_dirty=True,
         )
 
-    async def load_arriving(self, transfer_id: str) -> None:
+    async def load_arriving(self, transfer_id: str, version: PolicyVersion) -> None:
         """Begin to load a base as it arrives; returns at once.
 
         Raises:
-            NotReadyError: It was not prepared, or has ended.
+            NotReadyError: It was not prepared, or has ended. Nothing changed: no rank is given
+                a bucket before the receiving one.
+            LoadFailedError: Only the receiving rank has begun: dirty.
         """
-        await self.call(
-            "weft_load_arriving", transfer_id, changes_weights=True, mixed_is_dirty=True
-        )
+        try:
+            await self.call("weft_load_arriving", transfer_id, str(version), changes_weights=True)
+        except WeftError as error:
+            if int(error.metadata.get("rank", RECEIVER_RANK)) == RECEIVER_RANK:
+                raise
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
 
     async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
         """Make sure of a base that was loaded in place, for its commit; returns how long that

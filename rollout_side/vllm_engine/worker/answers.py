@@ -15,6 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypedDict
 
 from weft.contract.errors import LoadFailedError, WeftError, error_from_reason
 
+#: The local rank that receives; the others of its machine map what it has received.
+RECEIVER_RANK = 0
+
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 

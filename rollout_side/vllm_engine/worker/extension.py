@@ -23,6 +23,8 @@ from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
+from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.rank_handoff import RankHandoff, RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.clone_source import Cloner
@@ -35,7 +37,7 @@ from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
 from rollout_side.vllm_engine.orders import DISCARDS, FROM_FILES
 from rollout_side.vllm_engine.worker import orphans
-from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, guarded
 from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
@@ -62,9 +64,6 @@ _log = logging.getLogger(__name__)
 lora_hook.install()
 cpu_fixes.install_row_mask()
 
-#: The local rank that receives; the others of its machine map what it staged.
-RECEIVER_RANK = 0
-
 
 class WeftWorker:
     """Methods that vLLM's workers get; every name begins with ``weft_``.
@@ -87,8 +86,9 @@ class WeftWorker:
             adapter_capacity_bytes=settings.adapter_memory_bytes,
             retain_base=settings.retain_base,
             memory=memory,
+            num_ranks=self.parallel_config.world_size,
         )
-        state = WorkerState(store, reference)
+        state = WorkerState(store, reference, settings.ranks_name)
         warm()
         backends = list(usable_backends(self.device, settings.backend))
         if self.local_rank == RECEIVER_RANK:
@@ -97,6 +97,8 @@ class WeftWorker:
             receiver_factory = pkgutil.resolve_name(settings.receiver_factory)
             state.receiver = receiver_factory(store, state.tracer)
             state.cloner = Cloner(store)
+            if memory.in_place and store.num_ranks > 1:
+                state.ranks = RankServer(settings.ranks_name, store.handoff.of)
             if ONE_SIDED in backends:
                 state.trials = TrialAnswerer(memory.device_of(ONE_SIDED))
             if settings.spill is not None:
@@ -210,15 +212,20 @@ class WeftWorker:
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
-    def weft_load_arriving(self: Any, transfer_id: str) -> None:
+    def weft_load_arriving(self: Any, transfer_id: str, version: str) -> None:
         """Begin to load a base as it arrives; call it while paused. Returns at once, and
-        succeeds if it has begun before."""
+        succeeds if it has begun before. On a rank that does not receive always: it is given
+        nothing unless the receiving one has begun."""
         state = state_of(self)
-        if state.load is not None and state.load.transfer_id == transfer_id:
-            state.load.check()
+        load, receives = state.load, state.receiver is not None
+        if load is not None and load.transfer_id == transfer_id and (receives or not load.is_void):
+            load.check()
             return
         state.check_idle()
-        handoff = state.store.handoff.of(transfer_id)
+        handoff: Handoff | None = state.store.handoff.of(transfer_id)
+        if not receives:
+            parsed = PolicyVersion.parse(version)
+            handoff = RankHandoff(state.ranks_name, self.rank, transfer_id, parsed)
         if handoff is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
         state.load = InPlaceLoad(handoff, loader(self, state))
@@ -377,6 +384,8 @@ class WeftWorker:
         state = state_of(self)
         if state.trials is not None:
             state.trials.close()
+        if state.ranks is not None:
+            state.ranks.close()
         if state.load is not None:
             state.load.end()
         state.end_reading()

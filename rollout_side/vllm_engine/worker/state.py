@@ -10,7 +10,8 @@ import torch
 
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.rank_handoff import RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner
@@ -44,9 +45,13 @@ class WorkerState:
 
     store: WorkerStore
     reference: Reference
+    ranks_name: str = ""
+    """``OpenConfig.ranks_name``."""
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
     """Sends clones, on the receiving rank, which holds every copy."""
+    ranks: RankServer | None = None
+    """There, too: gives the other ranks what is loaded in place."""
     trials: TrialAnswerer | None = None
     """There, too: answers trainers that try whether this host is theirs."""
     spiller: Spiller | None = None
@@ -121,13 +126,13 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
     }
 
 
-def loader(worker: Any, state: WorkerState) -> Callable[[HandoffQueue], None]:
-    """What loads from a hand-off queue on a thread of its own, after all that the engine's
+def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
+    """What loads what is handed over on a thread of its own, after all that the engine's
     thread, which calls this, has given to the device."""
     device: torch.device = worker.device
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-    def load(handoff: HandoffQueue) -> None:
+    def load(handoff: Handoff) -> None:
         # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
         served = state.store.set_served(None)
@@ -145,11 +150,9 @@ def loader(worker: Any, state: WorkerState) -> Callable[[HandoffQueue], None]:
     return load
 
 
-def served_base(
-    state: WorkerState, handoff: HandoffQueue, content_digest: bytes
-) -> ServedBase | None:
+def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> ServedBase | None:
     """What was loaded in place, as others may clone it from the engine's parameters; None
-    where these do not hold the bytes as they came."""
+    where these do not hold the bytes as they came, or not all of them."""
     plan, manifest = state.copy_plan, handoff.manifest
     if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
         return None

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.server.refusals import refuse_in_place
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
-from weft.contract.errors import LoadFailedError, NotReadyError, UnsupportedError
+from weft.contract.errors import LoadFailedError, NotReadyError
 from weft.contract.names import PolicyVersion
 
 LONG = 60.0
@@ -227,11 +226,53 @@ async def test_an_interrupted_beginning_is_dirty(fake: Fake) -> None:
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tensor_parallel_replicas_do_not_load_in_place(size: int) -> None:
-    args: Any = SimpleNamespace(tensor_parallel_size=size)
-    if size == 1:
-        refuse_in_place(args)
-        return
-    with pytest.raises(UnsupportedError, match="use --staging device or host"):
-        refuse_in_place(args)
+# -- two ranks -------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def wide() -> AsyncIterator[Fake]:
+    engine = FakeEngine(num_ranks=2)
+    replica = make_replica(engine, in_place=True)
+    yield Fake(engine, replica)
+    replica._in_place.close()
+    await asyncio.sleep(0)
+
+
+async def test_nothing_has_changed_unless_the_receiving_rank_has_begun(wide: Fake) -> None:
+    wide.engine.answers["weft_load_arriving"] = lambda: [failed("NOT_STAGED"), ok(1)]
+    with pytest.raises(NotReadyError):
+        await wide.load()
+    assert wide.calls() == [*BEGUN, "resume"]
+    assert wide.replica.dirty_reason == ""
+    wide.engine.answers["weft_load_arriving"] = lambda: [ok(0), failed("NOT_STAGED", rank=1)]
+    with pytest.raises(LoadFailedError, match="rank 1 of 2"):
+        await wide.load()
+    assert wide.calls() == BEGUN  # it stays paused
+    assert wide.replica.dirty_reason
+
+
+@pytest.mark.parametrize("kept", [[True, True], [True, False], [False, True]])
+async def test_what_one_rank_alone_has_whole_is_not_kept(wide: Fake, kept: list[bool]) -> None:
+    orders = iter([kept, [False, False]])
+    wide.engine.answers["weft_discard"] = lambda: [
+        ok(rank, changed=True, kept=k) for rank, k in enumerate(next(orders))
+    ]
+    await wide.load(seconds=0.0)
+    await wide.until("weft_discard")
+    async with wide.replica._gate.exclusive():
+        assert wide.replica.dirty_reason
+        discards = [call for call in wide.calls() if call == "weft_discard"]
+        assert len(discards) == (1 if all(kept) else 2)
+        assert wide.replica._in_place.is_pending("t") == all(kept)
+
+
+async def test_ranks_that_do_not_agree_are_dirty(wide: Fake) -> None:
+    await wide.load()
+    wide.engine.answers["weft_loaded"] = lambda: [
+        ok(0, load_seconds=1.0),
+        failed("NOT_STAGED", rank=1),
+    ]
+    with pytest.raises(NotReadyError) as refused:
+        await wide.replica.apply_base("t", BASE, b"")
+    assert refused.value.metadata["dirty"] == "true"
+    assert wide.replica.dirty_reason

@@ -1,0 +1,290 @@
+"""A base that is loaded in place, for the ranks of a replica that do not receive it.
+
+The receiving rank listens on a Unix socket; each other rank connects once a transfer, is told
+where the buckets lie, maps them, and says when it is done with each. A bucket's memory is
+received into again once all ranks are; a rank that fails, or goes, ends the load of all.
+Messages travel between processes of one user alone, as what is staged does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rollout_side.memory.handoff import HandoffQueue, copy_error, synchronize
+from rollout_side.memory.rank_channel import (
+    Arrived,
+    Buffers,
+    Channel,
+    Complete,
+    Layout,
+    Loaded,
+    Wanted,
+    Working,
+)
+from rollout_side.memory.segment import Segment
+from weft.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
+from weft.contract.layout.manifest import Manifest
+from weft.contract.names import PolicyVersion
+from weft.transport.buckets import in_manifest_order
+from weft.transport.digest import content_digest
+from weft.transport.group import SPEAK_SECONDS
+
+_log = logging.getLogger(__name__)
+
+# A rank that has connected says at once what it wants.
+_HELLO_SECONDS = 10.0
+_BACKLOG = 64
+# After an error that is not the socket's end.
+_RETRY_SECONDS = 0.1
+
+
+def _address(name: str) -> str:
+    """In the abstract namespace: there is no file that could be left over."""
+    return f"\0weft-handoff-{name}"
+
+
+# -- the receiving rank --------------------------------------------------------------
+
+
+class RankServer:
+    """Gives the buckets of hand-off queues to the replica's other ranks, on threads of its own.
+
+    Args:
+        name: Of the socket; nobody else's.
+        find: The hand-off queue of a transfer that is loaded in place.
+    """
+
+    def __init__(self, name: str, find: Callable[[str], HandoffQueue | None]) -> None:
+        self._find, self._is_closed = find, False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(_address(name))
+        self._listener.listen(_BACKLOG)
+        threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no rank any more; what is being loaded ends with its queue."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if self._is_closed:
+                    return
+                _log.warning("no rank can connect: %s", error)
+                time.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                channel = Channel(connected)
+            except WeftError as error:
+                _log.warning("%s", error)
+                continue
+            threading.Thread(
+                target=self._serve, args=(channel,), name="weft-rank", daemon=True
+            ).start()
+
+    def _serve(self, channel: Channel) -> None:
+        handoff: HandoffQueue | None = None
+        try:
+            if not channel.poll(_HELLO_SECONDS):
+                raise NotReadyError("a rank has connected and said nothing")
+            wanted: Wanted = channel.receive()
+            handoff = self._find(wanted.transfer_id)
+            if handoff is None:
+                raise NotReadyError(
+                    f"transfer {wanted.transfer_id} is not, or no longer, loaded in place"
+                )
+            _give(channel, handoff, wanted.rank)
+        except (EOFError, OSError) as error:
+            if handoff is not None:
+                handoff.fail(LoadFailedError(f"a rank of the replica has ended its load: {error}"))
+        except WeftError as error:
+            if handoff is not None:
+                handoff.fail(error)
+            channel.fail(error)
+        except BaseException as error:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("a rank cannot be given what it is to load")
+            typed = LoadFailedError(f"{type(error).__name__}: {error}")
+            if handoff is not None:
+                handoff.fail(typed)
+            channel.fail(typed)
+        finally:
+            channel.close()
+
+
+def _give(channel: Channel, handoff: HandoffQueue, rank: int) -> None:
+    """Give one rank every bucket; returns once it has loaded all."""
+    channel.send(Layout(handoff.manifest))
+    known: Sequence[Segment] = ()
+    for _, shared, digests in handoff.shared_buckets(rank):
+        if shared.buffers is not known:
+            known = shared.buffers
+            # Made for each rank: on an accelerator every process that maps it counts.
+            channel.send(Buffers([segment.ref for segment in known]))
+        channel.send(Arrived(shared.number, digests))
+        _wait_for(Loaded, channel, handoff)
+    _wait_for(Complete, channel, handoff)
+    handoff.complete(rank)
+
+
+def _wait_for(kind: type[object], channel: Channel, handoff: HandoffQueue) -> None:
+    """Until a rank has come so far; meanwhile what it says is passed on."""
+    while True:
+        while not channel.poll(SPEAK_SECONDS):
+            if (error := handoff.error) is not None:
+                raise copy_error(error)
+        message = channel.receive()
+        if isinstance(message, kind):
+            return
+        handoff.speak()
+
+
+# -- the other ranks -----------------------------------------------------------------
+
+
+class RankHandoff:
+    """The ``Handoff`` of a rank that does not receive. It waits as long as the receiving rank
+    does, whose deadline is that of all.
+
+    Connects on the loader's thread, when that first asks for something.
+
+    Args:
+        name: Of the receiving rank's socket.
+        rank: This one.
+        transfer_id: Whose buckets.
+        version: What they are of.
+    """
+
+    def __init__(self, name: str, rank: int, transfer_id: str, version: PolicyVersion) -> None:
+        self.transfer_id, self.version = transfer_id, version
+        self._name, self._rank = name, rank
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._error: WeftError | None = None
+        self._digests: list[Sequence[int]] = []
+        self._is_complete = False
+        self._spoke_at = 0.0
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """See ``Handoff``; blocks for it, on the loader's thread."""
+        self._connect()
+        self._send(Wanted(self.transfer_id, self._rank))
+        layout: Layout = self._receive()
+        return layout.manifest
+
+    @property
+    def content_digest(self) -> bytes:
+        """See ``Handoff``."""
+        return content_digest(in_manifest_order(self.manifest, self._digests))
+
+    @property
+    def error(self) -> WeftError | None:
+        """See ``Handoff``."""
+        return self._error
+
+    @property
+    def is_begun(self) -> bool:
+        """See ``Handoff``."""
+        return bool(self._digests)
+
+    @property
+    def is_complete(self) -> bool:
+        """See ``Handoff``; of this rank alone."""
+        return self._is_complete
+
+    def fail(self, error: WeftError) -> None:
+        """See ``Handoff``."""
+        with self._lock:
+            if self._error is not None or self._is_complete:
+                return
+            self._error, channel = copy_error(error), self._channel
+        if channel is not None:
+            channel.fail(error)
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """See ``Handoff``."""
+        segments: list[Segment] = []
+        for index, bucket in enumerate(self.manifest.buckets):
+            message = self._receive()
+            if isinstance(message, Buffers):
+                segments = [ref.attach() for ref in message.refs]
+                message = self._receive()
+            arrived: Arrived = message
+            self._digests.append(arrived.digests)
+            try:
+                yield index, segments[arrived.number].data[: bucket.wire_bytes]
+            finally:
+                synchronize()
+            self._send(Loaded())
+
+    def speak(self) -> None:
+        """See ``Handoff``."""
+        now = time.monotonic()
+        if now - self._spoke_at >= SPEAK_SECONDS:
+            self._spoke_at = now
+            self._send(Working())
+
+    def complete(self) -> None:
+        """See ``Handoff``."""
+        with self._lock:
+            self._check()
+            self._is_complete = True
+            channel = self._channel
+        assert channel is not None, "buckets were loaded"
+        with contextlib.suppress(EOFError, OSError, WeftError):
+            channel.send(Complete())  # all of it is loaded here, whoever has gone
+        channel.close()
+
+    def _connect(self) -> None:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.settimeout(_HELLO_SECONDS)
+        try:
+            connected.connect(_address(self._name))
+        except OSError as error:
+            connected.close()
+            raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
+        channel = Channel(connected)
+        with self._lock:
+            if self._error is None:
+                self._channel = channel
+        if self._channel is None:
+            channel.close()
+            self._check()
+
+    def _send(self, message: object) -> None:
+        assert self._channel is not None, "it has connected"
+        try:
+            self._channel.send(message)
+        except (EOFError, OSError) as error:
+            raise self._ended(error) from error
+
+    def _receive(self) -> Any:
+        assert self._channel is not None, "it has connected"
+        try:
+            return self._channel.receive()
+        except (EOFError, OSError) as error:
+            raise self._ended(error) from error
+
+    def _ended(self, error: BaseException) -> WeftError:
+        """Why nothing comes any more."""
+        if self._error is not None:
+            return copy_error(self._error)
+        return PeerUnavailableError(f"the receiving rank has ended the load: {error}")
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise copy_error(self._error)

@@ -1,0 +1,320 @@
+"""Several ranks load one transfer, over real sockets: order, memory that is used again once all
+are done, and every way to end. Each rank but the receiving one maps the buckets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_side.memory import rank_channel, rank_handoff
+from rollout_side.memory.handoff import Handoff, HandoffQueue
+from rollout_side.memory.rank_handoff import RankHandoff, RankServer
+from rollout_side.receive.in_place import InPlaceBuffers, InPlaceLoad
+from weft.contract.errors import (
+    LoadFailedError,
+    NotReadyError,
+    PeerUnavailableError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
+from weft.contract.names import PolicyVersion
+from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.digest import part_digests
+from weft.transport.group import CPU
+
+MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
+COUNT = len(MANIFEST.buckets)
+BASE = PolicyVersion("base", 1)
+WAIT_SECONDS = 20.0
+NONCE = 7
+
+
+def nothing() -> None:
+    """A side group that goes on."""
+
+
+class Replica:
+    """The receiving rank's ends, and loaders of as many ranks as are asked for."""
+
+    def __init__(self, num_ranks: int = 2, seconds: float = WAIT_SECONDS) -> None:
+        self.name = secrets.token_hex(8)
+        deadline = time.monotonic() + seconds
+        self.queue = HandoffQueue("t", BASE, MANIFEST, deadline, num_ranks)
+        self.server = RankServer(self.name, lambda name: self.queue if name == "t" else None)
+        self.buffers = self.group()
+
+    def group(self) -> InPlaceBuffers:
+        """What a side group receives in: fewer buffers than buckets."""
+        return InPlaceBuffers(self.queue, CPU, 2, nothing)
+
+    def land(self, index: int) -> None:
+        """A bucket arrives, once there is room for it."""
+        self.buffers.make_room(index, wait=True)
+        size = MANIFEST.buckets[index].payload_bytes
+        wire = self.buffers.wire(index)
+        wire[:size].fill_(index + 1)
+        digests = part_digests(wire[:size], whole_parts(MANIFEST, index))
+        seal_bucket(wire, size, NONCE, index, digests)
+        self.buffers.accept(index, NONCE)()
+
+    def rank(self, rank: int = 1, transfer_id: str = "t") -> RankHandoff:
+        return RankHandoff(self.name, rank, transfer_id, BASE)
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    made = Replica()
+    yield made
+    made.queue.fail(TransferAbortedError("the test has ended"))
+    made.server.close()
+
+
+class Loader:
+    """Loads as Weft's do, and notes what it saw; waits before a bucket for ``gate``."""
+
+    def __init__(self, stop_at: int = COUNT, error: Exception | None = None) -> None:
+        self.seen: list[int] = []
+        self.gate = threading.Event()
+        self._stop_at, self._error = stop_at, error
+
+    def __call__(self, handoff: Handoff) -> None:
+        try:
+            assert handoff.manifest.layout_digest == MANIFEST.layout_digest
+            for index, wire in handoff.buckets():
+                if index == self._stop_at:
+                    if self._error is not None:
+                        raise self._error
+                    assert self.gate.wait(WAIT_SECONDS)
+                size = MANIFEST.buckets[index].payload_bytes
+                assert (wire[:size] == index + 1).all()
+                handoff.speak()
+                self.seen.append(index)
+        except WeftError as error:
+            if not handoff.is_begun:
+                raise
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_every_rank_loads_every_bucket_and_one_digest_is_true_for_all() -> None:
+    replica = Replica(num_ranks=3)
+    loaders = [Loader() for _ in range(3)]
+    loads = [InPlaceLoad(replica.queue, loaders[0])]
+    loads += [InPlaceLoad(replica.rank(rank), loaders[rank]) for rank in (1, 2)]
+    for index in range(COUNT):
+        replica.land(index)
+    replica.queue.wait_complete(nothing)
+    assert [loader.seen for loader in loaders] == [list(range(COUNT))] * 3
+    digest = replica.queue.content_digest
+    assert all(load.confirm(digest) >= 0 for load in loads)
+    assert [load.end() for load in loads] == [True] * 3
+    replica.server.close()
+
+
+def test_memory_is_used_again_once_the_last_rank_is_done(replica: Replica) -> None:
+    slow = Loader(stop_at=0)
+    InPlaceLoad(replica.queue, Loader())
+    load = InPlaceLoad(replica.rank(), slow)
+    for index in range(2):
+        replica.land(index)
+    soon(lambda: load.handoff.is_begun)
+    assert not replica.queue.is_loaded(0)
+    assert not replica.buffers.make_room(2, wait=False)
+    slow.gate.set()
+    for index in range(2, COUNT):
+        replica.land(index)
+    replica.queue.wait_complete(nothing)
+    assert slow.seen == list(range(COUNT))
+
+
+def test_no_rank_is_given_a_bucket_before_the_receiving_one(replica: Replica) -> None:
+    load = InPlaceLoad(replica.rank(), loader := Loader())
+    replica.land(0)
+    time.sleep(0.05)
+    assert not loader.seen
+    assert not load.end()  # nothing has changed
+    assert load.is_void
+    InPlaceLoad(replica.queue, Loader())  # learns of it as the rank's turn comes
+    soon(lambda: replica.queue.error is not None)
+
+
+def test_another_group_receives_in_other_buffers(replica: Replica) -> None:
+    loaders = [Loader(), Loader()]
+    InPlaceLoad(replica.queue, loaders[0])
+    InPlaceLoad(replica.rank(), loaders[1])
+    replica.land(0)
+    replica.land(1)
+    replica.queue.resume(time.monotonic() + WAIT_SECONDS)
+    replica.buffers = replica.group()
+    for index in range(1, COUNT):  # one comes again
+        replica.land(index)
+    replica.queue.wait_complete(nothing)
+    assert [loader.seen for loader in loaders] == [list(range(COUNT))] * 2
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_fails_ends_the_load_of_all(replica: Replica, fails: int, at: int) -> None:
+    loaders = [Loader(), Loader()]
+    loaders[fails] = Loader(at, OSError("the disk burns"))
+    loads = [InPlaceLoad(replica.queue, loaders[0]), InPlaceLoad(replica.rank(), loaders[1])]
+    replica.land(0)
+    if at == 1:
+        replica.land(1)
+    with pytest.raises(LoadFailedError, match="the disk burns"):
+        replica.queue.wait_complete(nothing)
+    soon(lambda: not any(load.is_running for load in loads))
+    assert any(load.end() for load in loads)
+    for load in loads:
+        with pytest.raises(NotReadyError, match="the disk burns"):
+            load.check()
+    assert not any(load.is_complete for load in loads)
+
+
+def test_one_that_is_discarded_ends_on_all_ranks(replica: Replica) -> None:
+    loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
+    replica.land(0)
+    soon(lambda: all(load.handoff.is_begun for load in loads))
+    replica.queue.fail(TransferAbortedError("it was discarded"))
+    soon(lambda: not any(load.is_running for load in loads))
+    assert [load.end() for load in loads] == [True, True]
+    with pytest.raises(NotReadyError, match="discarded"):
+        loads[1].check()
+
+
+def test_a_rank_that_is_ended_by_its_own_engine_ends_the_others(replica: Replica) -> None:
+    loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
+    replica.land(0)
+    soon(lambda: all(load.handoff.is_begun for load in loads))
+    assert loads[1].end()  # it waits for a bucket
+    replica.land(1)
+    with pytest.raises(TransferAbortedError, match="given up"):
+        replica.queue.wait_complete(nothing)
+    assert loads[0].end()
+
+
+def test_a_rank_that_goes_ends_the_others(replica: Replica) -> None:
+    """As a process that is killed: its socket closes, and it says nothing."""
+    InPlaceLoad(replica.queue, Loader())
+    gone = replica.rank()
+    buckets = gone.buckets()
+    waiting = in_thread(next, buckets)
+    replica.land(0)
+    assert waiting.result(WAIT_SECONDS)[0] == 0
+    assert gone._channel is not None
+    gone._channel.shut()
+    with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
+        replica.queue.wait_complete(nothing)
+
+
+def test_the_receiving_ranks_deadline_is_that_of_all() -> None:
+    replica = Replica(seconds=0.3)
+    loads = [InPlaceLoad(replica.queue, Loader()), InPlaceLoad(replica.rank(), Loader())]
+    replica.land(0)
+    soon(lambda: not any(load.is_running for load in loads))
+    assert isinstance(replica.queue.error, TransferTimeoutError)
+    assert isinstance(loads[1].handoff.error, WeftError)
+    assert "deadline" in loads[1].handoff.error.message
+    replica.server.close()
+
+
+def test_what_is_done_here_waits_for_what_is_not_done_there(replica: Replica) -> None:
+    slow = Loader(stop_at=COUNT - 1)
+    mine = InPlaceLoad(replica.queue, Loader())
+    other = InPlaceLoad(replica.rank(), slow)
+    for index in range(COUNT):
+        replica.land(index)
+    soon(lambda: not mine.is_running)
+    assert not mine.is_complete
+    slow.gate.set()
+    soon(lambda: mine.is_complete)
+    assert other.is_complete
+
+
+def test_what_is_not_loaded_here_is_refused(replica: Replica) -> None:
+    with pytest.raises(NotReadyError, match="no longer, loaded in place"):
+        _ = replica.rank(transfer_id="another").manifest
+    for rank in (0, 2):
+        with pytest.raises(NotReadyError, match=f"by rank {rank} anew"):
+            next(replica.rank(rank).buckets())
+        replica.queue = HandoffQueue("t", BASE, MANIFEST, time.monotonic() + WAIT_SECONDS, 2)
+
+
+def test_a_rank_that_was_ended_before_it_began_asks_for_nothing(replica: Replica) -> None:
+    ended = replica.rank()
+    ended.fail(TransferAbortedError("given up"))
+    with pytest.raises(TransferAbortedError, match="given up"):
+        _ = ended.manifest
+    with pytest.raises(TransferAbortedError):
+        ended.complete()
+    assert replica.queue.error is None
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(PeerUnavailableError, match="cannot be reached"):
+        _ = RankHandoff("none", 1, "t", BASE).manifest
+
+
+def test_another_user_is_sent_away(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(PeerUnavailableError, match="no rank of this replica"):
+        _ = replica.rank().manifest
+
+
+def test_one_that_says_nothing_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(rank_handoff._address(replica.name))
+        channel = rank_channel.Channel(silent)
+        with pytest.raises(NotReadyError, match="said nothing"):
+            channel.receive()
+        channel.close()
+    assert replica.queue.error is None
+
+
+def test_a_rank_that_works_is_heard(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.0)
+    said: list[str] = []
+    replica.queue.tell(lambda bucket: said.append(threading.current_thread().name))
+    InPlaceLoad(replica.queue, Loader())
+    InPlaceLoad(replica.rank(), Loader())
+    for index in range(COUNT):
+        replica.land(index)
+    replica.queue.wait_complete(nothing)
+    assert said.count("weft-rank") >= 2 * COUNT  # as it was given one, and as it loaded it
+
+
+def test_buckets_are_mapped_not_copied(replica: Replica) -> None:
+    taken: list[torch.Tensor] = []
+    own = replica.queue.buckets()
+    other = replica.rank().buckets()
+    replica.land(0)
+    taken.append(next(own)[1])
+    taken.append(next(other)[1])
+    taken[0][0] = 99
+    assert int(taken[1][0]) == 99
