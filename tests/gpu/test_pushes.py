@@ -176,8 +176,9 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         # each other's memory for their own, so those of a GPU start in turn.
         verbose = ("--log-level", "debug")
         pools[0].launch("pushed", gpus, began_with, *args, options=verbose)
+        url = pools[0].url("pushed") if gpus == own else ""
         pools[1].launch("fresh", own, path, *args, *fresh_lora)
-        staged = Pushed(pools[0], pools[0].url("pushed"))
+        staged = Pushed(pools[0], url or pools[0].url("pushed"))
         fresh = pools[1].url("fresh")
         options = ("--staging", "in-place", *verbose)
         pools[2].launch("pushed", gpus, began_with, *args, options=options)
