@@ -5,10 +5,12 @@ The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
+from tests.models import make_model
 from tests.trainers.launch import running_ranks
 from weft.contract.errors import TransferTimeoutError
 
@@ -181,6 +183,20 @@ def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
         (tmp_path / "held").unlink()
         found = errors([process.answer(20) for process in four.processes])
         assert {kind for kind, _, _ in found} == {"PeerUnavailableError"}, found
+
+
+def test_stacked_experts_are_sent_as_the_ranks_hold_them(tmp_path):
+    path = make_model("qwen3_moe", tmp_path / "moe")
+    saved = load_file(path / "model.safetensors")
+    engine = EngineDouble({name: torch.zeros_like(tensor) for name, tensor in saved.items()})
+    with running_pool(tmp_path / "weft.db", lost_after_seconds=60) as pool:
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2", model=str(path))
+            answers = trainer.do("push", what="base")
+            assert [answer["remarks"] for answer in answers] == [[], []], answers
+            assert any(".experts.3." in name for name in saved)
+            assert same(engine.base, saved)
 
 
 # -- failures: the same typed error on every rank, and nobody waits -------------------

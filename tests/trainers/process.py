@@ -204,9 +204,10 @@ class Rank:
             given = (self._trainer.model,) if model else ()
             version = method(*given, timeout_seconds=timeout, **arguments)
             assert self._publisher.last_report is not None
-            source = self._publisher.last_report.source
+            report = self._publisher.last_report
             outcome: dict[str, Any] = {
-                "version": version.version, "source": source, "handed": self._handed,
+                "version": version.version, "source": report.source, "handed": self._handed,
+                "remarks": report.remarks,
             }  # fmt: skip
         except RuntimeError as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}

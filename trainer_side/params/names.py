@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from weft.contract.layout.manifest import layer_of
 
@@ -32,6 +33,14 @@ LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
+class Block(NamedTuple):
+    """Elements of a parameter, end to end, which are a tensor of the checkpoint."""
+
+    source: str
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A group of parameters and the checkpoint tensors they become.
@@ -44,6 +53,8 @@ class Conversion:
     targets: tuple[str, ...]
     is_identity: bool
     """One parameter that keeps shape and content, perhaps under another name."""
+    blocks: tuple[Block | None, ...] = ()
+    """Of what is no identity: where each target lies, if it does so end to end in a parameter."""
 
 
 @lru_cache(_MAX_CACHED)
@@ -127,7 +138,7 @@ def plan_conversions(
     meta = {name: torch.empty_like(t, device="meta") for name, t in params.items()}
     if revert is None:
         return [Conversion((name,), (name,), True) for name in meta], meta
-    whole = revert(dict(meta))
+    whole = _reverted(meta, revert)
     groups: list[Conversion] = []
     for _, layer in groupby(meta, key=layer_of):
         groups += _plan_layer(list(layer), meta, whole, revert)
@@ -135,7 +146,45 @@ def plan_conversions(
         # A conversion across layers: rare, and right only when done at once.
         _log.warning("this model's checkpoint names need all its tensors at once: more memory")
         groups = [Conversion(tuple(meta), tuple(whole), False)]
-    return groups, whole
+    storages = {_storage(tensor): name for name, tensor in meta.items()}
+
+    def block(target: torch.Tensor) -> Block | None:
+        name = storages.get(_storage(target))
+        if name is None or meta[name]._version or target.dtype != meta[name].dtype:
+            return None  # computed, perhaps in the source's own place
+        if not (meta[name].is_contiguous() and target.is_contiguous()):
+            return None
+        begin = int(target.storage_offset())
+        return Block(name, begin, begin + target.numel())
+
+    return [
+        replace(group, blocks=tuple(block(whole[target]) for target in group.targets))
+        for group in groups
+    ], whole
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Lets a tensor that would be copied stand for its copy: what is made of it by views alone is
+    then seen to be its elements, and which."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _reverted(meta: Mapping[str, torch.Tensor], revert: Revert) -> dict[str, torch.Tensor]:
+    try:
+        with _WithoutCopies():
+            return revert(dict(meta))
+    except Exception:  # noqa: BLE001 (a converter that needs its copies as they are)
+        return revert(dict(meta))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _plan_layer(

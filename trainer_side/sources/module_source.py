@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, whole_tensors
-from trainer_side.params.sharding.elements import Elements, held_elements
+from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
 
@@ -48,17 +49,40 @@ class ModuleSource:
         self._index = [
             (group, position) for group in self._groups for position in range(len(group.targets))
         ]
+        self._cut: tuple[Conversion, list[Elements | None]] | None = None
         self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
 
     def elements(self, index: int) -> Elements | None:
-        """See ``HeldSource``: of what has its parameter's name, or another, but not its form."""
-        group, _ = self._index[index]
-        if not group.is_identity:
-            return None
-        name = group.sources[0]
+        """See ``HeldSource``: of what lies end to end in a parameter (one of stacked experts), or
+        is all of it."""
+        group, position = self._index[index]
+        if group.is_identity:
+            return self._held(group.sources[0])
+        if self._cut is None or self._cut[0] is not group:
+            self._cut = (group, self._cut_group(group))
+        return self._cut[1][position]
+
+    def _held(self, name: str) -> Elements | None:
         if isinstance(self._params, MergedParams):
             return self._params.elements(name)
         return held_elements(self._params, name)
+
+    def _cut_group(self, group: Conversion) -> list[Elements | None]:
+        """What each target of a group is of its parameters, where these lie."""
+        found: list[Elements | None] = [None] * len(group.targets)
+        places: dict[str, list[tuple[int, int, int]]] = {}
+        for position, block in enumerate(group.blocks):
+            if block is not None:
+                places.setdefault(block.source, []).append((block.begin, block.end, position))
+        for name, blocks in places.items():
+            blocks.sort()
+            whole = self._held(name)
+            is_apart = all(a[1] <= b[0] for a, b in pairwise(blocks))
+            if isinstance(whole, HeldElements) and is_apart:
+                parts = whole.cut([(begin, end) for begin, end, _ in blocks])
+                for (_, _, position), part in zip(blocks, parts, strict=True):
+                    found[position] = part
+        return found
 
     def prepare(self) -> None:
         """See ``HeldSource``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -30,24 +32,80 @@ class HeldElements:
     """Elements that are sent as they are; see ``Elements``.
 
     Args:
-        param: Where they lie; by reference.
+        runs: Of all ranks.
         rank: This one.
+        local: What this rank has of them, any shape; None if nothing. By reference.
+        spans: First element in ``local``, and the one behind the last, of each own run.
     """
 
-    def __init__(self, param: Sharded, rank: int) -> None:
-        self.runs, self._local = param.runs, param.local
-        sizes = [run.size for run in param.runs if run.rank == rank]
-        self._ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        rank: int,
+        local: torch.Tensor | None,
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
+        self.runs, self._rank = runs, rank
+        self._local, self._spans = local, spans
 
     def held(self, number: int) -> torch.Tensor:
         """See ``Elements``."""
         assert self._local is not None
-        begin = self._ends[number - 1] if number else 0
-        return self._local.detach().reshape(-1)[begin : self._ends[number]]
+        begin, end = self._spans[number]
+        return self._local.detach().reshape(-1)[begin:end]
 
     def fill(self, number: int, out: torch.Tensor) -> None:
         """See ``Elements``."""
         out.copy_(self.held(number))
+
+    def cut(self, blocks: Sequence[tuple[int, int]]) -> list[HeldElements]:
+        """Parts of the parameter, each a tensor of its own.
+
+        Args:
+            blocks: First element and the one behind the last of each; ascending, disjoint.
+        """
+        runs: list[list[Run]] = [[] for _ in blocks]
+        spans: list[list[tuple[int, int]]] = [[] for _ in blocks]
+        ends = [end for _, end in blocks]
+        own = iter(self._spans)
+        for run in self.runs:
+            first = next(own)[0] if run.rank == self._rank else 0
+            for index in range(bisect_right(ends, run.begin), len(blocks)):
+                if blocks[index][0] >= run.end:
+                    break
+                for part, at in _within(run, *blocks[index]):
+                    runs[index].append(part)
+                    if run.rank == self._rank:
+                        spans[index].append((first + at, first + at + part.size))
+        return [
+            HeldElements(each, self._rank, self._local, of)
+            for each, of in zip(runs, spans, strict=True)
+        ]
+
+
+def held_by(param: Sharded, rank: int) -> HeldElements:
+    """A parameter as the ranks hold it, at one of them."""
+    ends = list(accumulate(run.size for run in param.runs if run.rank == rank))
+    return HeldElements(param.runs, rank, param.local, list(pairwise([0, *ends])))
+
+
+def _within(run: Run, begin: int, end: int) -> Iterator[tuple[Run, int]]:
+    """The elements of a run that lie in a block, as the block counts them; and how many of the
+    run's come before."""
+    stride = run.stride or run.numel
+    row = max(0, (begin - run.begin - run.numel) // stride + 1)
+    last = min(run.repeats, -(-(end - run.begin) // stride))
+    while row < last:
+        first = run.begin + row * stride
+        low, high = max(first, begin), min(first + run.numel, end)
+        at = row * run.numel + low - first
+        rows = (end - first - run.numel) // stride + 1  # that end in the block
+        rows = min(rows, run.repeats - row) if low == first else 1
+        if rows > 1:
+            yield Run(run.rank, low - begin, run.numel, run.stride, rows), at
+        else:
+            yield Run(run.rank, low - begin, high - low), at
+        row += max(1, rows)
 
 
 def held_elements(params: Params, name: str) -> HeldElements | None:
@@ -55,4 +113,4 @@ def held_elements(params: Params, name: str) -> HeldElements | None:
     if not isinstance(params, ShardedParams):
         return None
     param = params.placed[name]
-    return HeldElements(param, params.ranks.rank) if isinstance(param, Sharded) else None
+    return held_by(param, params.ranks.rank) if isinstance(param, Sharded) else None

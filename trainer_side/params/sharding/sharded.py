@@ -46,6 +46,11 @@ class Run:
         return self.numel * self.repeats
 
     @property
+    def end(self) -> int:
+        """The element behind the last one."""
+        return self.begin + self.stride * (self.repeats - 1) + self.numel
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows, and elements of each."""
         return self.repeats, self.numel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
-from trainer_side.params.sharding.elements import HeldElements
+from trainer_side.params.sharding.elements import HeldElements, held_by
 from trainer_side.params.sharding.sharded import Run, Sharded
 from trainer_side.ranks import OneRank
 
@@ -32,7 +32,7 @@ class _Ranks(OneRank):
 def _held(whole: torch.Tensor, runs: Sequence[Run], rank: int) -> HeldElements:
     parts = [run.of(whole).reshape(-1) for run in runs if run.rank == rank]
     local = torch.cat(parts) if parts else None
-    return HeldElements(Sharded(whole.shape, whole.dtype, tuple(runs), local), rank)
+    return held_by(Sharded(whole.shape, whole.dtype, tuple(runs), local), rank)
 
 
 def _expected(
@@ -110,7 +110,7 @@ def test_factors_come_to_where_the_weight_is() -> None:
         factors.bring()
     assert factors["a"].device.type == "cpu"
     weight = torch.zeros(_OUT, _IN, device="meta")
-    base = HeldElements(Sharded(weight.shape, weight.dtype, (Run(0, 0, _OUT * _IN),), weight), 0)
+    base = held_by(Sharded(weight.shape, weight.dtype, (Run(0, 0, _OUT * _IN),), weight), 0)
     merged = MergedElements(base, weight.shape, factors, "a", "b", 1.0, 0)
     out = torch.empty(_OUT * _IN, device="meta")
     merged.fill(0, out)

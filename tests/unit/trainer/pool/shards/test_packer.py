@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.params.sharding.elements import Elements, HeldElements
+from trainer_side.params.sharding.elements import Elements, held_by
 from trainer_side.params.sharding.sharded import Run as HeldRun
 from trainer_side.params.sharding.sharded import Sharded
 from trainer_side.pool.shards.packer import ShardPacker
@@ -56,7 +56,7 @@ def _rank_elements(
             continue
         parts = [run.of(tensor).reshape(-1) for run in own if run.rank == rank]
         local = torch.cat(parts) if parts else None
-        found.append(HeldElements(Sharded(tensor.shape, tensor.dtype, tuple(own), local), rank))
+        found.append(held_by(Sharded(tensor.shape, tensor.dtype, tuple(own), local), rank))
     return found
 
 

@@ -1,0 +1,104 @@
+"""Experts that transformers stacks are sent as the ranks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import transformers
+
+from trainer_side.params.names import plan_conversions
+from trainer_side.params.params import WholeParams
+from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.slices import Split, cells_of
+from trainer_side.ranks import OneRank
+from trainer_side.sources.module_source import ModuleSource
+from trainer_side.sources.source import CastRule
+
+_NUM_RANKS = 3
+_COMMON = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def _model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**_COMMON, num_local_experts=4)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **_COMMON, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=8
+        )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class _Rank(OneRank):
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, _NUM_RANKS
+
+
+def _sharded(whole: Mapping[str, torch.Tensor], dim: int, rank: int) -> ShardedParams:
+    """Cut along ``dim``, or along the last there is."""
+    placed: dict[str, Sharded | Gathered] = {}
+    for name, tensor in whole.items():
+        cells = cells_of(tensor.shape, [_NUM_RANKS], [Split(min(dim, tensor.dim() - 1))])
+        assert cells is not None
+        runs = tuple(Run(cell.places[0], *each) for cell in cells for each in cell.slices)
+        own = [run.of(tensor).reshape(-1) for run in runs if run.rank == rank]
+        local = torch.cat(own) if own else None
+        placed[name] = Sharded(tensor.shape, tensor.dtype, runs, local)
+    return ShardedParams(placed, "test", _Rank(rank))
+
+
+# Whole experts at each rank; rows of each; columns of each.
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_lie_where_their_ranks_hold_them(kind: str, dim: int) -> None:
+    model = _model(kind)
+    whole = {name: param.detach() for name, param in model.named_parameters()}
+    reference = ModuleSource(model, WholeParams(whole, "test"), CastRule())
+    made = [torch.full(meta.shape, torch.nan) for meta in reference.metas]
+    for rank in range(_NUM_RANKS):
+        source = ModuleSource(model, _sharded(whole, dim, rank), CastRule())
+        assert source.metas == reference.metas
+        for index, out in enumerate(made):
+            elements = source.elements(index)
+            assert elements is not None, source.metas[index].name
+            own = [run for run in elements.runs if run.rank == rank]
+            for number, run in enumerate(own):
+                held = elements.held(number)
+                assert held is not None
+                run.of(out).copy_(held.view(run.shape))
+    assert any(".experts.3." in meta.name for meta in reference.metas)
+    for index, out in enumerate(made):
+        want = [torch.empty_like(out)]
+        reference.read(index, 1, want)
+        assert torch.equal(out, want[0]), reference.metas[index].name
+
+
+def test_what_is_computed_is_no_block() -> None:
+    """Not even where a copy is computed in."""
+    params = {"layers.0.a": torch.ones(4, 2), "layers.0.b": torch.ones(4, 2)}
+
+    def revert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            halves = tensor.chunk(2)
+            changed = halves[0].clone()
+            if name.endswith("b"):
+                changed += 1
+            out |= {f"{name}.0": changed, f"{name}.1": halves[1].contiguous()}
+            out[f"{name}.sum"], out[f"{name}.t"] = tensor.sum(0), tensor.t().contiguous()
+        return out
+
+    groups, _ = plan_conversions(params, revert)
+    blocks = {
+        target: block
+        for group in groups
+        for target, block in zip(group.targets, group.blocks, strict=True)
+    }
+    assert blocks["layers.0.a.0"] == ("layers.0.a", 0, 4)
+    assert blocks["layers.0.a.1"] == ("layers.0.a", 4, 8)
+    assert {name for name, block in blocks.items() if block} == {"layers.0.a.0", "layers.0.a.1"}
