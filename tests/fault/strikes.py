@@ -369,6 +369,9 @@ ROLES = {
         VICTIM, _loading, _FROM_A_BUCKET, signals=(*SIGNALS, HANG), in_place=True
     ),
     "replica, copying": Role(VICTIM, _copying, ("at a bucket",)),
+    "trainer rank, over gloo": Role(
+        "rank-1", _sending_rank, ("at a bucket",), over_gloo=True, num_ranks=2
+    ),
     "trainer sender, over gloo": Role("trainer", _trainer, POINTS[1:4], over_gloo=True),
     "replica worker, over gloo": Role(VICTIM, _worker, POINTS[1:4], over_gloo=True),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),

@@ -28,7 +28,9 @@ def sharded(whole: nn.Module) -> nn.Module:
     for module in whole.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             local = param.detach().chunk(mesh.size())[dist.get_rank()]
-            shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            shard = DTensor.from_local(  # parts may be uneven
+                local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+            )
             setattr(module, name, nn.Parameter(shard, requires_grad=False))
     return whole
 
