@@ -372,6 +372,8 @@ class Pushing:
         except BaseException as error:
             if ranks.rank == SENDER:
                 self._client.give_up(begun, error)
+            else:  # a member that sends nothing would be waited for, where others agreed
+                self._peer.close()
             raise
 
         def send() -> bytes:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trainer_side.pool.shards import peer as module
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import plan_shards
 from trainer_side.pool.shards.push import ShardPush
+from trainer_side.pushing import Pushing
 from trainer_side.ranks import OneRank, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
@@ -100,3 +102,32 @@ def test_a_rank_sends_in_its_callers_stream_and_adds_up_in_any_case(
         pass
     assert sender.in_streams == [threading.current_thread().name]
     assert push.add_up().result() == ([7] if error is None else [0])
+
+
+class _Gone(OneRank):
+    """The second of two ranks, of which the first goes away once this one has joined."""
+
+    rank, size = 1, 2
+
+    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
+        raise PeerUnavailableError("another rank is gone", reason="RANK_GONE")
+
+
+def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
+    told: list[str] = []
+
+    class Joined:
+        def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
+            told.append("join")
+
+        def close(self) -> None:
+            told.append("close")
+
+    push = _push(_Gone())
+    push.plan = replace(push.plan, senders=(0, 1))
+    pushing = Pushing(_Gone(), None, None, Joined())  # type: ignore[arg-type]
+    begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
+    manifest = plan_buckets(push.source.metas)
+    with pytest.raises(PeerUnavailableError):
+        pushing._send_shards(begun, push, manifest, False, time.monotonic() + 5)
+    assert told == ["join", "close"]
