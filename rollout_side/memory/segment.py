@@ -219,9 +219,14 @@ class DeviceSegment:
         return DeviceRef(rebuild, arguments)
 
 
+#: Segments up to this size are kept twice, as adapters' are: where each push takes one and
+#: retirement gives one back, it may come back just after the next push asked for memory.
+_KEPT_TWICE_BYTES = 2**30
+
+
 class SegmentPool:
-    """Free segments of one worker, one of a size and two in all; ``WorkerStore``'s lock
-    guards them."""
+    """Free segments of one worker, of two sizes at most: one of each, or two of a size up to
+    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them."""
 
     def __init__(self) -> None:
         self._free: list[Segment] = []
@@ -253,8 +258,12 @@ class SegmentPool:
         for segment in segments:
             if segment is None or not segment.owned or self.is_lent(segment):
                 continue
-            if segment.num_bytes not in {free.num_bytes for free in self._free}:
-                self._free = [*self._free[-1:], segment]
+            alike = [free for free in self._free if free.num_bytes == segment.num_bytes]
+            if len(alike) > (segment.num_bytes <= _KEPT_TWICE_BYTES):
+                continue
+            others = [free for free in self._free if free.num_bytes != segment.num_bytes]
+            latest = [free for free in others if free.num_bytes == others[-1].num_bytes]
+            self._free = [*latest, *alike, segment]
 
     def drop_on_device(self) -> None:
         """Give the free memory of an accelerator back."""

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from rollout_side.config import Staging
+from rollout_side.memory import segment as segment_module
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
+from rollout_side.memory.segment import HostSegment, SegmentPool
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
@@ -70,6 +72,40 @@ def test_the_next_adapter_finds_its_memory_made() -> None:
         assert store.usage().free_bytes == SIZE  # one is enough
     stage(store, "math@2")
     assert store.usage().free_bytes == 0
+
+
+@pytest.mark.parametrize("num_together", [1, 2])
+def test_pushes_in_a_loop_use_again_what_retirement_gives_back(num_together: int) -> None:
+    store = WorkerStore(10 * SIZE, 10 * SIZE)
+    used: set[int] = set()
+    served: list[PolicyVersion] = []
+    for number in range(1, 13):
+        address = stage(store, f"math@{number}")
+        if number > 2 + num_together:
+            assert address in used, f"math@{number} lies in new memory"
+        used.add(address)
+        store.keep_adapter(f"math@{number}", "{}")
+        served.append(PolicyVersion("math", number))
+        if len(served) == 2 + num_together:
+            for version in served[:num_together]:
+                store.drop_adapter(version)
+            del served[:num_together]
+    assert store.usage().free_bytes <= 2 * SIZE
+
+
+def test_two_are_kept_of_small_sizes_one_of_large_ones_and_sizes_are_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segment_module, "_KEPT_TWICE_BYTES", SIZE)
+    pool = SegmentPool()
+    made = [HostSegment.allocate(size) for size in [SIZE] * 3 + [2 * SIZE] * 2]
+    pool.put(*made)
+    assert list(pool) == [made[0], made[1], made[3]]
+    third = HostSegment.allocate(3 * SIZE)
+    pool.put(third)
+    assert list(pool) == [made[3], third]  # the sizes that came back last
+    pool.put(made[0], made[1])
+    assert list(pool) == [third, made[0], made[1]]
 
 
 def test_no_spare_is_made_for_a_base() -> None:
