@@ -21,7 +21,7 @@ class StoreDouble:
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or key in self.values, 10.0):
+            if not self._changed.wait_for(lambda: self._closed or key in self.values, 60.0):
                 raise RuntimeError(f"nobody has set {key}")
             if self._closed:
                 raise RuntimeError("the group was dropped")
