@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,13 @@ from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
 from trainer_side.ranks import SENDER, Ranks
 from trainer_side.torch_ranks import TorchRanks
+from weft.containers.lru import Lru
 from weft.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
 Kind = Literal["auto", "whole", "fsdp1", "fsdp2", "zero3"]
+#: Sources of one model that are kept: its base, that merged, some adapters.
+_MAX_SOURCES = 8
 _SHARDED = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
 
 
@@ -34,6 +37,9 @@ class Opened:
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
     """Its parameters by ``unwrapped_name``, tied ones once."""
+    sources: Lru[object, Any] = field(init=False, repr=False, compare=False,
+                                      default_factory=lambda: Lru(_MAX_SOURCES))  # fmt: skip
+    """What was made of these parameters for a push, for the next while they are these."""
 
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Opened:
@@ -66,6 +72,57 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
 
         reshard(modules)
         _, parameters = _walked(module)
+        return _kept_of(module, parameters, ranks, wrapper, rank_of)
+    return _opened(module, parameters, ranks, wrapper, rank_of)
+
+
+def _kept_of(
+    module: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    ranks: Ranks,
+    wrapper: str,
+    rank_of: Mapping[int, int],
+) -> Opened:
+    """A model of FSDP2, as the push before found it if every parameter still has the same
+    elements, placed alike: to find out takes longer than to send it."""
+    found, state = walk(module), _state(parameters.values())
+    kept = found.kept
+    if isinstance(kept, _Kept) and kept.ranks is ranks and kept.state == state:
+        return kept.opened
+    opened = _opened(module, parameters, ranks, wrapper, rank_of)
+    found.kept = None if state is None else _Kept(opened, ranks, state)
+    return opened
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A model as it was found; its parameters are referred to, so that identities hold."""
+
+    opened: Opened
+    ranks: Ranks
+    state: list[object]
+
+
+def _state(parameters: Iterable[torch.nn.Parameter]) -> list[object] | None:
+    """What tells where the elements of parameters are; None where that is not known without
+    asking their framework."""
+    state: list[object] = []
+    for param in parameters:
+        local: Any = getattr(param, "_local_tensor", param)
+        if type(local) not in (torch.Tensor, torch.nn.Parameter) or is_zero3(param):
+            return None
+        state += (getattr(param, "_spec", None), id(param), id(local), local.data_ptr(),
+                  local.shape, local.dtype)  # fmt: skip
+    return state
+
+
+def _opened(
+    module: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    ranks: Ranks,
+    wrapper: str,
+    rank_of: Mapping[int, int],
+) -> Opened:
     named = {unwrapped_name(name): param for name, param in parameters.items()}
     places = _Places(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}

@@ -24,6 +24,7 @@ from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_pe
 from trainer_side.params.params import Params, whole_tensors
 from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
 from trainer_side.params.sharding.sharded import ShardedParams
+from trainer_side.params.walk import walk
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.
@@ -51,6 +52,18 @@ class _Merge:
     def needs(self) -> list[str]:
         """Further parameters that must be at the sender."""
         return [name for name in (self.a, self.b, self.magnitude) if name]
+
+
+def merge_settings(model: torch.nn.Module, adapter_name: str) -> tuple[object, ...]:
+    """Of a PEFT model's layers, what ``MergedParams`` is made of besides their parameters."""
+    found: list[object] = []
+    for layer in walk(model).modules:
+        own = layer.__dict__  # quicker than asking thousands of modules for what few have
+        if "scaling" in own and "lora_variant" in own:
+            variant = type(own["lora_variant"].get(adapter_name))
+            merged, transposed = tuple(layer.merged_adapters), own.get("fan_in_fan_out")
+            found.append((own["scaling"].get(adapter_name), variant, merged, transposed))
+    return adapter_name in getattr(model, "peft_config", {}), *found
 
 
 class MergedParams:

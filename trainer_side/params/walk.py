@@ -19,6 +19,8 @@ class Walk:
     def __init__(self, module: torch.nn.Module) -> None:
         self.modules, self.named, self._tables = _walk(module)
         self._seen = _state(self._tables)
+        #: What was found out about these parameters, by whoever did.
+        self.kept: object = None
 
     def is_true(self) -> bool:
         """Whether every module still has the same children and parameters, by the same names."""

@@ -65,6 +65,18 @@ def adapter_of_model(
             f"the model has no adapter {adapter_name!r}; it has {', '.join(sorted(configs))}"
         )
     config_json = config_to_json(configs[adapter_name])
+    key = adapter_name, config_json, cast.key, check_base
+    kept: Adapter | None = opened.sources.get(key)
+    if kept is None:
+        kept = _adapter(opened, adapter_name, config_json, cast, check_base=check_base)
+        opened.sources.put(key, kept)
+    return kept
+
+
+def _adapter(
+    opened: Opened, adapter_name: str, config_json: str, cast: CastRule, *, check_base: bool
+) -> Adapter:
+    model, params = opened.module, opened.params
     check_settings(parse_config(config_json))
     names = adapter_parameters(params, adapter_name)
     if not names:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer_side.params.choose import Kind, Opened, open_model
-from trainer_side.params.merged import MergedParams
+from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, snapshot
@@ -102,10 +102,17 @@ class ModelBase:
                 "a base that is both quantised and sharded cannot be dequantised on the way: push "
                 "the adapter (push_adapter), or shard an unquantised base"
             )
-        if self.merged is not None:
-            params = MergedParams(module, params, self.merged)
-            module = module.get_base_model()
-        return ModuleSource(module, params, _base_rule(target, self.cast)), None
+        rule = _base_rule(target, self.cast)
+        settings = None if self.merged is None else merge_settings(module, self.merged)
+        key = self.merged, settings, rule.key
+        source: ModuleSource | None = self.opened.sources.get(key)
+        if source is None:
+            if self.merged is not None:
+                params = MergedParams(module, params, self.merged)
+                module = module.get_base_model()
+            source = ModuleSource(module, params, rule)
+            self.opened.sources.put(key, source)
+        return source, None
 
     def kept(self, memory: SnapshotMemory) -> ModelBase:
         """See ``Content.kept``. Of a PEFT model only what is trained: its base is not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ class ModuleSource:
                     "(offloaded?); load it first"
                 )
         self._params = params
+        self.shards: Any = None
         self._revert = reverter(model)
         self._groups, outputs = cached_conversions(model, params.metas, self._revert)
         self.description = f"{params.kind} {type(model).__name__}, {len(params.metas)} parameters"
@@ -92,6 +94,8 @@ class ModuleSource:
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         run: list[int] = []
+        if first == 0:  # of a push that failed, with values as they were then
+            self._converted = None
         for index in range(first, first + count):
             group, position = self._index[index]
             if group.is_identity:

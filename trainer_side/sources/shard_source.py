@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,9 @@ MAX_GATHERED_BYTES = 2 * 2**30
 @runtime_checkable
 class HeldSource(Source, Protocol):
     """A source that knows where the elements of its tensors lie."""
+
+    shards: tuple[Ranks, Any] | None
+    """What ``shard_source`` has made of it, for which ranks."""
 
     def elements(self, index: int) -> Elements | None:
         """Tensor ``index`` as the ranks hold it; None where it must be brought together."""
@@ -110,6 +113,14 @@ def shard_source(source: Source, ranks: Ranks) -> ShardSource | None:
         return None
     if not isinstance(source, HeldSource):
         return None
+    # Of a source that is kept, parameters have not moved.
+    if source.shards is None or source.shards[0] is not ranks:
+        source.shards = ranks, _shards_of(source, ranks)
+    found: ShardSource | None = source.shards[1]
+    return found
+
+
+def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | None:
     found = [_sendable(i, source.elements(i), source) for i in range(len(source.metas))]
     left = sum(m.num_bytes for m, each in zip(source.metas, found, strict=True) if each is None)
     total = sum(meta.num_bytes for meta in source.metas)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +56,11 @@ class CastRule:
     served: DataType = DataType.FLOAT32
     exceptions: Mapping[str, DataType] = field(default_factory=dict)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others."""
+        return self.enabled, self.served, frozenset(self.exceptions.items())
+
     def wire_dtype(self, name: str, dtype: torch.dtype) -> DataType:
         """Wire dtype of tensor ``name``.
 
@@ -96,6 +101,7 @@ class ParamsSource:
         self.description = description
         self.is_collective = params.is_collective
         self._params, self._names = params, list(names)
+        self.shards: Any = None
         self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
         self._dtypes = torch_dtypes(self.metas)
 

@@ -47,12 +47,17 @@ class HeldElements:
     ) -> None:
         self.runs, self._rank = runs, rank
         self._local, self._spans = local, spans
+        self._views = [] if local is None or not local.is_contiguous() else self._views_of(local)
 
     def held(self, number: int) -> torch.Tensor:
         """See ``Elements``."""
         assert self._local is not None
-        begin, end = self._spans[number]
-        return self._local.detach().reshape(-1)[begin:end]
+        # What does not lie in a row is copied, and not kept.
+        return (self._views or self._views_of(self._local))[number]
+
+    def _views_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        flat = local.detach().reshape(-1)
+        return [flat[begin:end] for begin, end in self._spans]
 
     def fill(self, number: int, out: torch.Tensor) -> None:
         """See ``Elements``."""
