@@ -384,6 +384,7 @@ class Pushing:
                 push.add_up()
 
         with contextlib.ExitStack() as beside:
+            beside.callback(push.source.release)  # last, once this rank's thread has ended
             if is_peer:
                 beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
             elif ranks.rank != SENDER:

@@ -95,6 +95,20 @@ class Ranks(Protocol):
                 own is given, the others are overwritten. Empty ones are left out.
         """
 
+    def bring(
+        self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Bring every rank's bytes to all: on its GPU where ranks can map each other's memory.
+
+        Args:
+            sizes: Of each rank's message; the same on every rank.
+            fill: Fills this rank's: uint8, contiguous, wherever it is.
+            device: Where they are wanted.
+
+        Returns:
+            One of each rank, on ``device`` or the host; to be read before the next agreement.
+        """
+
     def add_up(self, values: torch.Tensor) -> Sum:
         """Begin to add up every rank's values; returns at once.
 
@@ -132,6 +146,16 @@ def agreeing(ranks: Ranks) -> Iterator[None]:
     ranks.agree()
 
 
+def bring_by_host(
+    ranks: Ranks, sizes: Sequence[int], fill: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
+    """``Ranks.bring`` by way of ``exchange``."""
+    messages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    fill(messages[ranks.rank])
+    ranks.exchange(messages)
+    return messages
+
+
 class OneRank:
     """A trainer of one process, or of one that speaks for replicated others."""
 
@@ -155,6 +179,12 @@ class OneRank:
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
         """See ``Ranks.exchange``."""
+
+    def bring(
+        self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
+    ) -> list[torch.Tensor]:
+        """See ``Ranks.bring``."""
+        return bring_by_host(self, sizes, fill)
 
     def add_up(self, values: torch.Tensor) -> Sum:
         """See ``Ranks.add_up``."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore
 
+from trainer_side.mapped_exchange import MappedExchange
 from trainer_side.ranks import (
     ERROR_BYTES,
     FLAGS,
@@ -25,6 +26,7 @@ from trainer_side.ranks import (
     Ranks,
     Sum,
     agreeing,
+    bring_by_host,
     decode_error,
     encode_error,
 )
@@ -81,6 +83,8 @@ class TorchRanks:
         self._link: Any = None
         self._sum: _LinkSum | None = None
         self._over = False
+        # None once it was found that not all can.
+        self._mapped: MappedExchange | None = None
 
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
@@ -93,6 +97,7 @@ class TorchRanks:
                 _log.info("forming the link between the trainer's ranks anew: %s", error)
         self._over = False
         self._num_links += 1
+        self._mapped = MappedExchange(self)
         # Of the application's store, under a name of our own: these ranks are one job.
         store = PrefixStore(
             f"{self._name}/{self._num_links}", dist.distributed_c10d._get_default_store()
@@ -162,6 +167,17 @@ class TorchRanks:
                 works.append(self._start(partial(self._linked.broadcast, [message], options)))
         self._wait_all(works)
 
+    def bring(
+        self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
+    ) -> list[torch.Tensor]:
+        """See ``Ranks.bring``."""
+        if self._mapped is not None:
+            messages = self._mapped.bring(sizes, fill, device)
+            if messages is not None:
+                return messages
+            self._mapped = None
+        return bring_by_host(self, sizes, fill)
+
     def add_up(self, values: torch.Tensor) -> Sum:
         """See ``Ranks.add_up``."""
         options = AllreduceOptions()
@@ -182,6 +198,8 @@ class TorchRanks:
     def abandon(self) -> None:
         """See ``Ranks.abandon``."""
         link, self._link, self._over = self._link, None, True
+        if self._mapped is not None:
+            self._mapped.close()
         if self._sum is not None:
             self._sum.work = None
         if link is not None:

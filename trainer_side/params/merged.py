@@ -61,8 +61,8 @@ def merge_settings(model: torch.nn.Module, adapter_name: str) -> tuple[object, .
         own = layer.__dict__  # quicker than asking thousands of modules for what few have
         if "scaling" in own and "lora_variant" in own:
             variant = type(own["lora_variant"].get(adapter_name))
-            merged, transposed = tuple(layer.merged_adapters), own.get("fan_in_fan_out")
-            found.append((own["scaling"].get(adapter_name), variant, merged, transposed))
+            merged, transposed = own.get("merged_adapters", ()), own.get("fan_in_fan_out")
+            found.append((own["scaling"].get(adapter_name), variant, (*merged,), transposed))
     return adapter_name in getattr(model, "peft_config", {}), *found
 
 
@@ -144,6 +144,10 @@ class MergedParams:
     def prepare(self) -> None:
         """Bring the factors to every rank: collective, before any of ``elements`` is read."""
         self._factors.bring()
+
+    def release(self) -> None:
+        """Free what ``prepare`` brought."""
+        self._factors.release()
 
     @cached_property
     def _factors(self) -> Factors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 
@@ -19,6 +20,14 @@ from trainer_side.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.
 _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_DEVICE = 2**19, 2**24
+
+# What applications allow products on GPUs, and a merge does not.
+_SHORTCUTS = (
+    "allow_tf32",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
 
 
 class Factors:
@@ -36,8 +45,17 @@ class Factors:
         metas: Mapping[str, torch.Tensor],
         ranks: Ranks,
     ) -> None:
-        self._elements, self._metas, self._ranks = elements, metas, ranks
+        self._elements, self._ranks = elements, ranks
+        self._metas = {name: metas[name] for name in elements}
         self._whole: dict[str, torch.Tensor] = {}
+        self._exact: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        #: What each rank gives, in the order of its message: factors of one dtype end to end.
+        self._places: list[list[tuple[str, Run]]] = [[] for _ in range(ranks.size)]
+        for name, each in elements.items():
+            for run in each.runs:
+                self._places[run.rank].append((name, run))
+        for places in self._places:  # of larger elements first: so every one is aligned
+            places.sort(key=lambda place: -self._metas[place[0]].element_size())
 
     def __contains__(self, name: str) -> bool:
         return name in self._elements
@@ -46,55 +64,79 @@ class Factors:
         """A whole factor, once it was brought."""
         return self._whole[name]
 
+    def exact(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A whole factor in the dtype that sums are formed in, where they are."""
+        key = name, dtype
+        if key not in self._exact:  # a weight may come in several runs
+            # A rank that holds no part of any factor does not know where they belong.
+            self._exact[key] = self._whole[name].to(device, dtype)
+        return self._exact[key]
+
     def bring(self) -> None:
         """Bring them to every rank: collective, one message of each rank; blocks."""
         own = self._ranks.rank
-        places: list[list[tuple[str, Run]]] = [[] for _ in range(self._ranks.size)]
-        for name, elements in self._elements.items():
-            for run in elements.runs:
-                places[run.rank].append((name, run))
-        messages = [self._message(theirs) for theirs in places]
-        numbers = dict.fromkeys(self._elements, 0)
-        device = torch.device("cpu")
-        views, sources = [], []
-        for (name, _), view in zip(places[own], messages[own][1], strict=True):
-            held = self._elements[name].held(numbers[name])
-            numbers[name] += 1
-            device = held.device
-            views.append(view)
-            sources.append(held)
-        if views:
-            torch._foreach_copy_(views, sources)
-        self._ranks.exchange([message for message, _ in messages])
-        self._whole = {
-            name: torch.empty_like(self._metas[name], device=device) for name in self._elements
-        }
-        targets, parts = [], []
-        for theirs, (message, views) in zip(places, messages, strict=True):
+        held = self._held(self._places[own])
+        device = held[0].device if held else torch.device("cpu")
+        sizes = [self._num_bytes(places) for places in self._places]
+
+        def fill(message: torch.Tensor) -> None:
+            if held:
+                torch._foreach_copy_(self._cut(message, self._places[own]), held)
+
+        messages = self._ranks.bring(sizes, fill, device)
+        self._whole, self._exact = self._made(device), {}
+        targets: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for places, message in zip(self._places, messages, strict=True):
             here = message.to(device)
-            for (name, run), view in zip(theirs, views, strict=True):
-                offset = view.storage_offset() * view.element_size()
-                part = here[offset : offset + view.numel() * view.element_size()].view(view.dtype)
-                targets.append(run.of(self._whole[name]))
-                parts.append(part.view(run.shape))
+            for (name, run), part in zip(places, self._cut(here, places), strict=True):
+                whole = self._whole[name]
+                flat = run.repeats == 1
+                first, end = run.begin, run.begin + run.numel
+                targets.append(whole.view(-1)[first:end] if flat else run.of(whole))
+                parts.append(part if flat else part.view(run.shape))
         if targets:
             torch._foreach_copy_(targets, parts)
 
-    def _message(
-        self, pieces: Sequence[tuple[str, Run]]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One rank's elements end to end, aligned, on the host; and a view of each piece."""
-        offsets, size = [], 0
-        for name, run in pieces:
-            offsets.append(size)
-            size += -(-run.size * self._metas[name].element_size() // 16) * 16
-        message = torch.zeros(size, dtype=torch.uint8)
-        views = []
-        for offset, (name, run) in zip(offsets, pieces, strict=True):
-            meta = self._metas[name]
-            end = offset + run.size * meta.element_size()
-            views.append(message[offset:end].view(meta.dtype))
-        return message, views
+    def release(self) -> None:
+        """Free what was brought."""
+        self._whole, self._exact = {}, {}
+
+    def _held(self, places: Sequence[tuple[str, Run]]) -> list[torch.Tensor]:
+        """This rank's elements."""
+        numbers = dict.fromkeys(self._elements, 0)
+        held = []
+        for name, _ in places:
+            held.append(self._elements[name].held(numbers[name]))
+            numbers[name] += 1
+        return held
+
+    def _made(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Room for all, in one allocation for each dtype."""
+        made: dict[str, torch.Tensor] = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, meta in self._metas.items():
+            by_dtype.setdefault(meta.dtype, []).append(name)
+        for dtype, names in by_dtype.items():
+            sizes = [self._metas[name].numel() for name in names]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            for name, part in zip(names, torch.split(flat, sizes), strict=True):
+                made[name] = part.view(self._metas[name].shape)
+        return made
+
+    def _num_bytes(self, places: Sequence[tuple[str, Run]]) -> int:
+        return sum(run.size * self._metas[name].element_size() for name, run in places)
+
+    def _cut(self, message: torch.Tensor, places: Sequence[tuple[str, Run]]) -> list[torch.Tensor]:
+        """A view of each of a rank's elements in its message, 1-D."""
+        views: list[torch.Tensor] = []
+        begin = 0
+        for dtype, group in groupby(places, lambda place: self._metas[place[0]].dtype):
+            sizes = [run.size for _, run in group]
+            end = begin + sum(sizes) * dtype.itemsize
+            views += torch.split(message[begin:end].view(dtype), sizes)
+            begin = end
+        return views
 
 
 class MergedElements:
@@ -131,12 +173,13 @@ class MergedElements:
         """See ``Elements``; extra memory is that of a chunk of the sums."""
         run, weight = self._own[number], self._base.held(number)
         a, b = self._factors[self._a], self._factors[self._b]
-        dtype = torch.float32
+        # Of one narrow dtype, a GPU's product has float32 sums, and rounds them once.
+        dtype = out.dtype if _is_one_narrow(weight, a, b, out) else torch.float32
         for tensor in (weight, a, b):
             dtype = torch.promote_types(dtype, tensor.dtype)
-        # A rank that holds no part of any factor does not know where they belong.
-        a, b = a.to(weight.device, dtype), b.to(weight.device, dtype)
-        with torch.no_grad(), _without_tf32(weight.device):
+        a = self._factors.exact(self._a, weight.device, dtype)
+        b = self._factors.exact(self._b, weight.device, dtype)
+        with torch.no_grad(), _in_float32(weight.device):
             done = 0
             for row, rows, column, columns in _blocks(run, self._width):
                 num = rows * columns
@@ -153,6 +196,9 @@ class MergedElements:
         self, weight: torch.Tensor, out: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> None:
         on_device = weight.device.type != "cpu"
+        if on_device and a.dtype == out.dtype and a.dtype.itemsize == 2:
+            out.copy_(weight).addmm_(b, a, alpha=self._scaling)
+            return
         most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
         step = max(1, most // weight.shape[1])
         for first in range(0, weight.shape[0], step):
@@ -192,15 +238,26 @@ def _blocks(run: Run, width: int) -> Iterator[tuple[int, int, int, int]]:
         yield row, 1, 0, left
 
 
+def _is_one_narrow(*tensors: torch.Tensor) -> bool:
+    """Whether all are on a GPU, or come to one, in the same half precision."""
+    weight, *_ = tensors
+    dtypes = {tensor.dtype for tensor in tensors}
+    return weight.device.type == "cuda" and dtypes in ({torch.bfloat16}, {torch.float16})
+
+
 @contextmanager
-def _without_tf32(device: torch.device) -> Iterator[None]:
-    """Products in full float32, whatever the application allows its own."""
+def _in_float32(device: torch.device) -> Iterator[None]:
+    """Products with sums in full float32, whatever the application allows its own."""
     matmul = torch.backends.cuda.matmul
-    if device.type != "cuda" or not matmul.allow_tf32:
+    if device.type != "cuda":
         yield
         return
-    matmul.allow_tf32 = False
+    allowed = [name for name in _SHORTCUTS if getattr(matmul, name, False)]
+    splits = {name: getattr(matmul, f"{name}_split_k", None) for name in allowed}
+    for name in allowed:
+        setattr(matmul, name, False)
     try:
         yield
     finally:
-        matmul.allow_tf32 = True
+        for name, split in splits.items():
+            setattr(matmul, name, True if split is None else (True, split))

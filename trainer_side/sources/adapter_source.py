@@ -53,7 +53,7 @@ def adapter_of_model(
         InvalidAdapterError: Not a PEFT model, no such adapter, no tensors, or a variant
             that cannot be served.
     """
-    model, params = opened.module, opened.params
+    model = opened.module
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
         raise InvalidAdapterError(

@@ -91,6 +91,11 @@ class ModuleSource:
         if isinstance(self._params, MergedParams):
             self._params.prepare()
 
+    def release(self) -> None:
+        """See ``HeldSource``."""
+        if isinstance(self._params, MergedParams):
+            self._params.release()
+
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         run: list[int] = []

@@ -34,6 +34,9 @@ class HeldSource(Source, Protocol):
         """Before any of ``elements`` is read: bring to every rank what it computes with;
         collective, blocks."""
 
+    def release(self) -> None:
+        """After a push: free what ``prepare`` brought."""
+
 
 class ShardSource:
     """The tensors of one push; the same plan on every rank, each with its own elements.
@@ -81,6 +84,11 @@ class ShardSource:
                 out = [torch.empty(meta.shape, dtype=self._dtypes[index])]
                 self._whole[index] = out[0]
             self._source.read(index, 1, out)
+
+    def release(self) -> None:
+        """Free what was brought together, once a push has ended."""
+        self._whole.clear()
+        self._source.release()
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
         """Copy or compute elements that this rank holds; not collective.

@@ -112,6 +112,9 @@ class ParamsSource:
     def prepare(self) -> None:
         """See ``HeldSource``: nothing is computed."""
 
+    def release(self) -> None:
+        """See ``HeldSource``."""
+
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         wanted = slice(first, first + count)

@@ -36,9 +36,9 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
 def local_of(param: DTensor) -> torch.Tensor:
     """A DTensor's elements here, by reference: what ``to_local`` returns, without its way through
     autograd, which is ten times as long."""
-    local: object = getattr(param, "_local_tensor", None)
+    local: torch.Tensor | None = getattr(param, "_local_tensor", None)
     # A subclass may be values that are still on their way here.
-    return local if type(local) in _PLAIN else param.to_local()
+    return local if local is not None and type(local) in _PLAIN else param.to_local()
 
 
 @dataclass(frozen=True)

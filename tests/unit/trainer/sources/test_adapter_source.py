@@ -22,7 +22,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidAdapterError
 from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 
-KEEP = CastRule(None, {})
+KEEP = CastRule(enabled=False)
 
 
 class Layer(nn.Module):

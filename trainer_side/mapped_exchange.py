@@ -1,0 +1,142 @@
+"""Bytes that every rank brings to all, on the GPUs of one host: each rank puts its own into memory
+that the others have mapped, and they copy it from there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from weft.contract.errors import CapacityError
+from weft.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
+from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.one_sided.messages import ExportDevice
+
+_log = logging.getLogger(__name__)
+
+# Whether there is one, its number, its size, the GPU, CUDA's handle.
+_OFFER = struct.Struct("<?QQ16s64s")
+_CANNOT = 1
+
+
+class Link(Protocol):
+    """What the ranks agree over; see ``Ranks``."""
+
+    rank: int
+    size: int
+
+    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
+        """See ``Ranks``."""
+
+    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
+        """See ``Ranks``."""
+
+
+class MappedExchange:
+    """Memory that is mapped once and used again by every push.
+
+    Args:
+        link: Of the ranks.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._room = [0] * link.size
+        self._own: torch.Tensor | None = None
+        self._mappings: dict[int, DeviceMapping] = {}
+
+    def bring(
+        self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
+    ) -> list[torch.Tensor] | None:
+        """See ``Ranks.bring``; None, on every rank, if one of them cannot map another's memory."""
+        own, can = self._link.rank, True
+        if any(size > room for size, room in zip(sizes, self._room, strict=True)):
+            can = self._make_room(sizes, device)
+        if can and sizes[own]:
+            assert self._own is not None
+            fill(self._own[: sizes[own]])
+            _finish(device)
+        # From here on all have filled theirs; nobody fills it again before all have come to the
+        # next agreement, which is after their copies.
+        if self._link.agree(flags=0 if can else _CANNOT):
+            self.close()
+            return None
+        messages = []
+        for rank, size in enumerate(sizes):
+            if rank == own and self._own is not None:
+                messages.append(self._own[:size])
+                continue
+            messages.append(torch.empty(size, dtype=torch.uint8, device=device))
+            if size:
+                self._mappings[rank].copy(0, messages[-1], lambda: None, _event(device))
+        return messages
+
+    def close(self) -> None:
+        """Unmap the others' memory, and free this rank's."""
+        for mapping in self._mappings.values():
+            with contextlib.suppress(OneSidedError):
+                mapping.close()
+        self._mappings, self._own, self._room = {}, None, [0] * self._link.size
+
+    def _make_room(self, sizes: Sequence[int], device: torch.device) -> bool:
+        """Allocate and map anew; whether this rank could."""
+        former = self._own  # freed once nobody has it mapped any more
+        self.close()
+        offer = None
+        try:
+            if not is_gpu(device):
+                raise OneSidedError(f"what it has lies on {device}")
+            if sizes[self._link.rank]:
+                self._own = allocate(sizes[self._link.rank], device)
+                _finish(device)
+                found = view_of(self._own)
+                offer = None if found is None else found[0].offer()[0]
+        except (OneSidedError, CapacityError, OSError) as error:
+            _log.info("this rank can map no memory to others: %s", error)
+        offers = [torch.zeros(_OFFER.size, dtype=torch.uint8) for _ in range(self._link.size)]
+        if offer is not None:
+            said = _OFFER.pack(True, offer.export_id, offer.num_bytes, offer.gpu, offer.handle)
+            offers[self._link.rank].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        self._link.exchange(offers)
+        del former
+        self._room = list(sizes)
+        if (sizes[self._link.rank] and offer is None) or not is_gpu(device):
+            return False
+        try:
+            for rank, (size, each) in enumerate(zip(sizes, offers, strict=True)):
+                if rank != self._link.rank and size:
+                    self._mappings[rank] = DeviceMapping(_export(each), device)
+        except OneSidedError as error:
+            _log.info("this rank cannot map another's memory: %s", error)
+            return False
+        return True
+
+
+def _export(offer: torch.Tensor) -> ExportDevice:
+    is_there, *export = _OFFER.unpack(bytes(offer.numpy()))
+    if not is_there:
+        raise OneSidedError("it has none")
+    return ExportDevice(*export)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether its memory can be mapped by CUDA's IPC."""
+    return device.type == "cuda"
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """After what the caller's stream does with memory that it had before."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
