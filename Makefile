@@ -53,11 +53,11 @@ demo: install  ## Two vLLM replicas, two trainers, one coordinator: everything a
 grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once (5 minutes); a PNG in build/grpo.
 	@$(BIN)/python -m examples.grpo
 
-# Tests without an engine mostly wait: two processes share them, a file each. Engines and
-# simulations fill the cores by themselves.
-test: install  ## All tests but the matrix (13 minutes on 2 cores).
+# Tests mostly wait, for timers or for an engine that starts on one core: two processes share
+# them, a file each.
+test: install  ## All tests but the matrix (12 minutes on 2 cores).
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak tests/tenants
-	$(BIN)/python -m pytest --durations=10 tests/sim tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/sim tests/e2e
 
 test-fast: install  ## Tests without an engine (about a minute).
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract
