@@ -139,9 +139,14 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
         return make(self, index, speak)
 
     def count(self, index, nonce):  # type: ignore[no-untyped-def]
-        land(self, index, nonce)
-        if threading.current_thread().name == "weft-receive-replica:replica-0":
-            landed.append(index)
+        end = land(self, index, nonce)
+
+        def counted() -> None:
+            end()
+            if threading.current_thread().name == "weft-receive-replica:replica-0":
+                landed.append(index)
+
+        return counted
 
     monkeypatch.setattr(CopiedBuckets, "make", slow)
     monkeypatch.setattr(StagingBuffers, "accept", count)

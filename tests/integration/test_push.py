@@ -55,8 +55,9 @@ def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publi
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("number", [1, 5])
-def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch, number):
+@pytest.mark.parametrize(("number", "ahead"), [(1, 1), (5, 3)])
+def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch, number, ahead):
+    """And no more than a receiver has a use for."""
     posted = []
 
     class Buffers(StagingBuffers):
@@ -66,10 +67,10 @@ def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch,
 
     monkeypatch.setattr(staging, "StagingBuffers", Buffers)
     for module in (packer, member):
-        monkeypatch.setattr(module, "window", lambda device: number)
+        monkeypatch.setattr(module, "window", lambda device, backend: number)
     with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:
         publisher.push_base(base := Model(seed=3))
-    assert posted == [number, number]
+    assert posted == [ahead, ahead]
     assert all(same(engine.base, weights(base)) for engine in engines)
 
 

@@ -13,8 +13,9 @@ from tests.unit.docs.walk import stops
 #: Lower it as modules leave the way; only a new stage may raise it (the last: the log of events,
 #: the one that is asked for spans, and has none for who does not trace, and the packer, of which
 #: there are two since named tensors come in any order; the checks of users' arguments; and the
-#: choice of a backend with the eight of the one-sided one, which does what gloo's library does).
-MAX_MODULES = 82
+#: choice of a backend with the eight of the one-sided one, which does what gloo's library does; the
+#: channels to replicas, which questions to them share with the orders).
+MAX_MODULES = 83
 #: Where vLLM's own process begins: an engine double stands in its place here.
 _IN_VLLM = "rollout_side/vllm_engine/"
 
