@@ -220,6 +220,8 @@ class Channel:
             self._socket.settimeout(timeout_seconds)
             room = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
             data, carried, told, _ = self._socket.recvmsg(MAX_BYTES, room, flags)
+        except ConnectionResetError:  # closed before it had read all
+            data, carried, told = b"", [], 0
         except OSError as error:
             raise OneSidedError(f"the peer (pid {self.pid}) is gone: {error}") from error
         for level, kind, content in carried:
