@@ -89,6 +89,7 @@ class TorchRanks:
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
         self._deadline, self._over = deadline, False
+        self._forget_sum()
         if self._link is not None:
             try:
                 self.agree()
@@ -200,8 +201,7 @@ class TorchRanks:
         link, self._link, self._over = self._link, None, True
         if self._mapped is not None:
             self._mapped.close()
-        if self._sum is not None:
-            self._sum.work = None
+        self._forget_sum()
         if link is not None:
             # Dropping it closes its connections, and waits for what is in flight.
             doomed = [link]
@@ -213,6 +213,12 @@ class TorchRanks:
                 atexit.register(ending.join, _END_SECONDS)
             else:  # the end has begun: what is registered by now is not called
                 ending.join(_END_SECONDS)
+
+    def _forget_sum(self) -> None:
+        """Of a push that has ended: its error may be kept, and with it this, which keeps the
+        link's connections open even when it is done."""
+        if self._sum is not None:
+            self._sum.work, self._sum = None, None
 
     def _raise_claimed(self, rank: int, own: BaseException | None) -> None:
         text = b""
