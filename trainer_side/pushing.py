@@ -29,7 +29,6 @@ from weft import tracing
 from weft.containers.lru import Lru
 from weft.contract.errors import (
     BaseMismatchError,
-    InvalidManifestError,
     PeerUnavailableError,
     TransferAbortedError,
 )
@@ -154,23 +153,41 @@ class Pushing:
         deadline = time.monotonic() + request.timeout_seconds
         ranks = self._ranks
         ranks.open(deadline)
-        if ranks.share(lambda: b"replaced" if is_replaced() else b""):
-            raise TransferAbortedError(
-                f"a later push of {request.policy!r} replaced this one before it began; nothing "
-                "was sent",
-                reason="REPLACED",
-            )
         without: list[str] = []
+
+        def describe() -> bytes:
+            if not without and is_replaced():
+                return b""
+            return self._client.describe(deadline, without).SerializeToString()
+
         while True:
-            target = pb.DescribeTargetResponse.FromString(
-                ranks.share(lambda: self._client.describe(deadline, without).SerializeToString())
-            )
-            with self._traced("weft.push.plan"):
+            described = ranks.share(describe, all_wait=True)
+            if not described:
+                raise TransferAbortedError(
+                    f"a later push of {request.policy!r} replaced this one before it began; "
+                    "nothing was sent",
+                    reason="REPLACED",
+                )
+            target = pb.DescribeTargetResponse.FromString(described)
+            with self._traced("weft.push.plan"), agreeing(ranks) as agreement:
                 what, source, adapter, manifest = self._plan(request, target, deadline)
                 shards = self._shards(source, manifest)
-            if shards is None or self._can_all_send(shards, target):
+                if not isinstance(what, NamedBase) and manifest is not None:
+                    # Named tensors are laid out by rank 0 alone.
+                    agreement.same = manifest.layout_digest
+                if shards is not None:
+                    agreement.same += shards.plan.digest
+                    is_peer = ranks.rank != SENDER and shards.sender is not None
+                    agreement.flags = int(is_peer and not self._peer.can_use(target))
+            if not agreement.told:
                 break
             without.append(target.backends[0])
+        if shards is not None:
+            try:
+                shards.source.gather()
+            except BaseException:
+                ranks.abandon()  # others may wait for us inside it
+                raise
         description = source.description if source else DESCRIPTION
         span.set(
             kind="base" if adapter is None else "adapter",
@@ -187,7 +204,7 @@ class Pushing:
                 request, what, manifest, adapter, target, finite, carries_runs, plan, deadline
             )
 
-        shared = ranks.share(begin)
+        shared = ranks.share(begin, all_wait=True)
         origin, answer = Origin.decode(shared)
         begun = pb.BeginTransferResponse.FromString(answer)
         version = version_from_proto(begun.version)
@@ -294,18 +311,14 @@ class Pushing:
         self, request: PushRequest, target: pb.DescribeTargetResponse, deadline: float
     ) -> tuple[Content | NamedBase, Source | RunSource | None, Adapter | None, Manifest | None]:
         """What is pushed, and how it is laid out: named tensors at the sender alone."""
-        ranks = self._ranks
         source: Source | RunSource | None = None
         adapter: Adapter | None = None
-        with agreeing(ranks):
-            what = request.content()
-            if not isinstance(what, NamedBase):
-                source, adapter = what.source(target)
-            elif ranks.rank == SENDER:
-                source = what.over(self._client.reference(target, deadline))
-            manifest = self._manifest(target.backends[0], source) if source else None
-        is_named = isinstance(what, NamedBase)
-        self._check_same(b"" if is_named or manifest is None else manifest.layout_digest)
+        what = request.content()
+        if not isinstance(what, NamedBase):
+            source, adapter = what.source(target)
+        elif self._ranks.rank == SENDER:
+            source = what.over(self._client.reference(target, deadline))
+        manifest = self._manifest(target.backends[0], source) if source else None
         return what, source, adapter, manifest
 
     def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
@@ -324,34 +337,9 @@ class Pushing:
         ranks = self._ranks
         if ranks.size == 1 or manifest is None or isinstance(source, RunSource | None):
             return None
-        with agreeing(ranks):
-            shards = shard_source(source, ranks) if self._max_senders > 1 else None
-            plan = self._plans.plan(manifest, shards.held) if shards else None
-        self._check_same(plan.digest if plan else b"")
-        if shards is None or plan is None:
-            return None
-        try:
-            shards.gather()
-        except BaseException:
-            ranks.abandon()  # others may wait for us inside it
-            raise
-        return ShardPush(shards, plan, ranks)
-
-    def _can_all_send(self, push: ShardPush, target: pb.DescribeTargetResponse) -> bool:
-        """Whether every rank that sends can use the backend that rank 0 would: the same on all."""
-        is_peer = self._ranks.rank != SENDER and push.sender is not None
-        return not self._ranks.agree(flags=int(is_peer and not self._peer.can_use(target)))
-
-    def _check_same(self, mine: bytes) -> None:
-        """The ranks of a trainer must have the same layout in mind, by its digest; empty for
-        named tensors, which rank 0 alone lays out."""
-        theirs = self._ranks.share(lambda: mine)
-        with agreeing(self._ranks):
-            if theirs != mine:
-                raise InvalidManifestError(
-                    f"rank {self._ranks.rank} of this trainer would push other names or shapes "
-                    "than its rank 0: every rank must push the same model"
-                )
+        shards = shard_source(source, ranks) if self._max_senders > 1 else None
+        plan = self._plans.plan(manifest, shards.held) if shards else None
+        return None if shards is None or plan is None else ShardPush(shards, plan, ranks)
 
     def _send_shards(
         self,

@@ -58,12 +58,13 @@ class Ranks(Protocol):
             PeerUnavailableError: ``RANK_GONE``: not every rank came.
         """
 
-    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
-        """Continue only if every rank can.
+    def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
+        """Continue only if every rank can: one message.
 
         Args:
             error: Why this one cannot.
             flags: Of ``FLAGS``, told to all.
+            same: What must be equal on every rank: the layout and plan of what is pushed.
 
         Returns:
             Those that any rank told.
@@ -71,12 +72,19 @@ class Ranks(Protocol):
         Raises:
             BaseException: Here, ``error`` itself; elsewhere that of the lowest rank that
                 has one, as the same type if it is a WeftError.
+            InvalidManifestError: ``same`` is not, at every rank.
             PeerUnavailableError: ``RANK_GONE``.
         """
 
-    def share(self, produce: Callable[[], bytes]) -> bytes:
+    def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
         """What ``produce`` returns at the sender, which alone calls it; raises as
-        ``agree`` if it fails."""
+        ``agree`` if it fails.
+
+        Args:
+            all_wait: The other ranks come here whatever happens, none of them waits in
+                ``agree`` meanwhile, and all agree on something soon after it, by when they
+                notice one that is gone: then it is one message.
+        """
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
         """Bring bytes to the sender.
@@ -135,15 +143,26 @@ class Ranks(Protocol):
         """Leave, so that whoever waits for this rank fails at once; not collective."""
 
 
+@dataclass
+class Agreement:
+    """What a rank says of itself in a block of ``agreeing``; see ``Ranks.agree``."""
+
+    flags: int = 0
+    same: bytes = b""
+    told: int = 0
+    """After the block: what any rank said."""
+
+
 @contextmanager
-def agreeing(ranks: Ranks) -> Iterator[None]:
+def agreeing(ranks: Ranks) -> Iterator[Agreement]:
     """Let all ranks continue after this block, or all raise the error of one."""
+    agreement = Agreement()
     try:
-        yield
+        yield agreement
     except Exception as error:
         ranks.agree(error)
         raise
-    ranks.agree()
+    agreement.told = ranks.agree(flags=agreement.flags, same=agreement.same)
 
 
 def bring_by_host(
@@ -164,13 +183,13 @@ class OneRank:
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
 
-    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
+    def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """See ``Ranks.agree``."""
         if error is not None:
             raise error
         return flags
 
-    def share(self, produce: Callable[[], bytes]) -> bytes:
+    def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
         """See ``Ranks.share``."""
         return produce()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import logging
 import threading
@@ -25,12 +26,15 @@ from trainer_side.ranks import (
     OneRank,
     Ranks,
     Sum,
-    agreeing,
     bring_by_host,
     decode_error,
     encode_error,
 )
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft.contract.errors import (
+    InvalidManifestError,
+    InvalidRequestError,
+    PeerUnavailableError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ GRACE_SECONDS = 10.0
 _END_SECONDS = 5.0
 # What two ranks say to each other, beside what all gather.
 _BETWEEN_TWO = 1
+# What the sender shares: two numbers, and what follows them in the same message.
+_NUMBER_BYTES, _HEAD_BYTES = 16, 8192
 # Publishers of one process, in the order of making, which is that of every rank.
 _NUMBERS = itertools.count()
 
@@ -109,40 +115,74 @@ class TorchRanks:
             raise self._gone(error) from error
         self.agree()
 
-    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
+    def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """See ``Ranks.agree``; the first time it raises ends the push for all."""
+        self._check_goes_on(error)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = self._left()
+        # The lowest rank wins: its number is the largest. A number is the same everywhere if
+        # it is the largest, and so is its complement.
+        claim = 0 if error is None else self.size - self.rank
+        number = _number(same)
+        said = torch.tensor([claim, number, ~number, *(flags & flag for flag in FLAGS)])
+        self._wait(self._start(partial(self._linked.allreduce, [said], options)))
+        claim, most, least, *told = said.tolist()
+        if claim:
+            self._over = True
+            self._raise_claimed(self.size - claim, error)
+        if most != ~least:
+            self._over = True
+            raise InvalidManifestError(
+                f"the {self.size} ranks of this trainer would push other names or shapes than one "
+                "another: every rank must push the same model"
+            )
+        return sum(told)
+
+    def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
+        """See ``Ranks.share``."""
+        self._check_goes_on(None)
+        payload = b""
+        if self.rank == SENDER:
+            try:
+                payload = produce()
+            except Exception as error:  # kept nowhere else: see _start
+                if all_wait:
+                    self._over = True
+                    self._tell(encode_error(error), failed=True)
+                else:
+                    self.agree(error)
+                raise
+        if not all_wait:
+            self.agree()
+        content, failed = self._tell(payload)
+        if failed:
+            self._over = True
+            raise decode_error(content, SENDER)
+        return content
+
+    def _tell(self, payload: bytes, *, failed: bool = False) -> tuple[bytes, bool]:
+        """What the sender says, at every rank, and whether it is an error."""
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        numbers, room = head[:_NUMBER_BYTES].view(torch.int64), head[_NUMBER_BYTES:]
+        if self.rank == SENDER:
+            numbers.copy_(torch.tensor([len(payload), int(failed)]))
+            _put(payload[: len(room)], room)
+        self._broadcast(head, SENDER)
+        length, has_failed = numbers.tolist()
+        rest = torch.zeros(max(0, length - len(room)), dtype=torch.uint8)
+        if len(rest):
+            _put(payload[len(room) :], rest)
+            self._broadcast(rest, SENDER)
+        return bytes(room[:length].numpy()) + bytes(rest.numpy()), bool(has_failed)
+
+    def _check_goes_on(self, error: BaseException | None) -> None:
         if self._over:
             if error is None or (self._link is None and not _is_gone(error)):
                 raise PeerUnavailableError(
                     "the push has ended at the other ranks", reason="RANK_GONE"
                 ) from error
             raise error
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        options.timeout = self._left()
-        # The lowest rank wins: its number is the largest.
-        claim = 0 if error is None else self.size - self.rank
-        said = torch.tensor([claim, *(flags & flag for flag in FLAGS)])
-        self._wait(self._start(partial(self._linked.allreduce, [said], options)))
-        claim, *told = said.tolist()
-        if claim:
-            self._over = True
-            self._raise_claimed(self.size - claim, error)
-        return sum(told)
-
-    def share(self, produce: Callable[[], bytes]) -> bytes:
-        """See ``Ranks.share``."""
-        payload = b""
-        if self.rank == SENDER:
-            with agreeing(self):
-                payload = produce()
-        else:
-            self.agree()
-        length = self._broadcast(torch.tensor([len(payload)]), SENDER)
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if payload:
-            content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        return bytes(self._broadcast(content, SENDER).numpy()) if int(length) else b""
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
         """See ``Ranks.collect``."""
@@ -302,6 +342,16 @@ class _LinkSum:
         """See ``Sum``."""
         self.ranks._wait(self.work)
         return [int(value) for value in self.values.tolist()]
+
+
+def _number(same: bytes) -> int:
+    """Of 63 bits; another for other bytes, but for odds that nobody lives to see."""
+    return int.from_bytes(hashlib.blake2b(same, digest_size=8).digest(), "little") >> 1
+
+
+def _put(content: bytes, out: torch.Tensor) -> None:
+    if content:
+        out[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 def _is_gone(error: BaseException) -> bool:

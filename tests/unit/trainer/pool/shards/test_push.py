@@ -109,7 +109,7 @@ class _Gone(OneRank):
 
     rank, size = 1, 2
 
-    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
+    def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         raise PeerUnavailableError("another rank is gone", reason="RANK_GONE")
 
 
