@@ -266,7 +266,7 @@ def _receiving(strike: Strike) -> None:
 
     match strike.point:
         case "at a bucket":
-            _before(staging, "verify_bucket", strike, _count(BUCKET, strike))
+            _before(staging, "start_bucket", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":
