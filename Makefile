@@ -55,7 +55,7 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 
 # Tests mostly wait, for timers or for an engine that starts on one core: two processes share
 # them, a file each.
-test: install  ## All tests but the matrix (12 minutes on 2 cores).
+test: install  ## All tests but the matrix (15 minutes on 2 cores).
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak tests/tenants
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/sim tests/e2e
 
