@@ -4,7 +4,7 @@ Needs torch, grpcio and protobuf; never vLLM.
 """
 
 from trainer_side.publisher import Publisher
-from trainer_side.pushing import PushReport
+from trainer_side.push_report import PushReport
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.sample import Sample, SampleGroup
 from trainer_side.rollouts.stream import RolloutStream

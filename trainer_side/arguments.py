@@ -45,14 +45,15 @@ def check_seconds(name: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def check_count(name: str, value: object) -> int | None:
-    """Return ``value`` if it is None or a positive whole number.
+def check_count(name: str, value: object, most: int = 2**62) -> int | None:
+    """Return ``value`` if it is None or a positive whole number, at most ``most``.
 
     Raises:
         InvalidRequestError: Something else.
     """
-    if value is not None and (type(value) is not int or not 0 < value < 2**62):
-        raise InvalidRequestError(f"{name}={value!r}: give a whole number, at least 1")
+    if value is not None and (type(value) is not int or not 0 < value <= most):
+        bound = f" and at most {most}" if most < 2**62 else ""
+        raise InvalidRequestError(f"{name}={value!r}: give a whole number, at least 1{bound}")
     return value
 
 
@@ -70,13 +71,13 @@ def check_replicas(require: object) -> int:
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a word that is not among a ``Literal``'s.
+    """Refuse a word, or number, that is not among a ``Literal``'s.
 
     Raises:
         InvalidRequestError: It is not; names those that are.
     """
     known = get_args(choices)
-    if value not in known:
+    if (type(value), value) not in [(type(each), each) for each in known]:  # True is not 1
         raise InvalidRequestError(f"{name}={value!r}: use one of {', '.join(map(repr, known))}")
 
 

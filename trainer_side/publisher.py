@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from trainer_side import arguments as checks
-from trainer_side import sleeping
-from trainer_side.background import Background, WhenBusy
+from trainer_side.async_pushes import AsyncPushes
+from trainer_side.background import Background
 from trainer_side.params.choose import Kind
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
+from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import Notices
 from trainer_side.pool.progress import reporter_for
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS
+from trainer_side.push_plan import Planner
+from trainer_side.push_report import PushReport
 from trainer_side.push_request import PushRequest, PushSettings
-from trainer_side.pushing import Pushing, PushReport
-from trainer_side.ranks import SENDER
-from trainer_side.sleeping import SleepLevel, WhenRunning
+from trainer_side.pushing import Pushing
+from trainer_side.ranks import SENDER, Ranks
+from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
 from trainer_side.torch_ranks import Together, ranks_of
 from weft.contract.capabilities import BackendChoice
+from weft.contract.group import MAX_SENDERS
 from weft.contract.names import PolicyVersion, check_name
 from weft.contract.push_defaults import (
     DEFAULT_CONNECT_SECONDS,
@@ -45,8 +48,10 @@ from weft.rpc.channel import check_target
 from weft.rpc.security.credentials import Tls, credentials_of
 from weft.transport.digest import warm
 
+_T = TypeVar("_T")
 
-class Publisher:
+
+class Publisher(AsyncPushes, RolloutSleep):
     """Pushes versions of policies from one trainer, of one process or of many.
 
     The model may be plain, or wrapped by DDP, FSDP (1 and 2) or DeepSpeed, with or
@@ -72,7 +77,7 @@ class Publisher:
             was tried. Jobs that start together with the pool say 300. A coordinator that was
             reached before is waited for until the push's deadline.
         bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
-            in host memory, or three on the accelerator.
+            in host memory, or on the accelerator three (four where replicas read them there).
         data_host: Address that the replicas reach this machine by; by default the
             one its routes choose towards the coordinator.
         backend: What carries the bytes. "auto": the best that the pool offers and all can use:
@@ -108,10 +113,9 @@ class Publisher:
         takeover: Take the policies' leases from another living process of this ``trainer_id``,
             once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
             fails with ``POLICY_OWNED`` as soon as that process is seen to live.
-
-        max_senders: How many of a sharded trainer's ranks send what they hold (64), each over a
-            stream of its own to the coordinator; the others pass theirs to one of these. With 1,
-            rank 0 gathers and sends all.
+        max_senders: How many of a sharded trainer's ranks send what they hold (64; at most 256),
+            each over a stream of its own to the coordinator; the others pass theirs to one of
+            these. With 1, rank 0 gathers and sends all.
 
     Raises:
         InvalidRequestError: An argument that cannot be right; nothing was tried.
@@ -147,7 +151,7 @@ class Publisher:
         checks.check_ranks(ranks)
         checks.check_choice("backend", backend, BackendChoice)
         checks.check_count("bucket_bytes", bucket_bytes)
-        checks.check_count("max_senders", max_senders)
+        checks.check_count("max_senders", max_senders, MAX_SENDERS)
         checks.check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
             checks.check_callable("progress", progress)
@@ -164,23 +168,25 @@ class Publisher:
             on_base_change=on_base_change,
         )
         self._notices = Notices(on_publish_again) if on_publish_again else None
-        self._client: PoolClient | None = None
+        self._coordinator: CoordinatorClient | None = None
         selection = BackendSelection(backend, send_from)
+        client = None
         if pushing_ranks.rank == SENDER:
-            self._client = PoolClient(
+            self._coordinator = CoordinatorClient(
                 coordinator,
                 trainer_id,
-                data_host,
-                selection,
-                reporter_for(progress),
                 connect_seconds=connect_seconds,
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
                 credentials=credentials,
             )
-        peer = Peer(coordinator, data_host, selection, credentials)
+            reporter = reporter_for(progress)
+            client = PoolClient(self._coordinator, data_host, selection, reporter)
         self._pushing = Pushing(
-            pushing_ranks, self._client, bucket_bytes, peer, max_senders or DEFAULT_MAX_SENDERS
+            pushing_ranks,
+            client,
+            Planner(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
+            Peer(coordinator, data_host, selection, credentials),
         )
         self._background = Background(self._pushing, ranks_of(ranks))
 
@@ -308,141 +314,6 @@ class Publisher:
         request = request.with_options(check_finite, require, timeout_seconds)
         return self._push(request)
 
-    # -- beside the training -----------------------------------------------------
-
-    def push_adapter_async(
-        self,
-        model: Model,
-        policy: str,
-        *,
-        adapter_name: str = "default",
-        cast: bool = True,
-        check_finite: bool | None = None,
-        check_base: bool = True,
-        base_version: int | None = None,
-        on_base_change: OnBaseChange | None = None,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        when_busy: WhenBusy = "queue",
-    ) -> Future[PolicyVersion]:
-        """``push_adapter`` of the weights as they are now; returns once they are copied.
-
-        The ranks wait for each other; then each copies what it holds to host memory that is
-        used again, and training may continue at once. At most two pushes of a policy wait,
-        each with such a copy: a further call blocks, alike on every rank and before it
-        copies, until one of them has begun. If none does within this push's
-        ``timeout_seconds``, it ends on every rank with ``TransferTimeoutError``, and nothing
-        was copied.
-
-        Args:
-            when_busy: "replace" makes earlier pushes of this policy that have not begun
-                fail with ``REPLACED``, and blocks for none of them; "queue" sends them all,
-                in order.
-            others: As for ``push_adapter``.
-
-        Returns:
-            A future that ends as ``push_adapter`` would, the same on every rank. It
-            cannot be cancelled.
-        """
-        request = self._settings.adapter(
-            model, policy, adapter_name, cast, check_base, base_version, on_base_change
-        ).with_options(check_finite, require, timeout_seconds)
-        return self._background.submit(request, when_busy)
-
-    def push_base_async(
-        self,
-        model: Model,
-        *,
-        cast: bool = True,
-        check_finite: bool | None = None,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        when_busy: WhenBusy = "queue",
-    ) -> Future[PolicyVersion]:
-        """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
-        request = self._settings.base(model, cast)
-        request = request.with_options(check_finite, require, timeout_seconds)
-        return self._background.submit(request, when_busy)
-
-    def push_merged_async(
-        self,
-        model: torch.nn.Module,
-        *,
-        adapter_name: str = "default",
-        cast: bool = True,
-        check_finite: bool | None = None,
-        require: Require | None = None,
-        timeout_seconds: float | None = None,
-        when_busy: WhenBusy = "queue",
-    ) -> Future[PolicyVersion]:
-        """``push_merged`` of the weights as they are now; see ``push_adapter_async``."""
-        request = self._settings.base(model, cast, adapter_name)
-        request = request.with_options(check_finite, require, timeout_seconds)
-        return self._background.submit(request, when_busy)
-
-    # -- the replicas on the same GPUs --------------------------------------------
-
-    def sleep_rollouts(
-        self,
-        *,
-        level: SleepLevel = 1,
-        when_running: WhenRunning = "finish",
-        timeout_seconds: float = 60.0,
-    ) -> tuple[str, ...]:
-        """Have the replicas that share a GPU with this trainer give its memory back.
-
-        At once nothing is routed to them; once their requests have ended they sleep, and the
-        KV cache is gone. A push wakes the weights of those that it
-        reaches, ``wake_rollouts`` the KV cache. The sleep is a part of this publisher's lease
-        of the base, which is acquired: when that ends, they wake by themselves. Every rank
-        calls it, as a push; waits for pushes under way.
-
-        Args:
-            level: vLLM's: 1 moves the weights to host memory, 2 discards them, which takes none
-                where a push of the base brings others before ``wake_rollouts``. Without one
-                a replica wakes with a copy of its own, or from its checkpoint's files; else
-                it is routed to once it was brought one.
-            when_running: Running requests "finish", or "abort" with what they have.
-            timeout_seconds: How long those may take to end; to fall asleep, an engine may take
-                three minutes more.
-
-        Returns:
-            The replicas that sleep; none where none shares a GPU.
-
-        Raises:
-            NotReadyError: ``SLEEP_DISABLED``: one was started without ``--enable-sleep``;
-                nothing changed. Or ``TRANSFER_UNDER_WAY``: one loads a base in place.
-            TransferTimeoutError: Requests did not end; that replica takes requests again.
-            WeftError: As for a push.
-        """
-        checks.check_choice("when_running", when_running, WhenRunning)
-        checks.check_choice("level", level, SleepLevel)
-        checks.check_seconds("timeout_seconds", timeout_seconds)
-        self._background.wait_idle()
-        return self._pushing.between_pushes(
-            lambda ranks, client: sleeping.sleep(
-                ranks, client, level, when_running, timeout_seconds
-            )
-        )
-
-    def wake_rollouts(self, *, timeout_seconds: float = 180.0) -> tuple[str, ...]:
-        """Wake what ``sleep_rollouts`` has put to sleep, weights and KV cache; returns once
-        they take requests. One that missed versions meanwhile is routed to once it has them.
-        Every rank calls it.
-
-        Returns:
-            The replicas that were woken; none where none slept.
-
-        Raises:
-            TransferTimeoutError: Not in time; they are woken all the same.
-            WeftError: As for a push.
-        """
-        checks.check_seconds("timeout_seconds", timeout_seconds)
-        self._background.wait_idle()
-        return self._pushing.between_pushes(
-            lambda ranks, client: sleeping.wake(ranks, client, timeout_seconds)
-        )
-
     @property
     def wanted(self) -> frozenset[str]:
         """Policies owned here that no replica can serve until they are pushed again.
@@ -451,7 +322,7 @@ class Publisher:
         policy takes it out. Does not block. Known at the sender, empty at other ranks:
         a trainer of several broadcasts it, for all must push.
         """
-        return self._client.wanted if self._client is not None else frozenset()
+        return self._coordinator.leases.wanted if self._coordinator is not None else frozenset()
 
     def close(self) -> None:
         """Wait for pushes under way, release the leases and leave the side group.
@@ -474,6 +345,10 @@ class Publisher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
+        self._background.wait_idle()
+        return self._pushing.between_pushes(work)
 
     def _push(self, request: PushRequest) -> PolicyVersion:
         began = time.monotonic()

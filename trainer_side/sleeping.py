@@ -1,32 +1,103 @@
-"""Sleep of the replicas on a trainer's GPUs: in step on every rank of it."""
+"""Sleep of the replicas on a trainer's GPUs, ordered in step on every rank of it."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from trainer_side.pool.client import PoolClient
+from trainer_side.arguments import check_choice, check_seconds
+from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.ranks import SENDER, Ranks, agreeing
+from weft.contract.names import BASE_POLICY
+from weft.contract.sleep import (
+    DEFAULT_REQUESTS_SECONDS,
+    SWITCH_SECONDS,
+    SleepLevel,
+    WhenRunning,
+)
 from weft.rpc.codec import duration_to_proto
+from weft.rpc.sleep_codec import when_running_to_proto
 from weft.transport.backends import gpu_uuid
 from weft.v1 import publish_pb2 as pb
-from weft.v1 import registry_pb2
+from weft.v1 import types_pb2
 
-#: What becomes of requests that run when a replica falls asleep.
-WhenRunning = Literal["finish", "abort"]
-_WHEN_RUNNING = {
-    "finish": registry_pb2.WHEN_RUNNING_FINISH,
-    "abort": registry_pb2.WHEN_RUNNING_ABORT,
-}
-#: vLLM's levels: 1 moves the weights to host memory, 2 discards them.
-SleepLevel = Literal[1, 2]
-#: What an engine may take to fall asleep once its requests have ended, and to wake.
-SWITCH_SECONDS = 180.0
+_T = TypeVar("_T")
+
 # Of one rank's list, as JSON: some sixty GPUs.
 _LIST_BYTES = 2_560
+
+
+class RolloutSleep(ABC):
+    """The part of a ``Publisher`` that lets the replicas on its GPUs sleep, and wakes them."""
+
+    @abstractmethod
+    def _between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
+        """``work``, in step with the other ranks, once no push is under way; the coordinator is
+        the sender's."""
+
+    def sleep_rollouts(
+        self,
+        *,
+        level: SleepLevel = 1,
+        when_running: WhenRunning = "finish",
+        timeout_seconds: float = DEFAULT_REQUESTS_SECONDS,
+    ) -> tuple[str, ...]:
+        """Have the replicas that share a GPU with this trainer give its memory back.
+
+        At once nothing is routed to them; once their requests have ended they sleep, and the
+        KV cache is gone. A push wakes the weights of those that it
+        reaches, ``wake_rollouts`` the KV cache. The sleep is a part of this publisher's lease
+        of the base, which is acquired: when that ends, they wake by themselves. Every rank
+        calls it, as a push; waits for pushes under way.
+
+        Args:
+            level: vLLM's: 1 moves the weights to host memory, 2 discards them, which takes none
+                where a push of the base brings others before ``wake_rollouts``. Without one
+                a replica wakes with a copy of its own, or from its checkpoint's files; else
+                it is routed to once it was brought one.
+            when_running: Running requests "finish", or "abort" with what they have.
+            timeout_seconds: How long those may take to end; to fall asleep, an engine may take
+                three minutes more.
+
+        Returns:
+            The replicas that sleep; none where none shares a GPU.
+
+        Raises:
+            NotReadyError: ``SLEEP_DISABLED``: one was started without ``--enable-sleep``;
+                nothing changed. Or ``TRANSFER_UNDER_WAY``: one loads a base in place.
+            TransferTimeoutError: Requests did not end; that replica takes requests again.
+            WeftError: As for a push.
+        """
+        check_choice("when_running", when_running, WhenRunning)
+        check_choice("level", level, SleepLevel)
+        check_seconds("timeout_seconds", timeout_seconds)
+        return self._between_pushes(
+            lambda ranks, coordinator: sleep(
+                ranks, coordinator, level, when_running, timeout_seconds
+            )
+        )
+
+    def wake_rollouts(self, *, timeout_seconds: float = SWITCH_SECONDS) -> tuple[str, ...]:
+        """Wake what ``sleep_rollouts`` has put to sleep, weights and KV cache; returns once
+        they take requests. One that missed versions meanwhile is routed to once it has them.
+        Every rank calls it.
+
+        Returns:
+            The replicas that were woken; none where none slept.
+
+        Raises:
+            TransferTimeoutError: Not in time; they are woken all the same.
+            WeftError: As for a push.
+        """
+        check_seconds("timeout_seconds", timeout_seconds)
+        return self._between_pushes(
+            lambda ranks, coordinator: wake(ranks, coordinator, timeout_seconds)
+        )
 
 
 def used_gpus() -> list[str]:
@@ -44,7 +115,7 @@ def used_gpus() -> list[str]:
 
 def sleep(
     ranks: Ranks,
-    client: PoolClient | None,
+    coordinator: CoordinatorClient | None,
     level: SleepLevel,
     when_running: WhenRunning,
     timeout_seconds: float,
@@ -59,27 +130,22 @@ def sleep(
     uuids = _gathered(ranks)
 
     def order() -> bytes:
-        assert client is not None
-        answer = client.with_base_lease(
-            lambda stub, token, session_id, left: stub.SleepRollouts(
-                pb.SleepRolloutsRequest(
-                    fencing_token=token,
-                    session_id=session_id,
-                    gpu_uuids=uuids,
-                    when_running=_WHEN_RUNNING[when_running],
-                    timeout=duration_to_proto(timeout_seconds),
-                    level=level,
-                ),
-                timeout=left,
-            ),
-            deadline,
+        assert coordinator is not None
+        request = pb.SleepRolloutsRequest(
+            session_id=coordinator.leases.session_id,
+            gpu_uuids=uuids,
+            when_running=when_running_to_proto(when_running == "abort"),
+            timeout=duration_to_proto(timeout_seconds),
+            level=level,
         )
-        return json.dumps(list(answer.replica_ids)).encode()
+        return _ordered(coordinator, coordinator.stub.SleepRollouts, request, deadline)
 
     return tuple(json.loads(ranks.share(order)))
 
 
-def wake(ranks: Ranks, client: PoolClient | None, timeout_seconds: float) -> tuple[str, ...]:
+def wake(
+    ranks: Ranks, coordinator: CoordinatorClient | None, timeout_seconds: float
+) -> tuple[str, ...]:
     """Wake them; collective. Returns which.
 
     Raises:
@@ -89,16 +155,27 @@ def wake(ranks: Ranks, client: PoolClient | None, timeout_seconds: float) -> tup
     ranks.open(deadline)
 
     def order() -> bytes:
-        assert client is not None
-        answer = client.with_base_lease(
-            lambda stub, token, session_id, left: stub.WakeRollouts(
-                pb.WakeRolloutsRequest(fencing_token=token, session_id=session_id), timeout=left
-            ),
-            deadline,
-        )
-        return json.dumps(list(answer.replica_ids)).encode()
+        assert coordinator is not None
+        request = pb.WakeRolloutsRequest(session_id=coordinator.leases.session_id)
+        return _ordered(coordinator, coordinator.stub.WakeRollouts, request, deadline)
 
     return tuple(json.loads(ranks.share(order)))
+
+
+def _ordered(
+    coordinator: CoordinatorClient,
+    method: Callable[..., Any],
+    request: pb.SleepRolloutsRequest | pb.WakeRolloutsRequest,
+    deadline: float,
+) -> bytes:
+    """Who was ordered to, as JSON; under the base's lease."""
+
+    def call(token: int, left: float) -> list[str]:
+        request.fencing_token = token
+        return list(method(request, timeout=left).replica_ids)
+
+    names = coordinator.with_lease(BASE_POLICY, types_pb2.POLICY_KIND_BASE, call, deadline)
+    return json.dumps(names).encode()
 
 
 def _gathered(ranks: Ranks) -> list[str]:

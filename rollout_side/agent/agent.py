@@ -104,7 +104,7 @@ class Agent:
         """The version that a request for ``asked`` is answered by; see ``resolve``."""
         served = self.serving.vector.with_base(self.engine.base_version)
         in_contact = not self._aliases_hidden
-        return resolve(asked, served, self.serving.newest, in_contact=in_contact)
+        return resolve(asked, served, self.serving.known.newest, in_contact=in_contact)
 
     # -- staying in the pool -------------------------------------------------
 

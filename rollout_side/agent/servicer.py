@@ -31,16 +31,13 @@ from weft.rpc.codec import (
     version_to_proto,
 )
 from weft.rpc.manifest_codec import manifest_to_chunks
+from weft.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer, parent_in
-from weft.v1 import publish_pb2, registry_pb2, types_pb2
+from weft.v1 import publish_pb2, types_pb2
 from weft.v1 import replica_pb2 as pb
 from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-#: Whether running requests are aborted before the engine sleeps.
-_ABORTS = {registry_pb2.WHEN_RUNNING_FINISH: False, registry_pb2.WHEN_RUNNING_ABORT: True}
 
 
 def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
@@ -219,7 +216,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.DigestVersionRequest, context: _Context
     ) -> AsyncIterator[pb.DigestVersionResponse]:
         version = _version(request.version)
-        facts = self._agent.serving.facts.get(version)
+        facts = self._agent.serving.known.facts.get(version)
         adapter = facts.to_proto().adapter if facts and version.policy != BASE_POLICY else None
         found: list[StoredTensor] = []
         async with contextlib.aclosing(self._agent.engine.digest_tensors(version)) as parts:
@@ -314,14 +311,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         self._check_generation(request.coordinator_generation)
         self._check_incarnation(request.incarnation)
-        if request.when_running not in _ABORTS:
-            raise InvalidRequestError("when_running must say what becomes of running requests")
-        if request.level not in (0, 1, 2):
-            raise InvalidRequestError(f"level is {request.level}, and must be 1 or 2")
         order = SleepOrder(
             trainer_id=request.trainer_id,
-            level=request.level or 1,
-            aborts=_ABORTS[request.when_running],
+            level=level_from_proto(request.level),
+            aborts=aborts_from_proto(request.when_running),
             timeout_seconds=duration_from_proto(request.timeout),
         )
         await agent.fall_asleep(order)

@@ -11,10 +11,10 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_side.agent.known_versions import KnownVersions
 from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes
 from rollout_side.version_facts import VersionFacts
-from weft.containers.lru import Lru
 from weft.contract.errors import (
     DigestMismatchError,
     NotFoundError,
@@ -24,8 +24,6 @@ from weft.contract.errors import (
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 
 _log = logging.getLogger(__name__)
-#: Policies whose newest number is remembered once nothing of them is served.
-_MAX_POLICIES = 4_096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +54,8 @@ class Serving:
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine was told to keep.
         self.pins: tuple[int, ...] = ()
-        #: Of versions that are served or retained, as far as their orders have told.
-        self.facts: dict[PolicyVersion, VersionFacts] = {}
+        self.known = KnownVersions()
         self._engine = engine
-        self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
         #: In which orders to switch, and to sleep, are carried out.
         self.turns = Turns()
         self._failed = FailedTransfers()
@@ -78,10 +74,6 @@ class Serving:
         if self.dirty_reason or not self._engine.loading:
             return self.dirty_reason
         return "a base is being loaded in place"
-
-    def newest(self, policy: str) -> int:
-        """The highest number of a policy that was served here; 0 if none was."""
-        return self._newest.get(policy) or 0
 
     @property
     def is_switching(self) -> bool:
@@ -225,9 +217,8 @@ class Serving:
         """Raises:
         NotFoundError: What is held are other bytes than those that are wanted.
         """
-        facts = self.facts.get(version)
-        if facts is not None and content_digest not in (None, facts.digest):
-            raise NotFoundError(f"{version} is held here with digest {facts.digest.hex()}")
+        if other := self.known.other_digest(version, content_digest):
+            raise NotFoundError(f"{version} is held here with digest {other.hex()}")
 
     async def _switch_held(self, version: PolicyVersion) -> SwitchTimes:
         if version.policy == BASE_POLICY:
@@ -265,8 +256,8 @@ class Serving:
                 transfer_id, version, config_json, content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
-        self._hear(version)
-        self._note(version, facts)
+        self.known.served(version)
+        self.known.note(version, facts, self._has)
         return times
 
     async def _load_base(
@@ -279,18 +270,10 @@ class Serving:
         with self._failed.noting_failure(transfer_id):
             times = await load
         self.vector = self.vector.with_base(version.version)
-        self._hear(version)
+        self.known.served(version)
         if transfer_id:  # else it is a copy that was known before
-            self._note(version, facts)
+            self.known.note(version, facts, self._has)
         return times
-
-    def _hear(self, version: PolicyVersion) -> None:
-        self._newest.put(version.policy, max(version.version, self.newest(version.policy)))
-
-    def _note(self, version: PolicyVersion, facts: VersionFacts | None) -> None:
-        """Know what is served under a number, and no longer what is not held any more."""
-        held = {v: f for v, f in self.facts.items() if v != version and self._has(v)}
-        self.facts = held if facts is None else {**held, version: facts}
 
     def _has(self, version: PolicyVersion) -> bool:
         is_retained = (
@@ -315,15 +298,14 @@ class Serving:
         """
         if not self.vector.holds(version):
             return False
-        facts = self.facts.get(version)
-        is_other = facts is not None and content_digest not in (None, facts.digest)
+        other = self.known.other_digest(version, content_digest)
         if version.policy == BASE_POLICY:
             asleep = self._engine.asleep
             is_gone = asleep is not None and asleep.base_discarded
-            return not self.dirty_reason and not is_other and not is_gone
-        if facts is not None and is_other:
+            return not (self.dirty_reason or other or is_gone)
+        if other:
             raise DigestMismatchError(
-                f"{version} is served here with digest {facts.digest.hex()}, which is not "
+                f"{version} is served here with digest {other.hex()}, which is not "
                 "what it is to be: that must be dropped first"
             )
         return True
@@ -331,7 +313,7 @@ class Serving:
     def held(self) -> Iterator[tuple[PolicyVersion, bytes, bool]]:
         """What is served, retained and spilled, with its digest as far as that is known,
         and whether it is spilled. Mixed weights are none."""
-        for version, facts in self.facts.items():
+        for version, facts in self.known.facts.items():
             is_mixed = version == PolicyVersion(BASE_POLICY, self.vector.base) and (
                 self.mixed_reason and version.version not in self.memory.retained_bases
             )
@@ -346,7 +328,7 @@ class Serving:
         Raises:
             NotFoundError: It is not held.
         """
-        facts = self.facts.get(version)
+        facts = self.known.facts.get(version)
         if facts is not None and facts.digest == content_digest and self._has(version):
             return facts
         if (version, content_digest) in self.memory.spilled_digests:
@@ -370,7 +352,7 @@ class Serving:
         """Stop serving adapter versions whose bytes are not those of their numbers, if they
         still are the ones with these digests; what their names stand for goes with them."""
         for version, digest in mistaken:
-            facts = self.facts.get(version)
+            facts = self.known.facts.get(version)
             entry = self.vector.adapters.get(version.policy, AdapterVersions())
             if version.version not in entry.versions or facts is None or facts.digest != digest:
                 continue

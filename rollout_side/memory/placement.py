@@ -1,10 +1,7 @@
-"""Where a worker puts the bytes of versions, on the host or beside the engine; and the bounds
-of that memory."""
+"""Where a worker puts the bytes of versions: on the host, or beside the engine."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +9,6 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL, ONE_SIDED
-from weft.contract.errors import CapacityError
-from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, Speak, silent
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
@@ -94,101 +89,3 @@ def stage_on_device(
     if device.type == "cpu" or staging in ("host", "in-place"):
         return False
     return staging == "device" or model_bytes + MARGIN_BYTES <= free_bytes
-
-
-@dataclass
-class Usage:
-    """Bytes a worker holds for Weft; on the host, but for bases staged on a device."""
-
-    adapter_bytes: int = 0
-    staging_bytes: int = 0
-    """Staged or retained; retained copies give way to a push."""
-    free_bytes: int = 0
-    pinned_bytes: int = 0
-    """Memory of the retained copies that no push may take."""
-    transfer_ids: tuple[str, ...] = ()
-    """Transfers of which bytes are staged, whole or in part, or loaded in place."""
-
-
-def check_adapter_room(
-    num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
-) -> None:
-    """Refuse an adapter that the store has no room for.
-
-    Args:
-        held: Bytes of each adapter that can be served.
-        waiting: Bytes that wait for their commit.
-
-    Raises:
-        CapacityError: Says what holds the memory.
-    """
-    in_use = sum(held.values())
-    if in_use + waiting + num_bytes > capacity:
-        names = ", ".join(map(str, sorted(held)))
-        raise CapacityError(
-            f"the adapter store holds {in_use:,} of {capacity:,} bytes "
-            f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
-            f"{num_bytes:,} more; retire versions or start the replica with a larger "
-            "--adapter-memory-gib"
-        )
-
-
-def check_base_room(
-    num_bytes: int, capacity: int, in_use: int, pinned: Sequence[PolicyVersion]
-) -> None:
-    """Refuse a base that there is no room to stage.
-
-    Args:
-        in_use: Bytes that are staged or retained.
-        pinned: Versions among them that no push may take.
-
-    Raises:
-        CapacityError: Says what holds the memory.
-    """
-    if in_use + num_bytes > capacity:
-        names = ", ".join(sorted(map(str, pinned)))
-        text = f", {names} pinned" if names else ""
-        raise CapacityError(
-            f"staging holds {in_use:,} of {capacity:,} bytes{text}: no room for {num_bytes:,} "
-            "more; start the replica with a larger --staging-memory-gib"
-        )
-
-
-class Reservations:
-    """What each transfer was promised, until it is staged or over.
-
-    Args:
-        lock: ``WorkerStore``'s, which guards them.
-    """
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._ended = threading.Condition(lock)
-        self._num_bytes: dict[str, int] = {}
-        self._clones: set[str] = set()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is promised to all."""
-        return sum(self._num_bytes.values())
-
-    @property
-    def has_clones(self) -> bool:
-        """Whether memory is promised to what another replica sends."""
-        return bool(self._clones)
-
-    def add(self, transfer_id: str, num_bytes: int, *, clone: bool) -> None:
-        """Promise memory to a transfer."""
-        self._num_bytes[transfer_id] = num_bytes
-        if clone:
-            self._clones.add(transfer_id)
-
-    def end(self, *transfer_ids: str) -> None:
-        """Promise transfers nothing any more; succeeds for those that were promised nothing."""
-        for transfer_id in transfer_ids:
-            self._num_bytes.pop(transfer_id, None)
-            self._clones.discard(transfer_id)
-        self._ended.notify_all()
-
-    def wait_end(self, timeout_seconds: float) -> bool:
-        """Let go of the lock until ``end`` was called; False if it was not in time."""
-        return self._ended.wait(timeout_seconds)

@@ -5,12 +5,16 @@ Late replicas clone them, a rollback loads them again, and a push takes their ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from rollout_side.memory.segment import SLICE_BYTES, Segment
 from rollout_side.memory.versions import StagedVersion
+from weft.contract.errors import CapacityError
 from weft.contract.names import PolicyVersion
+
+_log = logging.getLogger(__name__)
 
 
 class RetainedBases:
@@ -84,19 +88,20 @@ class RetainedBases:
         return dropped
 
     def move_newest(self, allocate: Callable[[int], Segment]) -> None:
-        """Move the copy that was used last to the host, unless it lies there or is pinned;
-        blocks for the copy.
+        """Move the copy that was used last to the host, unless it lies there, is pinned or finds
+        no room; blocks for the copy.
 
         Args:
-            allocate: Makes a segment of so many bytes there.
-
-        Raises:
-            CapacityError: ``allocate``'s; nothing changed.
+            allocate: Makes a segment of so many bytes there, or raises CapacityError.
         """
         copy = next(iter(self._copies), None)
         if copy is None or _is_on_host(copy) or self._is_pinned(copy):
             return
-        segment = allocate(copy.segment.num_bytes)
+        try:
+            segment = allocate(copy.segment.num_bytes)
+        except CapacityError as error:
+            _log.warning("no copy of the base is kept: %s", error)
+            return
         for start in range(0, segment.num_bytes, SLICE_BYTES):
             part = slice(start, min(segment.num_bytes, start + SLICE_BYTES))
             segment.data[part].copy_(copy.segment.data[part])

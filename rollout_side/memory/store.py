@@ -6,9 +6,7 @@ take them out. Nothing here knows vLLM.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,15 +14,11 @@ from dataclasses import dataclass, field
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.handoff_slot import HandoffSlot
-from rollout_side.memory.placement import (
-    Memory,
-    Reservations,
-    Usage,
-    check_adapter_room,
-    check_base_room,
-)
+from rollout_side.memory.placement import Memory
 from rollout_side.memory.retained import RetainedBases
+from rollout_side.memory.room import Reservations, Usage, check_adapter_room, check_base_room
 from rollout_side.memory.segment import Segment, SegmentPool
+from rollout_side.memory.served_slot import ServedSlot
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
@@ -38,7 +32,6 @@ from rollout_side.memory.versions import (
 from rollout_side.memory.working_threads import WorkingThreads
 from weft.contract.errors import (
     CapacityError,
-    DigestMismatchError,
     NotFoundError,
     NotReadyError,
     TransferAbortedError,
@@ -46,7 +39,6 @@ from weft.contract.errors import (
 from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.transport.group import Speak, silent
 
-_log = logging.getLogger(__name__)
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256
 # A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
@@ -83,13 +75,13 @@ class WorkerStore:
     _partial: PartialTransfers = field(default_factory=PartialTransfers)
     _segments: SegmentPool = field(default_factory=SegmentPool)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
-    _served: ServedBase | None = None
-    _asleep: ServedBase | None = None
     _last_adapter_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._bases = RetainedBases(self.retain_base)
         self._reservations = Reservations(self._lock)
+        #: The engine's own weights, as they can be sent from here.
+        self.served = ServedSlot(self._lock)
 
     # -- the receiver's side ------------------------------------------------
 
@@ -167,17 +159,15 @@ class WorkerStore:
     def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
         """Drop what was received of a clone if its room is needed; wait for one that has
         still to hear that it was ended."""
-        end = time.monotonic() + _CLONE_END_SECONDS
-        while self._reservations.has_clones:
+
+        def fits() -> bool:
             try:
                 self._check_room(num_bytes, adapter=adapter, droppable=self._bases.num_bytes)
-                return
             except CapacityError:
-                dropped = self._partial.drop_clones()
-                self._reservations.end(*dropped)
-                left = end - time.monotonic()
-                if not dropped and (left <= 0 or not self._reservations.wait_end(left)):
-                    return
+                return False
+            return True
+
+        self._reservations.end_clones(fits, self._partial.drop_clones, _CLONE_END_SECONDS)
 
     def _check_room(self, num_bytes: int, *, adapter: bool, droppable: int = 0) -> None:
         waiting = self._num_waiting_bytes()
@@ -257,22 +247,11 @@ class WorkerStore:
         with self._lock:
             self._segments.put(*self._bases.pin(versions))
 
-    def set_served(self, base: ServedBase | None) -> ServedBase | None:
-        """Let the base that the engine serves be read back from it; None before it is
-        loaded anew. Returns what was set before."""
-        with self._lock:
-            former, self._served = self._served, base
-            return former
-
-    def is_served(self, transfer_id: str, content_digest: bytes) -> bool:
-        """Whether the engine's own weights are what a transfer brought, whole."""
-        of = (base.transfer_id, base.content_digest) if (base := self._served) else None
-        return of == (transfer_id, content_digest)
-
     def retained_bases(self) -> tuple[int, ...]:
         """Versions of the base that can be sent from here, last used first."""
         with self._lock:
-            served = (self._served.version.version,) if self._served is not None else ()
+            base = self.served.base
+            served = (base.version.version,) if base is not None else ()
             return (*served, *(v for v in self._bases.versions if v not in served))
 
     def held(self, version: PolicyVersion) -> StagedVersion:
@@ -295,9 +274,8 @@ class WorkerStore:
             NotFoundError: None is held.
         """
         with self._lock:
-            if self._served is not None and self._served.version == version:
-                return self._served
-            return self.held(version)
+            base = self.served.base
+            return base if base is not None and base.version == version else self.held(version)
 
     @contextmanager
     def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
@@ -326,25 +304,15 @@ class WorkerStore:
             keep_newest: Move that of the base used last to the host, if there is room.
         """
         with self._lock:
-            if self._served is not None:
-                if self._segments.is_lent(self._served):
-                    return False
-                self._asleep, self._served = self._served, None
+            base = self.served.base
+            if base is not None and self._segments.is_lent(base):
+                return False
+            self.served.fall_asleep()
             if keep_newest:
-                try:
-                    self._bases.move_newest(lambda size: self.memory.allocate(size, adapter=True))
-                except CapacityError as error:
-                    _log.warning("no copy of the base is kept: %s", error)
+                self._bases.move_newest(lambda size: self.memory.allocate(size, adapter=True))
             self._bases.drop_on_device()
             self._segments.drop_on_device()
             return True
-
-    def wake_up(self, *, discarded: bool = False) -> None:
-        """The engine's weights can be read again, as they were unless they were discarded."""
-        with self._lock:
-            former, self._asleep = self._asleep, None
-            if self._served is None and not discarded:
-                self._served = former
 
     # -- the engine's side --------------------------------------------------
 
@@ -372,11 +340,7 @@ class WorkerStore:
             DigestMismatchError: Other bytes than those to be committed.
         """
         staged = self._find(transfer_id)
-        if staged.content_digest != content_digest:
-            raise DigestMismatchError(
-                f"{staged.version} was staged with digest {staged.content_digest.hex()}, "
-                f"the commit is for {content_digest.hex()}"
-            )
+        staged.check(content_digest)
         return staged
 
     def keep_adapter(self, transfer_id: str, config_json: str) -> AdapterEntry:

@@ -14,6 +14,7 @@ import torch
 
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
+from weft.contract.errors import DigestMismatchError
 from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.layout.runs import Run
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
@@ -105,6 +106,18 @@ class StagedVersion:
     @cached_property
     def _starts(self) -> list[int]:
         return bucket_starts(self.manifest)
+
+    def check(self, content_digest: bytes) -> None:
+        """Make sure that it is what is to be committed.
+
+        Raises:
+            DigestMismatchError: These are other bytes.
+        """
+        if self.content_digest != content_digest:
+            raise DigestMismatchError(
+                f"{self.version} was staged with digest {self.content_digest.hex()}, the commit "
+                f"is for {content_digest.hex()}"
+            )
 
     def handle(self) -> StagedHandle:
         """What another worker of this machine attaches it by, while this object lives."""

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-#: vLLM's sleep level that discards weights.
-DISCARDS: Final = 2
 #: Stands for a transfer where a base is loaded from the files that the engine was started with.
 FROM_FILES: Final = ""

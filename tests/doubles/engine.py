@@ -183,7 +183,7 @@ class EngineDouble:
         if self.asleep is not None and not self.asleep.weights_awake:
             self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
             self.sleeps.append("weights")
-            self.store.wake_up(discarded=self.asleep.level == 2)
+            self.store.served.wake_up(discarded=self.asleep.level == 2)
 
     def refuse_requests(self, reason: str) -> None:
         self.refuse_reason = reason
@@ -225,7 +225,7 @@ class EngineDouble:
     def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:
         if self.loading == transfer_id:
             return self._commit_in_place(content_digest)
-        if self.store.is_served(transfer_id, content_digest):
+        if self.store.served.is_of(transfer_id, content_digest):
             self.dirty_reason = ""
             return SwitchTimes(pause_seconds=0.001)
         staged = self.store.staged(transfer_id, content_digest)
@@ -248,7 +248,7 @@ class EngineDouble:
         self._wake_weights()
         if self.load is not None:
             await self.discard(self.load.transfer_id)
-        self.store.set_served(None)
+        self.store.served.set(None)
         self.load = InPlaceLoad(handoff, self._take_in_place)
         self.store.threads.add(self.load.thread)
 
@@ -282,7 +282,7 @@ class EngineDouble:
             handoff = load.handoff
             manifest, of = handoff.manifest, (handoff.transfer_id, handoff.version)
             served = ServedBase(*of, manifest, content_digest, partial(self._read, manifest))
-            self.store.set_served(served)
+            self.store.served.set(served)
         return SwitchTimes(pause_seconds=seconds, load_seconds=seconds)
 
     def _read(self, manifest: Manifest, index: int, out: torch.Tensor) -> torch.Tensor:

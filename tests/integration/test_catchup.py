@@ -138,8 +138,8 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
             go_on.wait(10)
         return make(self, index, speak)
 
-    def count(self, index, nonce):  # type: ignore[no-untyped-def]
-        end = land(self, index, nonce)
+    def count(self, index, nonce, *rest):  # type: ignore[no-untyped-def]
+        end = land(self, index, nonce, *rest)
 
         def counted() -> None:
             end()

@@ -77,9 +77,9 @@ def test_survivors_go_on_after_a_kill(replicas, victim):
             served = replicas.ask(name)
             assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)
         # The group of the survivors is kept; nothing of the old one is left behind.
-        epoch = publisher._client._sender.ticket.epoch
+        epoch = publisher._pushing._client._sender.ticket.epoch
         assert str(publisher.push_base(model(2.0))) == "base@2"
-        assert publisher._client._sender.ticket.epoch == epoch
+        assert publisher._pushing._client._sender.ticket.epoch == epoch
         for name in survivors:
             served = replicas.ask(name)
             assert (served["firsts"], served["staging_bytes"]) == ([2.0], 0)

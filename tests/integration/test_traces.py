@@ -229,7 +229,7 @@ def test_a_push_that_fails_says_why_in_its_spans(traced_pool, collector, provide
 def test_a_receiver_that_refuses_bytes_says_why_in_its_span(
     traced_pool, collector, provider, monkeypatch
 ):
-    def refuse(self: StagingBuffers, index: int, nonce: int) -> None:
+    def refuse(self: StagingBuffers, index: int, nonce: int, *_: object) -> None:
         raise DigestMismatchError(f"bucket {index} is not what was sent")
 
     with _publisher(traced_pool(collector.endpoint).pool) as publisher:

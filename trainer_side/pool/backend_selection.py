@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,7 @@ from weft.transport.backends import available_backends, gpu_uuid
 from weft.transport.group import CPU
 from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
-from weft.transport.one_sided.trial import why_not_readable
+from weft.transport.one_sided.trial import Trials
 from weft.v1 import publish_pb2 as pb
 
 
@@ -37,12 +37,15 @@ class BackendSelection:
 
     choice: BackendChoice = "auto"
     device: torch.device | None = None
+    trials: Trials = field(default_factory=Trials, compare=False, repr=False)
+    """Of this process's memory, by the pool's replicas."""
 
     def backend(
         self, target: pb.DescribeTargetResponse, without: Collection[str] = ()
     ) -> SelectedBackend:
         """The backend to use with a pool that offers some, best first. Blocks while each
-        replica tries to read this process's memory, a millisecond each, where that is offered.
+        replica tries to read this process's memory, some milliseconds each, the first
+        time that it is offered.
 
         Args:
             without: Backends that have been found not to work.
@@ -61,12 +64,19 @@ class BackendSelection:
                 passed.append(f"not {name}: {why_not}")
                 continue
             return SelectedBackend(name, "; ".join([_reason(name, self.choice), *passed]))
-        raise NotReadyError(
-            f"no side-group backend to push over: the pool offers {', '.join(offered)}, this "
-            f"process has {', '.join(have)}"
-            + (f" and may use {self.choice} only" if self.choice != "auto" else "")
-            + "".join(f"; {text}" for text in passed),
-            reason="BACKEND_MISMATCH",
+        raise NotReadyError(self._refusal(offered, have, passed), reason="BACKEND_MISMATCH")
+
+    def _refusal(self, offered: Sequence[str], have: Sequence[str], passed: Sequence[str]) -> str:
+        offers = f"the pool offers {', '.join(offered)}"
+        if self.choice == "auto":
+            why = "".join(f"; {text}" for text in passed)
+            return (
+                f"no backend can carry a push: {offers}, this process has {', '.join(have)}{why}. "
+                "Replicas offer gloo, too, unless `weft rollout --backend` says otherwise"
+            )
+        return (
+            f"backend={self.choice!r} cannot carry a push: {'; '.join(passed) or offers}. "
+            "backend='auto' takes the best that all can use"
         )
 
     def device_of(self, backend: str) -> torch.device:
@@ -94,7 +104,9 @@ class BackendSelection:
         if device.type == "cpu" and target.gpu_uuids:
             return "replicas receive on GPUs, and this process has none"
         missing = device_memory.why_unavailable() if device.type == "cuda" else ""
-        return missing or why_unavailable() or why_not_readable(target.trial_names, device)
+        return (
+            missing or why_unavailable() or self.trials.why_not_readable(target.trial_names, device)
+        )
 
 
 def _reason(name: str, choice: BackendChoice) -> str:

@@ -6,15 +6,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
-from typing import TypeVar
+from collections.abc import Collection
 
 import grpc
 
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
-from trainer_side.pool.contact import Contact, data_address
-from trainer_side.pool.leases import Leases
+from trainer_side.pool.contact import data_address
+from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
 from trainer_side.pool.shards.plan import ShardPlan
@@ -27,7 +25,6 @@ from weft import tracing
 from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
     InvalidRequestError,
-    LeaseFencedError,
     NotReadyError,
     PeerUnavailableError,
     StaleEpochError,
@@ -38,29 +35,21 @@ from weft.contract.errors import (
 )
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import Reference
 from weft.contract.names import BASE_POLICY
 from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_channel
 from weft.rpc.codec import (
     duration_to_proto,
     send_plan_to_proto,
     ticket_from_proto,
     version_from_proto,
 )
-from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
-from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.transport.sender import Progress
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
-# How often the outcome is asked again while the coordinator is away.
-_RETRY_SECONDS = 0.5
 # Longest that the error of a failed push waits for the coordinator's word on it.
 _VERDICT_SECONDS = 2.0
 
@@ -68,49 +57,30 @@ _VERDICT_SECONDS = 2.0
 class PoolClient:
     """The coordinator and the side group, as the sender of a trainer uses them.
 
-    Used by one thread at a time; leases are renewed on a thread of their own.
+    Used by one thread at a time.
 
     Args:
-        coordinator: HOST:PORT.
-        trainer_id: Owner of the policies that are pushed.
+        coordinator: Closed with this.
         data_host: Address that replicas reach this machine by; None finds it out.
         selection: Which backend carries the bytes, and from where.
         reporter: Shows progress; None where nobody wants to see it.
-        connect_seconds: Longest wait for a coordinator that was never reached.
-        takeover: Whether leases are taken from a living process of this trainer.
-        on_wanted: Called with a policy that is to be published again, on a thread of the
-            leases; must return at once.
     """
 
     def __init__(
         self,
-        coordinator: str,
-        trainer_id: str,
+        coordinator: CoordinatorClient,
         data_host: str | None,
         selection: BackendSelection,
         reporter: ProgressReporter | None,
-        *,
-        connect_seconds: float,
-        takeover: bool = False,
-        on_wanted: Callable[[str], None] | None = None,
-        credentials: Credentials | None = None,
     ) -> None:
-        self._credentials = credentials
-        self._target = coordinator
+        #: For what is no push.
+        self.coordinator = coordinator
         self._data_host = data_host
         self._host = ""
         self._selection, self._reporter = selection, reporter
-        self._channel = open_channel(coordinator, credentials)
-        self._stub = PublishServiceStub(self._channel)
-        self._contact = Contact(
-            self._channel, coordinator, connect_seconds, credentials=credentials
-        )
-        self._leases = Leases(self._stub, trainer_id, on_wanted, takeover=takeover)
         self._sender: Sender | None = None
         #: The trainer's ranks that send in the group that is kept.
         self._senders: tuple[int, ...] = (SENDER,)
-        self._put: set[bytes] = set()
-        self._reference: tuple[object, Reference] | None = None
         #: What the push under way was begun with.
         self._request: pb.BeginTransferRequest | None = None
         self._offered = pb.DescribeTargetResponse()
@@ -128,70 +98,23 @@ class PoolClient:
             NotReadyError: ``BACKEND_MISMATCH``.
         """
         with tracing.of_process().span("weft.push.describe"):
-            if not self._contact.was_reached:
-                self._contact.wait(deadline)
+            self.coordinator.reach(deadline)
             if self._sender is None:
                 # Known now, before anything is begun: what is wrong with it would end every push.
-                self._host = data_address(self._data_host, self._target)
-            target = self._call(
-                lambda left: self._stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=left),
-                deadline,
-            )
+                self._host = data_address(self._data_host, self.coordinator.target)
+            target = self.coordinator.describe(deadline)
         self._offered = pb.DescribeTargetResponse()
         self._offered.CopyFrom(target)
         self._selected = self._selection.backend(target, without)
         target.backends[:] = [self._selected.name]
         return target
 
-    def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
-        """Every tensor of the base that the pool serves; asked for once. A coordinator that is
-        too old to say is an UnsupportedError."""
-        served = target.base_fingerprint, target.base_dtype, dict(target.base_dtype_exceptions)
-        if self._reference is None or self._reference[0] != served:
-            request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
-            read = partial(self._stub.GetReference, request)
-            found = self._call(
-                lambda left: reference_from_chunks(p.chunk for p in read(timeout=left)), deadline
-            )
-            self._reference = served, found
-        return self._reference[1]
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """Policies held here that no replica can serve until they are pushed again."""
-        return self._leases.wanted
-
-    def with_base_lease(
-        self, call: Callable[[PublishServiceStub, int, str, float], _T], deadline: float
-    ) -> _T:
-        """An RPC that the base's lease entitles to, which is acquired as needed.
-
-        Args:
-            call: Made with the stub, the lease's token, this session's id, and the seconds
-                that are left.
-            deadline: ``time.monotonic()`` of it all.
-        """
-        if not self._contact.was_reached:
-            self._contact.wait(deadline)
-        fenced = False
-        while True:
-            token = self._leases.token(BASE_POLICY, types_pb2.POLICY_KIND_BASE, deadline)
-            make = partial(call, self._stub, token, self._leases.session_id)
-            try:
-                return self._call(make, deadline)
-            except LeaseFencedError as error:
-                self._leases.forget(BASE_POLICY)
-                if fenced or error.metadata.get("holder"):
-                    raise
-                fenced = True
-
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        self._leases.close()
-        self._channel.close()
+        self.coordinator.close()
 
     def begin(
         self,
@@ -228,7 +151,7 @@ class PoolClient:
         request = pb.BeginTransferRequest(
             request_id=secrets.token_hex(16),
             policy=policy,
-            session_id=self._leases.session_id,
+            session_id=self.coordinator.leases.session_id,
             layout_digest=manifest.layout_digest,
             adapter=spec,
             require=pb.Requirement(min_replicas=min_replicas),
@@ -274,44 +197,29 @@ class PoolClient:
         metadata: tuple[tuple[str, str], ...] | None,
         deadline: float,
     ) -> pb.BeginTransferResponse:
-        policy, fenced = request.policy, False
-        while True:
-            request.fencing_token = self._leases.token(policy, kind, deadline)
-            if manifest.layout_digest not in self._put:
-                self._put_manifest(manifest, deadline)
+        def begin(token: int, left: float) -> pb.BeginTransferResponse:
+            request.fencing_token = token
+            self.coordinator.put_manifest(manifest, deadline)
             if self._sender is not None and self._can_reuse(self._sender, request.backend):
                 request.group_id = self._sender.ticket.group_id
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
+            return self.coordinator.stub.BeginTransfer(request, timeout=left, metadata=metadata)
+
+        while True:
             try:
-                begun = self._call(
-                    lambda left: self._stub.BeginTransfer(request, timeout=left, metadata=metadata),
-                    deadline,
-                )
-                self._leases.assigned(policy, begun.version.version)
-                return begun
-            except LeaseFencedError as error:
-                # Expired while we were away (a long step under a debugger, a restart
-                # of the coordinator): acquire anew once, or learn who holds it.
-                self._leases.forget(policy)
-                if fenced or error.metadata.get("holder"):  # somebody took it over
-                    raise
-                fenced = True
+                begun = self.coordinator.with_lease(request.policy, kind, begin, deadline)
             except NotReadyError as error:
-                if error.reason != "MANIFEST_UNKNOWN" or manifest.layout_digest not in self._put:
+                is_forgotten = error.reason == "MANIFEST_UNKNOWN"  # the coordinator restarted
+                if not is_forgotten or not self.coordinator.forget_manifest(manifest):
                     raise
-                self._put.discard(manifest.layout_digest)  # the coordinator restarted
+                continue
+            self.coordinator.leases.assigned(request.policy, begun.version.version)
+            return begun
 
     def _can_reuse(self, sender: Sender, backend: str) -> bool:
         """Whether the group that is kept suits a push; an accelerator may have changed."""
         wanted = backend, self._selection.device_of(backend)
         return sender.usable and (sender.ticket.backend, sender.device) == wanted
-
-    def _put_manifest(self, manifest: Manifest, deadline: float) -> None:
-        def chunks() -> Iterator[pb.PutManifestRequest]:
-            return (pb.PutManifestRequest(chunk=chunk) for chunk in manifest_to_chunks(manifest))
-
-        self._call(lambda left: self._stub.PutManifest(chunks(), timeout=left), deadline)
-        self._put.add(manifest.layout_digest)
 
     def carry_out(
         self,
@@ -377,12 +285,12 @@ class PoolClient:
                 return self._sender
             self._sender.close()
             self._sender = None
-            self._host = data_address(self._data_host, self._target)
+            self._host = data_address(self._data_host, self.coordinator.target)
         ticket = self._ticket(begun.group)
         while True:
             try:
                 self._sender = Sender(
-                    ticket, self._selection.device_of(ticket.backend), self._credentials
+                    ticket, self._selection.device_of(ticket.backend), self.coordinator.credentials
                 )
                 return self._sender
             except (StaleEpochError, PeerUnavailableError):
@@ -400,8 +308,8 @@ class PoolClient:
             return None
         request = self._request
         try:  # asked again, begin answers what has become of the same transfer
-            answer = self._call(
-                lambda left: self._stub.BeginTransfer(request, timeout=left), deadline
+            answer = self.coordinator.call(
+                lambda left: self.coordinator.stub.BeginTransfer(request, timeout=left), deadline
             )
         except WeftError:
             return None
@@ -411,7 +319,7 @@ class PoolClient:
         return self._ticket(answer.group)
 
     def _ticket(self, group: pb.GroupPlan) -> GroupTicket:
-        return ticket_from_proto(group, coordinator=self._target, host=self._host)
+        return ticket_from_proto(group, coordinator=self.coordinator.target, host=self._host)
 
     def _outcome(
         self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None
@@ -420,30 +328,21 @@ class PoolClient:
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
 
         def ask(left: float) -> pb.AwaitTransferResponse:
-            call = self._stub.AwaitTransfer.future(request, timeout=left)
+            call = self.coordinator.stub.AwaitTransfer.future(request, timeout=left)
             if sender is not None:
                 sender.stand_by(call)
             return call.result()
 
-        transfer = self._call(ask, deadline).transfer
-        self._leases.published(begun.version.policy)
+        transfer = self.coordinator.call(ask, deadline).transfer
+        self.coordinator.leases.published(begun.version.policy)
         return transfer
 
     def give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
         """Tell the coordinator, best effort, and leave the group."""
-        request = pb.AbortTransferRequest(
-            transfer_id=begun.transfer_id,
-            policy=begun.version.policy,
-            fencing_token=self._leases.held_token(begun.version.policy),
-            message=f"the trainer gave up: {error!r}"[:500],
-        )
         # Of what this trainer found, rank 0's stream may not have got to tell.
         is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
         if is_own or not isinstance(error, WeftError) or type(error) is WeftError:
-            try:
-                self._stub.AbortTransfer(request, timeout=2.0)
-            except grpc.RpcError as rpc_error:
-                _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
+            self.coordinator.abort(begun, error)
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -456,23 +355,7 @@ class PoolClient:
             return ""
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
         try:
-            self._stub.AwaitTransfer(request, timeout=_VERDICT_SECONDS)
+            self.coordinator.stub.AwaitTransfer(request, timeout=_VERDICT_SECONDS)
         except grpc.RpcError as verdict:
             return error_from_rpc(verdict).metadata.get("replicas", "")
         return ""
-
-    def _call(self, call: Callable[[float], _T], deadline: float) -> _T:
-        """One RPC with the time that is left, made again once a coordinator that was away
-        is back (all of them are idempotent); its failure as a typed error."""
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TransferTimeoutError("the push's deadline passed")
-            try:
-                return call(left)
-            except grpc.RpcError as rpc_error:
-                error = error_from_rpc(rpc_error)
-                if error.reason != "COORDINATOR_AWAY":
-                    raise error from rpc_error
-            time.sleep(_RETRY_SECONDS)
-            self._contact.wait(deadline)

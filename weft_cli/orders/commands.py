@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from weft.contract.sleep import DEFAULT_REQUESTS_SECONDS
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
 
 VersionName = Annotated[
@@ -147,11 +148,16 @@ def sleep(
     ] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds for its requests to end.", min=0, max=86_400)
-    ] = 60.0,
+    ] = DEFAULT_REQUESTS_SECONDS,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Have a replica give its GPU's memory back; returns when it sleeps."""
+    """Put a replica to sleep: its GPU's memory is free until weft wake; returns when it sleeps.
+
+    It must have been started with --enable-sleep. Nothing is routed to it meanwhile, it refuses
+    requests, and it keeps up with pushes. At level 2 it wakes with the base that was pushed since,
+    or else with a copy: its own, its checkpoint's files, or a peer's.
+    """
     from weft_cli.orders import replicas
 
     replicas.sleep(
@@ -169,7 +175,10 @@ def wake(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Wake a replica, whoever put it to sleep; returns when it is awake."""
+    """Wake a replica, whoever put it to sleep; returns when it is awake.
+
+    It is routed to once it has what the pool serves. One that is awake is left alone.
+    """
     from weft_cli.orders import replicas
 
     replicas.wake(coordinator, replica, json_output=json_output)

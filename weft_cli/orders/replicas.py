@@ -9,8 +9,10 @@ from collections.abc import Callable
 from rich.markup import escape
 
 from weft.contract.errors import PeerUnavailableError, TransferTimeoutError
+from weft.contract.sleep import SWITCH_SECONDS
 from weft.rpc.codec import duration_to_proto
-from weft.v1 import admin_pb2, inspect_pb2, registry_pb2
+from weft.rpc.sleep_codec import when_running_to_proto
+from weft.v1 import admin_pb2, inspect_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
@@ -19,8 +21,6 @@ from weft_cli.output import report
 _POLL_SECONDS = 0.2
 #: A replica leaves some moments after its time is over.
 _LEAVE_SECONDS = 15.0
-#: What an engine may take to fall asleep once its requests have ended, and to wake.
-_SLEEP_SECONDS = 180.0
 
 
 def cordon(coordinator: str, replica_id: str, reason: str, *, json_output: bool = False) -> None:
@@ -114,16 +114,15 @@ def sleep(
     Raises:
         WeftError: It was refused, or does not sleep in time.
     """
-    finish, abort = registry_pb2.WHEN_RUNNING_FINISH, registry_pb2.WHEN_RUNNING_ABORT
     request = admin_pb2.SleepReplicaRequest(
         replica_id=replica_id,
-        when_running=abort if aborts else finish,
+        when_running=when_running_to_proto(aborts),
         timeout=duration_to_proto(timeout_seconds),
         level=level,
     )
     with connect(coordinator) as channel:
         stub = AdminServiceStub(channel)
-        stub.SleepReplica(request, timeout=timeout_seconds + _SLEEP_SECONDS)
+        stub.SleepReplica(request, timeout=timeout_seconds + SWITCH_SECONDS)
     report(json_output, f"[bold]{replica_id}[/] sleeps until it is woken", request)
 
 
@@ -135,7 +134,7 @@ def wake(coordinator: str, replica_id: str, *, json_output: bool = False) -> Non
     """
     request = admin_pb2.WakeReplicaRequest(replica_id=replica_id)
     with connect(coordinator) as channel:
-        AdminServiceStub(channel).WakeReplica(request, timeout=_SLEEP_SECONDS)
+        AdminServiceStub(channel).WakeReplica(request, timeout=SWITCH_SECONDS)
     report(json_output, f"[bold]{replica_id}[/] is awake", request)
 
 

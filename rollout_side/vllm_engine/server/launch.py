@@ -105,6 +105,7 @@ async def open_engine(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     parts = bridges.server_parts()
     args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
+    refusals.refuse_backend(backend)
     if enable_sleep:
         refusals.refuse_sleep_without_gpu()
         args.enable_sleep_mode = True

@@ -11,7 +11,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from weft.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
 from weft.contract.errors import UnsupportedError
+from weft.transport.one_sided.directory import why_unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,24 @@ def refuse_sleep_without_gpu() -> None:
     if not platform.is_sleep_mode_available():
         raise UnsupportedError(
             "--enable-sleep: vLLM has no sleep mode on this machine; start the replica without it"
+        )
+
+
+def refuse_backend(choice: BackendChoice) -> None:
+    """Refuse a backend that no worker on this machine could use.
+
+    Raises:
+        UnsupportedError: Says why, and the way out.
+    """
+    why = ""
+    if choice == NCCL:
+        platform = importlib.import_module("vllm.platforms").current_platform
+        why = "" if platform.is_cuda() else "it moves weights between NVIDIA GPUs"
+    elif choice == ONE_SIDED:
+        why = why_unavailable()
+    if why:
+        raise UnsupportedError(
+            f"--backend {choice}: {why}; leave it out to take what all have, or say gloo"
         )
 
 

@@ -19,6 +19,7 @@ from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.server.answers import Answers
+from rollout_side.vllm_engine.server.base_switch import BaseSwitch
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.request_gate import RequestGate
@@ -102,6 +103,15 @@ class VllmReplica(HeldVersions):
         self._answers = Answers(parts.engine, self.requests.generate, parts.tracker, parts.models)
         enabled = capabilities.can_sleep
         self._sleeper = Sleeper(parts.engine, workers, self._gate, parts.tracker, enabled=enabled)
+        self._base_switch = BaseSwitch(
+            parts.engine,
+            workers,
+            self._gate,
+            self._in_place,
+            self._sleeper,
+            parts.requests,
+            self._answers,
+        )
 
     # -- the process ----------------------------------------------------------
 
@@ -275,47 +285,7 @@ class VllmReplica(HeldVersions):
                 HTTP requests are refused until a base loads.
         """
         async with self._gate.exclusive():
-            await self._sleeper.wake_weights()
-            is_loaded = self._in_place.is_pending(transfer_id)
-            if not is_loaded:
-                await self._in_place.end()
-                await self._workers.share(transfer_id, content_digest)
-            begin = time.perf_counter()
-            try:
-                if is_loaded:
-                    begin, load_seconds = await self._in_place.take(content_digest)
-                else:
-                    await self._gate.pause()
-                    load_begin = time.perf_counter()
-                    await self._workers.apply_base(transfer_id, content_digest)
-                    load_seconds = time.perf_counter() - load_begin
-                loaded = time.perf_counter()
-                num_begun = await self._forget_old_base(version)
-                forgotten = time.perf_counter()
-            except BaseException as error:
-                await self._gate.recover(error, f"switching to {version}")
-                raise
-            self._gate.mark_clean()
-            self._sleeper.base_loaded()
-            try:
-                # Still paused: later it would wait for the engine's next step, the long one
-                # that computes anew what the cache has lost.
-                await self._workers.keep_base(transfer_id)
-            finally:
-                await self._gate.resume()
-            pause_seconds = time.perf_counter() - begin
-        _log.debug(
-            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "
-            "forget the old cache %.4f)",
-            version,
-            load_seconds,
-            pause_seconds,
-            max(0.0, loaded - begin - load_seconds),
-            forgotten - loaded,
-        )
-        return SwitchTimes(
-            pause_seconds=pause_seconds, load_seconds=load_seconds, num_begun=num_begun
-        )
+            return await self._base_switch.apply(transfer_id, version, content_digest)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -383,18 +353,3 @@ class VllmReplica(HeldVersions):
     def refuse_requests(self, reason: str) -> None:
         """See ``Engine``."""
         self._gate.close(reason)
-
-    # -- steps ------------------------------------------------------------------
-
-    async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """After a load: name the version, have nothing that begins use a KV block of the old
-        weights. Returns how many requests had tokens."""
-        bounded, requests = self._workers.bounded, self.requests
-        await bounded(bridges.set_weight_version(self.engine, str(version)), "naming")
-        begun = await bounded(requests.begun(), "asking what runs")
-        if requests.choice == "abort":
-            self._answers.expect_aborts(version, begun)
-        await bounded(requests.switch(version, begun), "forgetting the old KV cache")
-        switched = self._answers.switch_base(version, kept=requests.choice == "keep")
-        await bounded(switched, "noting the switch")
-        return len(begun)

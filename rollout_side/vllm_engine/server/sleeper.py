@@ -16,7 +16,6 @@ from typing import Any
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges, sleep_mode
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
-from rollout_side.vllm_engine.orders import DISCARDS
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.errors import (
@@ -24,6 +23,7 @@ from weft.contract.errors import (
     NotReadyError,
     TransferTimeoutError,
 )
+from weft.contract.sleep import DISCARDS
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class Sleeper:
         asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
         deadline = time.monotonic() + order.timeout_seconds
         whose = f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"
-        self._gate.sleep(f"the replica sleeps by order {whose}")
+        self._gate.sleep(
+            f"the replica sleeps by order {whose}: ask another one, or again once it is awake"
+        )
         try:
             await self._end_requests(order.aborts, deadline)
             await self._free_memory(order.level, deadline)

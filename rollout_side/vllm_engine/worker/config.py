@@ -11,6 +11,7 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
 from weft.contract.capabilities import BackendChoice
+from weft.contract.errors import UnsupportedError
 from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.transport.backends import available_backends
 
@@ -64,6 +65,16 @@ def decide_memory(
 
 
 def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
-    """Backends that this worker offers, best first."""
+    """Backends that this worker offers, best first.
+
+    Raises:
+        UnsupportedError: It cannot use the one that was chosen.
+    """
     have = available_backends(device)
-    return tuple(name for name in have if choice in ("auto", name))
+    offered = tuple(name for name in have if choice in ("auto", name))
+    if not offered:
+        raise UnsupportedError(
+            f"--backend {choice}: a worker on {device.type} has {', '.join(have)} here; leave it "
+            "out, or name one of these"
+        )
+    return offered

@@ -13,51 +13,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
-import pkgutil
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.rank_handoff import RankHandoff, RankServer
-from rollout_side.memory.store import WorkerStore
+from rollout_side.memory.rank_handoff import RankHandoff
 from rollout_side.memory.versions import StagedHandle
-from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
-from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
-from rollout_side.vllm_engine.orders import DISCARDS, FROM_FILES
-from rollout_side.vllm_engine.worker import orphans
-from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, guarded
-from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
-from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.worker.config import OpenConfig
+from rollout_side.vllm_engine.worker.opening import open_worker
 from rollout_side.vllm_engine.worker.state import (
-    WorkerState,
     loader,
-    look_at,
-    memory_of,
     served_base,
     state_of,
 )
-from weft import logs
-from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
-from weft.telemetry.traces import open_tracer
-from weft.transport.backends import gpu_uuid
-from weft.transport.digest import warm
-from weft.transport.one_sided.trial import TrialAnswerer
+from weft.contract.sleep import DISCARDS
 
 _log = logging.getLogger(__name__)
 
@@ -73,58 +56,14 @@ class WeftWorker:
 
     @guarded
     def weft_open(self: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the store and, on the receiving rank, the receiver. Once a process."""
+        """Create the store and, on the receiving rank, the receiver. Once a process; see
+        ``open_worker``."""
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
-        settings = OpenConfig(**config)
-        logs.configure_as_parent()
-        orphans.end_with(settings.replica_pid)
-        reference = settings.reference()
-        memory, staging_bytes = decide_memory(self.device, reference, settings)
-        store = WorkerStore(
-            staging_capacity_bytes=staging_bytes,
-            adapter_capacity_bytes=settings.adapter_memory_bytes,
-            retain_base=settings.retain_base,
-            memory=memory,
-            num_ranks=self.parallel_config.world_size,
-        )
-        state = WorkerState(store, reference, settings.ranks_name)
-        warm()
-        backends = list(usable_backends(self.device, settings.backend))
-        if self.local_rank == RECEIVER_RANK:
-            if settings.traced_as:
-                state.tracer = open_tracer("weft-replica", settings.traced_as)
-            receiver_factory = pkgutil.resolve_name(settings.receiver_factory)
-            state.receiver = receiver_factory(store, state.tracer)
-            state.cloner = Cloner(store)
-            if memory.in_place and store.num_ranks > 1:
-                state.ranks = RankServer(settings.ranks_name, store.handoff.of)
-            if ONE_SIDED in backends:
-                state.trials = TrialAnswerer(memory.device_of(ONE_SIDED))
-            if settings.spill is not None:
-                spill = SpillSettings(**settings.spill)
-                folder = SpillFolder(spill, state.reference.fingerprint)
-                state.spiller = Spiller(store, folder, settings.retain_base)
-            writer = HoldingsWriter(settings.holdings_path)
-            state.report = HoldingsReport(
-                writer, partial(look_at, state), partial(memory_of, state)
-            )
-            state.report.start()
+        state, told = open_worker(self, OpenConfig(**config))
         self.weft_state = state
-        lora_hook.set_store(store)
-        manager = getattr(self.model_runner, "lora_manager", None)
-        expected: set[str] = set()
-        if manager is not None:
-            expected = lora_hook.expected_modules(manager._adapter_manager)
-        return {
-            "pid": os.getpid(),
-            "is_receiver": state.receiver is not None,
-            "lora_modules": sorted(expected),
-            "staging_bytes": staging_bytes,
-            "backends": backends,
-            "trial_name": "" if state.trials is None else state.trials.name,
-            "gpu_uuid": gpu_uuid(self.device),
-        }
+        lora_hook.set_store(state.store)
+        return told
 
     @guarded
     def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
@@ -199,13 +138,13 @@ class WeftWorker:
         state.check_idle()
         begin = time.perf_counter()
         if transfer_id == FROM_FILES:
-            state.store.set_served(None)
+            state.store.served.set(None)
             reload_files(self)
             return {"load_seconds": time.perf_counter() - begin}
-        if state.store.is_served(transfer_id, content_digest):
+        if state.store.served.is_of(transfer_id, content_digest):
             return {"load_seconds": 0.0}
         staged = state.store.staged(transfer_id, content_digest)
-        state.store.set_served(None)
+        state.store.served.set(None)
         # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
         plan, state.copy_plan = state.copy_plan, None
         state.copy_plan = apply_base(self, staged, state.reference, plan)
@@ -244,7 +183,7 @@ class WeftWorker:
         finally:
             state.store.handoff.forget(transfer_id)
             state.load = load if load.is_running else None
-        state.store.set_served(served_base(state, load.handoff, content_digest))
+        state.store.served.set(served_base(state, load.handoff, content_digest))
         return {"load_seconds": seconds}
 
     @guarded
@@ -376,25 +315,9 @@ class WeftWorker:
             if state.kept is not None:
                 state.kept.restore()
         state.kept = None
-        state.store.wake_up(discarded=discarded)
+        state.store.served.wake_up(discarded=discarded)
 
     @guarded
     def weft_close(self: Any) -> None:
         """End the receiver, and what is being sent or spilled."""
-        state = state_of(self)
-        if state.trials is not None:
-            state.trials.close()
-        if state.ranks is not None:
-            state.ranks.close()
-        if state.load is not None:
-            state.load.end()
-        state.end_reading()
-        if state.spiller is not None:
-            state.spiller.close()
-        if state.cloner is not None:
-            state.cloner.close()
-        if state.receiver is not None:
-            state.receiver.close()
-        if state.report is not None:
-            state.report.close()
-        state.tracer.close()
+        state_of(self).close()

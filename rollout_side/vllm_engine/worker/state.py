@@ -80,6 +80,18 @@ class WorkerState:
         if self.reading is not None:
             self.reading.close()
 
+    def close(self) -> None:
+        """End what was started; blocks for what is under way, at most some seconds."""
+        for server in (self.trials, self.ranks):
+            if server is not None:
+                server.close()
+        if self.load is not None:
+            self.load.end()
+        for each in (self.reading, self.spiller, self.cloner, self.receiver, self.report):
+            if each is not None:
+                each.close()
+        self.tracer.close()
+
     def check_idle(self) -> None:
         """Refuse to touch weights beside a loader that did not end when it was told to.
 
@@ -135,7 +147,7 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
     def load(handoff: Handoff) -> None:
         # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
-        served = state.store.set_served(None)
+        served = state.store.served.set(None)
         try:
             with on_device(device):
                 if given is not None:
@@ -144,7 +156,7 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
                 state.copy_plan = plan
-                state.store.set_served(served)
+                state.store.served.set(served)
             raise
 
     return load

@@ -44,6 +44,8 @@ NOWHERE = "127.0.0.1:1"
         ({"connect_seconds": 0}, "connect_seconds=0"),
         ({"bucket_bytes": 0}, "bucket_bytes=0: give a whole number"),
         ({"bucket_bytes": 1.5}, "bucket_bytes=1.5"),
+        ({"max_senders": 0}, "max_senders=0: give a whole number, at least 1 and at most 256"),
+        ({"max_senders": 257}, "at most 256"),
         ({"require": 0}, "require=0"),
         ({"progress": "bar"}, "progress='bar': give a function"),
         ({"on_publish_again": "math"}, "give a function"),

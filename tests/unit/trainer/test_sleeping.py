@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from trainer_side import sleeping
 from trainer_side.ranks import OneRank
+from weft.contract.errors import InvalidRequestError
 from weft.v1 import publish_pb2 as pb
-from weft.v1 import registry_pb2
+from weft.v1 import registry_pb2, types_pb2
 
 
 class _Ranks(OneRank):
@@ -36,11 +38,17 @@ class _Ranks(OneRank):
             self.given = bytes(mine.numpy())
 
 
-class _Client:
+class _Coordinator:
     """Keeps what is asked for."""
 
-    def with_base_lease(self, call: Callable[..., Any], deadline: float) -> Any:
-        return call(self, 7, "session", 1.0)
+    def __init__(self) -> None:
+        self.stub, self.leases = self, SimpleNamespace(session_id="session")
+
+    def with_lease(
+        self, policy: str, kind: object, call: Callable[[int, float], Any], deadline: float
+    ) -> Any:
+        assert (policy, kind) == ("base", types_pb2.POLICY_KIND_BASE)
+        return call(7, 1.0)
 
     def SleepRollouts(self, request: pb.SleepRolloutsRequest, timeout: float) -> Any:  # noqa: N802
         self.request = request
@@ -52,14 +60,14 @@ class _Client:
 
 def test_the_sender_tells_the_gpus_of_every_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleeping, "used_gpus", lambda: ["b", "a"])
-    client: Any = _Client()
-    names = sleeping.sleep(_Ranks(0, b'["c", "a"]'), client, 2, "abort", 3.0)
+    coordinator: Any = _Coordinator()
+    names = sleeping.sleep(_Ranks(0, b'["c", "a"]'), coordinator, 2, "abort", 3.0)
     assert names == ("r0", "r1")
-    assert list(client.request.gpu_uuids) == ["a", "b", "c"]
-    assert client.request.when_running == registry_pb2.WHEN_RUNNING_ABORT
-    assert client.request.timeout.ToTimedelta().total_seconds() == 3.0
-    assert (client.request.fencing_token, client.request.session_id) == (7, "session")
-    assert sleeping.wake(_Ranks(0, b""), client, 3.0) == ("r0",)
+    assert list(coordinator.request.gpu_uuids) == ["a", "b", "c"]
+    assert coordinator.request.when_running == registry_pb2.WHEN_RUNNING_ABORT
+    assert coordinator.request.timeout.ToTimedelta().total_seconds() == 3.0
+    assert (coordinator.request.fencing_token, coordinator.request.session_id) == (7, "session")
+    assert sleeping.wake(_Ranks(0, b""), coordinator, 3.0) == ("r0",)
 
 
 def test_another_rank_gives_its_own_and_returns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +80,25 @@ def test_another_rank_gives_its_own_and_returns_the_same(monkeypatch: pytest.Mon
 def test_a_process_without_a_gpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sleeping.used_gpus() == []
+
+
+class _Refusing(sleeping.RolloutSleep):
+    def _between_pushes(self, work: Any) -> Any:
+        raise AssertionError("it was ordered")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"level": 3}, "level=3: use one of 1, 2"),
+        ({"level": True}, "level=True: use one of 1, 2"),
+        ({"level": "1"}, "level='1'"),
+        ({"when_running": "finsh"}, "when_running='finsh': use one of 'finish', 'abort'"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0: give seconds"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_ordered(
+    arguments: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        _Refusing().sleep_rollouts(**arguments)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded
 from trainer_side.params.sharding.slices import Cell, Split, cells_of
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
@@ -47,7 +47,7 @@ class _Layout:
 
     parts: tuple[tuple[tuple[int, ...], Cell], ...]
     """What each place holds, and the trainer's ranks that are there: several are replicas."""
-    runs: tuple[Run, ...] | None
+    runs: tuple[HeldRun, ...] | None
     """Of all parts, if there are no replicas to choose from: made once, they are many."""
     own_numel: int
     """Elements here."""
@@ -90,14 +90,14 @@ class DTensorPlaces:
             )
         if layout.runs is not None:
             return Sharded(param.shape, param.dtype, layout.runs, local)
-        runs: list[Run] = []
-        nearest: list[Run] = []
+        runs: list[HeldRun] = []
+        nearest: list[HeldRun] = []
         for ranks, cell in layout.parts:
             giver = min(ranks, key=lambda rank: (self._given[rank], rank))
             self._given[giver] += cell.numel * param.dtype.itemsize
             near = SENDER if SENDER in ranks else giver
-            runs += [Run(giver, *part) for part in cell.slices]
-            nearest += [Run(near, *part) for part in cell.slices]
+            runs += [HeldRun(giver, *part) for part in cell.slices]
+            nearest += [HeldRun(near, *part) for part in cell.slices]
         return Sharded(param.shape, param.dtype, tuple(runs), local, tuple(nearest))
 
     def _layout(
@@ -120,7 +120,7 @@ class DTensorPlaces:
         own = members.index(dist.get_rank()) if dist.get_rank() in members else -1
         runs = None
         if all(len(holders) == 1 for holders, _ in parts):
-            runs = tuple(Run(rank, *each) for (rank,), cell in parts for each in cell.slices)
+            runs = tuple(HeldRun(rank, *each) for (rank,), cell in parts for each in cell.slices)
         return _Layout(parts, runs, sum(cell.numel for cell in cells if own in cell.places))
 
     def _likes_of_sender(self, mesh: DeviceMesh, members: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from trainer_side.params.sharding.sharded import Run, Sharded
+from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 
@@ -94,11 +94,11 @@ def _own_rank() -> int:
     return int(dist.get_rank())
 
 
-def _runs(begin: int, numel: int, size: int, ranks: list[int]) -> Iterator[Run]:
+def _runs(begin: int, numel: int, size: int, ranks: list[int]) -> Iterator[HeldRun]:
     """Where [begin, begin + numel) of a flat parameter lies, ``size`` elements a rank."""
     position = begin
     while position < begin + numel:
         index = position // size
         end = min(begin + numel, (index + 1) * size)
-        yield Run(ranks[index], position - begin, end - position)
+        yield HeldRun(ranks[index], position - begin, end - position)
         position = end

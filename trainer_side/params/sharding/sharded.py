@@ -25,8 +25,9 @@ _ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements of a parameter that one rank holds: contiguous, or a regular slice."""
+class HeldRun:
+    """Elements of a parameter that one rank holds: contiguous, or a regular slice. As
+    ``weft.contract.layout.runs.Run`` of a tensor that travels, which nobody holds."""
 
     rank: int
     """Who holds them, as the trainer counts its ranks."""
@@ -67,13 +68,13 @@ class Sharded:
 
     shape: torch.Size
     dtype: torch.dtype
-    runs: tuple[Run, ...]
+    runs: tuple[HeldRun, ...]
     """A rank may have several, in the order of its local elements. All slices have one stride."""
     local: torch.Tensor | None
     """The elements of this rank's runs, one run behind the other (or more, with those
     first), any shape; None where this rank has none. A replica that is not the one to
     give them has them, too. By reference."""
-    nearest: tuple[Run, ...] | None = None
+    nearest: tuple[HeldRun, ...] | None = None
     """The same runs, those that the sender has a replica of as its own; None if they are."""
 
 
@@ -188,7 +189,7 @@ class _Piece:
     param: Sharded
     dtype: torch.dtype
     """What it is cast to before it travels."""
-    run: Run
+    run: HeldRun
     """The part alone, as a run."""
     first: int
     """Its first element in the local elements of its rank."""
@@ -242,7 +243,7 @@ def _chunks(
         yield chunk
 
 
-def _parts(runs: Iterable[Run], window: int) -> Iterator[tuple[Run, int]]:
+def _parts(runs: Iterable[HeldRun], window: int) -> Iterator[tuple[HeldRun, int]]:
     """One rank's runs in parts of at most ``window`` elements, and where each part begins
     in its local elements: whole rows of slices, or parts of one row."""
     first = 0
@@ -251,12 +252,12 @@ def _parts(runs: Iterable[Run], window: int) -> Iterator[tuple[Run, int]]:
         for row in range(0, run.repeats, rows):
             begin, repeats = run.begin + row * run.stride, min(rows, run.repeats - row)
             if repeats > 1:
-                yield Run(run.rank, begin, run.numel, run.stride, repeats), first
+                yield HeldRun(run.rank, begin, run.numel, run.stride, repeats), first
                 first += run.numel * repeats
                 continue
             for position in range(0, run.numel, window):
                 numel = min(window, run.numel - position)
-                yield Run(run.rank, begin + position, numel), first
+                yield HeldRun(run.rank, begin + position, numel), first
                 first += numel
 
 

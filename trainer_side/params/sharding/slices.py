@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Row-major elements of a tensor: see ``trainer_side.params.sharding.sharded.Run``."""
+    """Row-major elements of a tensor: see ``trainer_side.params.sharding.sharded.HeldRun``."""
 
     begin: int
     numel: int

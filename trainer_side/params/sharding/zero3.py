@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded
 from weft.contract.errors import UnsupportedError
 
 
@@ -31,7 +31,7 @@ def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
         return Gathered(shape, shard.dtype, lambda: _gather(param), shard)
     numel, size = shape.numel(), shard.numel()
     runs = tuple(
-        Run(rank_of[rank], begin, min(size, numel - begin))
+        HeldRun(rank_of[rank], begin, min(size, numel - begin))
         for rank, begin in zip(holders, range(0, size * len(holders), size), strict=True)
         if begin < numel
     )

@@ -19,7 +19,8 @@ from weft.contract.layout.send_plan import (
     make_send_plan,
 )
 
-#: Ranks that send at a time, unless a Publisher says otherwise.
+#: Ranks that send at a time, unless a Publisher says otherwise: as far as was measured
+#: (``benchmarks.senders``), all at once are the fastest.
 DEFAULT_MAX_SENDERS = 64
 _MAX_PLANS = 8
 #: Elements of one tensor that a rank of the trainer holds.

@@ -46,6 +46,10 @@ class ShardPush:
         """See ``Filling``: what this rank sends, with what it is handed; in the plan's order."""
         self._givers.fill(runs, outs)
 
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """See ``Filling``."""
+        return self._givers.by_reference(runs)
+
     def hand_over(self) -> None:
         """Give what another rank sends in this one's place, if there is any; blocks until that has
         all, or the push has ended there.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weft.contract.errors import InvalidRequestError
 from weft.coordinator.decisions.effects import CallSleep, CallWake
 from weft.coordinator.decisions.state.sleep import Asleep
 from weft.rpc.codec import duration_to_proto
+from weft.rpc.sleep_codec import when_running_to_proto
 from weft.v1 import registry_pb2, replica_pb2
 
 _SaysSleep = (
@@ -29,34 +29,11 @@ def sleep_request(
         return replica_pb2.WakeUpRequest(
             coordinator_generation=generation, incarnation=call.incarnation
         )
-    finish, abort = registry_pb2.WHEN_RUNNING_FINISH, registry_pb2.WHEN_RUNNING_ABORT
     return replica_pb2.SleepRequest(
         coordinator_generation=generation,
         incarnation=call.incarnation,
         trainer_id=call.trainer_id,
-        when_running=abort if call.aborts else finish,
+        when_running=when_running_to_proto(call.aborts),
         timeout=duration_to_proto(call.seconds),
         level=call.level,
     )
-
-
-def level_from_proto(value: int) -> int:
-    """At which level a replica is to sleep.
-
-    Raises:
-        InvalidRequestError: There is no such level.
-    """
-    if value not in (0, 1, 2):
-        raise InvalidRequestError(f"level is {value}, and must be 1 or 2")
-    return value or 1
-
-
-def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
-    """Whether running requests are aborted, rather than finished.
-
-    Raises:
-        InvalidRequestError: It is not said.
-    """
-    if value not in (registry_pb2.WHEN_RUNNING_ABORT, registry_pb2.WHEN_RUNNING_FINISH):
-        raise InvalidRequestError("when_running must say what becomes of running requests")
-    return value == registry_pb2.WHEN_RUNNING_ABORT

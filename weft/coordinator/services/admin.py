@@ -8,11 +8,11 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.names import PolicyVersion
+from weft.contract.sleep import DEFAULT_REQUESTS_SECONDS
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas import base_binding
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
-from weft.coordinator.messages.sleep import aborts_from_proto, level_from_proto
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import fresh_ids
@@ -23,6 +23,7 @@ from weft.rpc.codec import (
     version_from_proto,
     version_to_proto,
 )
+from weft.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,8 +32,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_WAIT_SECONDS: Final = 3_600.0
 #: Of a drain for which no time is given.
 DRAIN_SECONDS: Final = 300.0
-#: Of requests that must end before a replica sleeps, where no time is given.
-REQUESTS_SECONDS: Final = 60.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -170,7 +169,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.SleepReplicaResponse:
         """Source: protos/weft/v1/admin.proto."""
         aborts, level = aborts_from_proto(request.when_running), level_from_proto(request.level)
-        seconds = REQUESTS_SECONDS
+        seconds = DEFAULT_REQUESTS_SECONDS
         if request.HasField("timeout"):
             seconds = duration_from_proto(request.timeout)
         answer_by = self._answer_by(context)

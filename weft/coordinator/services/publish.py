@@ -19,7 +19,6 @@ from weft.coordinator.decisions.replicas.replica_state import (
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
 from weft.coordinator.decisions.step import already_committed, not_its_owner
-from weft.coordinator.messages.sleep import aborts_from_proto, level_from_proto
 from weft.coordinator.messages.wire import (
     adapter_from_proto,
     begin_to_proto,
@@ -36,6 +35,7 @@ from weft.coordinator.services.uploads import Uploads
 from weft.rpc.bounds import check_revision
 from weft.rpc.codec import dtype_to_proto, duration_from_proto, send_plan_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
+from weft.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft.tracing import parent_in
 from weft.v1 import publish_pb2, publish_pb2_grpc
 

@@ -40,7 +40,7 @@ def test_copies_on_the_device_go_unless_they_are_pinned() -> None:
     assert store.fall_asleep()
     assert store.retained_bases() == (3, 1)
     assert store.usage().staging_bytes == 2 * SIZE
-    store.wake_up()
+    store.served.wake_up(discarded=False)
     assert store.retained_bases() == (3, 1)
 
 
@@ -57,7 +57,7 @@ def test_the_engine_s_own_weights_are_read_by_nobody_meanwhile() -> None:
     store = WorkerStore(9 * SIZE, SIZE)
     version = PolicyVersion("base", 1)
     served = ServedBase("t1", version, MANIFEST, b"d", lambda index, out: out)
-    store.set_served(served)
+    store.served.set(served)
     with store.lend(version):
         assert not store.fall_asleep()
         assert store.sendable(version) is served
@@ -65,29 +65,29 @@ def test_the_engine_s_own_weights_are_read_by_nobody_meanwhile() -> None:
     with pytest.raises(NotFoundError):
         store.sendable(version)
     assert store.fall_asleep()  # again
-    store.wake_up()
+    store.served.wake_up(discarded=False)
     assert store.sendable(version) is served
 
 
 def test_weights_that_were_loaded_once_awake_are_those_that_are_read() -> None:
     store = WorkerStore(9 * SIZE, SIZE)
     former = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"d", lambda index, out: out)
-    store.set_served(former)
+    store.served.set(former)
     assert store.fall_asleep()
-    store.wake_up()
-    store.set_served(replace(former, version=PolicyVersion("base", 2)))
-    store.wake_up()
+    store.served.wake_up(discarded=False)
+    store.served.set(replace(former, version=PolicyVersion("base", 2)))
+    store.served.wake_up(discarded=False)
     assert store.retained_bases() == (2,)
 
 
 def test_weights_that_were_discarded_are_read_by_nobody_any_more() -> None:
     store = WorkerStore(9 * SIZE, SIZE)
     version = PolicyVersion("base", 1)
-    store.set_served(ServedBase("t1", version, MANIFEST, b"d", lambda index, out: out))
+    store.served.set(ServedBase("t1", version, MANIFEST, b"d", lambda index, out: out))
     assert store.fall_asleep(keep_newest=True)
-    store.wake_up(discarded=True)
+    store.served.wake_up(discarded=True)
     assert store.retained_bases() == ()
-    assert not store.is_served("t1", b"d")
+    assert not store.served.is_of("t1", b"d")
 
 
 def _bytes_on_device(store: WorkerStore, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainer_side.params.sharding.elements import held_elements
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
 from trainer_side.ranks import OneRank
 
@@ -18,12 +18,12 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
         return torch.arange(6.0)
 
     shard, frozen = torch.arange(8.0), torch.ones(4)
-    runs = (Run(0, 0, 2, 4, 4), Run(1, 2, 2, 4, 4))
+    runs = (HeldRun(0, 0, 2, 4, 4), HeldRun(1, 2, 2, 4, 4))
     placed: dict[str, Sharded | Gathered] = {
         "a": Sharded(torch.Size((4, 4)), torch.float32, runs, shard),
-        "other": Sharded(torch.Size((8,)), torch.float32, (Run(1, 0, 8),), None),
+        "other": Sharded(torch.Size((8,)), torch.float32, (HeldRun(1, 0, 8),), None),
         "sum": Gathered(torch.Size((6,)), torch.float32, gather, torch.zeros(6)),
-        "frozen": Sharded(torch.Size((4,)), torch.float32, (Run(0, 0, 4),), frozen),
+        "frozen": Sharded(torch.Size((4,)), torch.float32, (HeldRun(0, 0, 4),), frozen),
     }
     params = ShardedParams(placed, "test", OneRank())
     memory = HostMemory()

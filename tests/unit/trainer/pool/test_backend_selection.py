@@ -8,6 +8,7 @@ import torch
 from trainer_side.pool import backend_selection as module
 from trainer_side.pool.backend_selection import BackendSelection
 from weft.contract.errors import NotReadyError
+from weft.transport.one_sided import trial
 from weft.v1.publish_pb2 import DescribeTargetResponse
 
 ALL = ("nccl", "one-sided", "gloo")
@@ -21,7 +22,7 @@ def target(*backends: str, gpus: tuple[str, ...] = ()) -> DescribeTargetResponse
 def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why replicas cannot read this process's memory; none can unless a test empties it."""
     why = ["it is on another host"]
-    monkeypatch.setattr(module, "why_not_readable", lambda names, device: "".join(why))
+    monkeypatch.setattr(trial, "why_not_readable", lambda names, device: "".join(why))
     monkeypatch.setattr(module, "why_unavailable", lambda: "")
     return why
 
@@ -103,7 +104,7 @@ def test_memory_of_a_gpu_is_what_is_tried_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[torch.device] = []
-    monkeypatch.setattr(module, "why_not_readable", lambda names, device: tried.append(device))
+    monkeypatch.setattr(trial, "why_not_readable", lambda names, device: tried.append(device))
     assert BackendSelection().backend(target("one-sided", "nccl")).name == "one-sided"
     assert tried == [torch.device("cuda", 1)]
     monkeypatch.setattr(module.device_memory, "why_unavailable", lambda: "no libcudart")
@@ -125,7 +126,10 @@ def test_no_shared_backend_is_refused() -> None:
     with pytest.raises(NotReadyError, match="offers nccl, this process has") as caught:
         BackendSelection().backend(target("nccl"))
     assert caught.value.reason == "BACKEND_MISMATCH"
-    with pytest.raises(NotReadyError, match="may use nccl only"):
+    cannot = "backend='nccl' cannot carry a push: "
+    with pytest.raises(NotReadyError, match=cannot + "not nccl: this process has none. backend="):
         BackendSelection("nccl").backend(target(*ALL))
-    with pytest.raises(NotReadyError, match="may use one-sided only; not one-sided: it is on"):
+    with pytest.raises(NotReadyError, match=cannot + "the pool offers gloo. backend='auto' takes"):
+        BackendSelection("nccl").backend(target("gloo"))
+    with pytest.raises(NotReadyError, match="cannot carry a push: not one-sided: it is on another"):
         BackendSelection("one-sided").backend(target(*ALL))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trainer_side.pool.packer import Packer
-from trainer_side.pushing import checks_finite
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft.contract.errors import NotFiniteError
 from weft.contract.layout.manifest import plan_buckets
@@ -71,12 +70,3 @@ def test_every_value_of_fp8(dtype: torch.dtype) -> None:
 
 def test_integers_are_left_alone() -> None:
     pack(tensor_source({"w": torch.full((8,), -1, dtype=torch.int16)}, KEEP, "test"))
-
-
-def test_unless_it_is_said_adapters_are_checked_where_it_is_cheap() -> None:
-    adapter: object = object()
-    assert checks_finite(None, adapter, "nccl")  # type: ignore[arg-type]
-    assert not checks_finite(None, adapter, "gloo")  # type: ignore[arg-type]
-    assert not checks_finite(None, None, "nccl")
-    assert checks_finite(True, None, "gloo")
-    assert not checks_finite(False, adapter, "nccl")  # type: ignore[arg-type]

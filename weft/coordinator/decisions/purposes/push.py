@@ -30,8 +30,9 @@ from weft.coordinator.decisions.effects import (
     SavePolicy,
     SaveVersion,
 )
+from weft.coordinator.decisions.purposes.push_group import kept_group, new_group
 from weft.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
-from weft.coordinator.decisions.state.group import Group, seats
+from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import Policy, PoolState, live_lease, require_lease
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Purpose, Transfer
@@ -161,9 +162,10 @@ class Push(Purpose):
         policy = change.state.policies[transfer.policy]
         policy = replace(policy, last_version=policy.last_version + 1)
         change.put_policy(policy)
-        kept = self._usable_group(change.state, transfer, replicas)
+        wanted, session_id = self.wanted_group_id, self.session_id
+        kept = kept_group(change.state, transfer, wanted, session_id, replicas)
         ready = [r.replica_id for r in replicas if not is_joining(change.state, r)]
-        group = kept or self._new_group(change, transfer, replicas)
+        group = kept or new_group(change, transfer, session_id, replicas)
         longest = change.state.settings.max_transfer_seconds
         transfer = replace(
             transfer,
@@ -196,42 +198,6 @@ class Push(Purpose):
         for ticket in tickets:
             change.reply(ticket, begin_answer(transfer, group))
         course.prepare_if_complete(change, transfer)
-
-    def _usable_group(
-        self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
-    ) -> Group | None:
-        """The group of the trainer's former push, if all of it is still there."""
-        group = state.groups.get(self.wanted_group_id)
-        if (
-            group is not None
-            and (group.trainer_id, group.session_id) == (transfer.trainer_id, self.session_id)
-            and group.backend == transfer.backend
-            and group.complete
-            and group.num_senders == transfer.num_senders
-            and group.members == seats(replicas, transfer.num_senders)
-        ):
-            return group
-        return None
-
-    def _new_group(self, change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> Group:
-        """A group in place of the trainer's old ones."""
-        in_use = {t.group_id for t in change.state.transfers.values()}
-        for old in list(change.state.groups.values()):
-            if old.trainer_id == transfer.trainer_id and old.group_id not in in_use:
-                abort.close_group(change, old.group_id, "a new group of its trainer replaced it")
-        name, secret = transfer.ids.group(0)
-        group = Group(
-            name,
-            secret,
-            change.next_epoch(),
-            transfer.trainer_id,
-            self.session_id,
-            transfer.backend,
-            seats(replicas, transfer.num_senders),
-            num_senders=transfer.num_senders,
-        )
-        change.put_group(group)
-        return group
 
     # -- under way ----------------------------------------------------------------
 

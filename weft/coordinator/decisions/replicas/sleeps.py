@@ -16,6 +16,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY
+from weft.contract.sleep import SWITCH_SECONDS
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallSleep, CallWake, SleepAnswer
@@ -26,8 +27,6 @@ from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.sleep import SleepOrder, SleepWait
 from weft.coordinator.decisions.state.values import Failure
 
-#: Beside the time that requests have to end: longest that an engine takes to sleep or wake.
-SWITCH_SECONDS = 180.0
 #: Between two calls to a replica that does not do as it is told.
 RETRY_SECONDS = 2.0
 # Nobody has refused anything: the call is made again.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout_side.vllm_engine.server import refusals
 from rollout_side.vllm_engine.server.refusals import (
     close_endpoints,
     num_experts,
@@ -91,3 +92,24 @@ def test_sleep_is_refused_where_the_machine_has_none(
         return
     with pytest.raises(UnsupportedError, match="--enable-sleep: vLLM has no sleep mode"):
         refuse_sleep_without_gpu()
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_backend_that_the_machine_cannot_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool
+) -> None:
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    for name in ("vllm", "vllm.platforms"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(refusals, "why_unavailable", lambda: "no directory for sockets")
+    for always in ("auto", "gloo"):
+        refusals.refuse_backend(always)
+    with pytest.raises(UnsupportedError, match="--backend one-sided: no directory for sockets; "):
+        refusals.refuse_backend("one-sided")
+    monkeypatch.setattr(refusals, "why_unavailable", lambda: "")
+    refusals.refuse_backend("one-sided")
+    if is_cuda:
+        refusals.refuse_backend("nccl")
+        return
+    with pytest.raises(UnsupportedError, match=r"--backend nccl: .* NVIDIA GPUs; leave it out"):
+        refusals.refuse_backend("nccl")

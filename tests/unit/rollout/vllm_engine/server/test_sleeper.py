@@ -37,7 +37,9 @@ async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
     await replica.fall_asleep(_order())
     assert engine.calls == SLEPT
     assert replica.asleep == Asleep("t1")
-    assert _refused(replica) == "the replica sleeps by order of trainer 't1'"
+    assert _refused(replica) == (
+        "the replica sleeps by order of trainer 't1': ask another one, or again once it is awake"
+    )
     await replica.wake_up()
     assert engine.calls == [*SLEPT, "wake weights", "weft_wake", "wake kv_cache", "resume"]
     assert (replica.asleep, _refused(replica)) == (None, "")

@@ -30,11 +30,11 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: CopyPlan | WeftError) -> Worke
     store = WorkerStore(2**20, 2**20)
     state = WorkerState(store, Reference("Model", METAS), copy_plan=OLD)
     base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
-    store.set_served(base)
+    store.served.set(base)
 
     def load(worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any) -> CopyPlan:
         assert plan is OLD
-        assert not store.is_served("t1", b"digest")  # its weights are about to change
+        assert not store.served.is_of("t1", b"digest")  # its weights are about to change
         assert state.copy_plan is None
         if isinstance(result, WeftError):
             raise result
@@ -60,8 +60,8 @@ def test_what_was_loaded_whole_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, TransferAbortedError("it never began"))
     assert state.copy_plan is OLD
-    assert state.store.is_served("t1", b"digest")
-    assert not state.store.is_served("t1", b"other")
+    assert state.store.served.is_of("t1", b"digest")
+    assert not state.store.served.is_of("t1", b"other")
     assert state.store.retained_bases() == (1,)
 
 

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_side.params.sharding.elements import held_by
-from trainer_side.params.sharding.sharded import Run, Sharded
+from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.params.sharding.slices import Split, cells_of
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Run, ...], list[tuple[int, int]]]:
+def _cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[HeldRun, ...], list[tuple[int, int]]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     splits = [Split(draw(st.integers(0, len(shape) - 1))) for _ in mesh]
     cells = cells_of(shape, mesh, splits)
     assert cells is not None
-    runs = tuple(Run(cell.places[0], *each) for cell in cells for each in cell.slices)
+    runs = tuple(HeldRun(cell.places[0], *each) for cell in cells for each in cell.slices)
     numel = prod(shape)
     ends = sorted({0, numel, *draw(st.sets(st.integers(0, numel), max_size=5))})
     blocks = [block for block in pairwise(ends) if draw(st.booleans())]
@@ -31,7 +31,7 @@ def _cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Run, ...], list[tupl
 @settings(max_examples=300, deadline=None)
 @given(_cases())
 def test_blocks_are_put_together_of_what_each_rank_holds_of_them(
-    case: tuple[tuple[int, ...], tuple[Run, ...], list[tuple[int, int]]],
+    case: tuple[tuple[int, ...], tuple[HeldRun, ...], list[tuple[int, int]]],
 ) -> None:
     shape, runs, blocks = case
     whole = torch.arange(prod(shape), dtype=torch.float32).view(shape)

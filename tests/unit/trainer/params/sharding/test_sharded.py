@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from trainer_side.params.sharding.sharded import Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import HeldRun, Sharded, ShardedParams
 
 ROWS, COLUMNS = 24, 40
 
 #: Of a parameter of ROWS x COLUMNS elements; ranks 0 to 2.
 CUTS = {
-    "rows": [Run(r, r * 8 * COLUMNS, 8 * COLUMNS) for r in range(3)],
-    "columns": [Run(1, 0, 8, COLUMNS, ROWS), Run(0, 8, 24, COLUMNS, ROWS),
-                Run(2, 32, 8, COLUMNS, ROWS)],
-    "several of one rank": [Run(0, 0, 4), Run(2, 4, 16), Run(0, 20, 20),
-                            Run(1, 40, 16, COLUMNS, ROWS - 1), Run(0, 56, 24, COLUMNS, 9),
-                            Run(1, 416, 24, COLUMNS, ROWS - 10)],
-    "only another's": [Run(2, 0, ROWS * COLUMNS)],
+    "rows": [HeldRun(r, r * 8 * COLUMNS, 8 * COLUMNS) for r in range(3)],
+    "columns": [HeldRun(1, 0, 8, COLUMNS, ROWS), HeldRun(0, 8, 24, COLUMNS, ROWS),
+                HeldRun(2, 32, 8, COLUMNS, ROWS)],
+    "several of one rank": [HeldRun(0, 0, 4), HeldRun(2, 4, 16), HeldRun(0, 20, 20),
+                            HeldRun(1, 40, 16, COLUMNS, ROWS - 1), HeldRun(0, 56, 24, COLUMNS, 9),
+                            HeldRun(1, 416, 24, COLUMNS, ROWS - 10)],
+    "only another's": [HeldRun(2, 0, ROWS * COLUMNS)],
 }  # fmt: skip
 
 

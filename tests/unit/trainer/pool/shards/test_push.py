@@ -17,6 +17,7 @@ from trainer_side.pool.shards import peer as module
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import plan_shards
 from trainer_side.pool.shards.push import ShardPush
+from trainer_side.push_plan import Planner
 from trainer_side.pushing import Pushing
 from trainer_side.ranks import OneRank, Sum
 from trainer_side.sources.shard_source import ShardSource
@@ -125,7 +126,7 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
 
     push = _push(_Gone())
     push.plan = replace(push.plan, senders=(0, 1))
-    pushing = Pushing(_Gone(), None, None, Joined())  # type: ignore[arg-type]
+    pushing = Pushing(_Gone(), None, Planner(_Gone(), None), Joined())  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     manifest = plan_buckets(push.source.metas)
     with pytest.raises(PeerUnavailableError):

@@ -1,0 +1,107 @@
+"""The switch of an engine to another base, in the order in which nobody is served mixed weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from rollout_side.engine import SwitchTimes
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.server.answers import Answers
+from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.sleeper import Sleeper
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft.contract.names import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+class BaseSwitch:
+    """Switches one engine; on its event loop, inside ``gate.exclusive``.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        workers: Its calls.
+        gate: Pauses generation.
+        in_place: What was loaded as it arrived.
+        sleeper: Has the weights back, where they sleep.
+        requests: What becomes of those that run.
+        answers: Note which base samples their tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        workers: WorkerCalls,
+        gate: RequestGate,
+        in_place: LoadsInPlace,
+        sleeper: Sleeper,
+        requests: RequestsAtSwitch,
+        answers: Answers,
+    ) -> None:
+        self._engine, self._workers, self._gate = engine, workers, gate
+        self._in_place, self._sleeper = in_place, sleeper
+        self._requests, self._answers = requests, answers
+
+    async def apply(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        """Load what a transfer has brought, or confirm what was loaded as it arrived; see
+        ``VllmReplica.apply_base``."""
+        await self._sleeper.wake_weights()
+        is_loaded = self._in_place.is_pending(transfer_id)
+        if not is_loaded:
+            await self._in_place.end()
+            await self._workers.share(transfer_id, content_digest)
+        begin = time.perf_counter()
+        try:
+            if is_loaded:
+                begin, load_seconds = await self._in_place.take(content_digest)
+            else:
+                await self._gate.pause()
+                load_begin = time.perf_counter()
+                await self._workers.apply_base(transfer_id, content_digest)
+                load_seconds = time.perf_counter() - load_begin
+            loaded = time.perf_counter()
+            num_begun = await self._forget_old_base(version)
+            forgotten = time.perf_counter()
+        except BaseException as error:
+            await self._gate.recover(error, f"switching to {version}")
+            raise
+        self._gate.mark_clean()
+        self._sleeper.base_loaded()
+        try:
+            # Still paused: later it would wait for the engine's next step, the long one
+            # that computes anew what the cache has lost.
+            await self._workers.keep_base(transfer_id)
+        finally:
+            await self._gate.resume()
+        pause_seconds = time.perf_counter() - begin
+        _log.debug(
+            "loaded policy_version=%s seconds=%.4f pause_seconds=%.4f (before loading %.4f, to "
+            "forget the old cache %.4f)",
+            version,
+            load_seconds,
+            pause_seconds,
+            max(0.0, loaded - begin - load_seconds),
+            forgotten - loaded,
+        )
+        return SwitchTimes(
+            pause_seconds=pause_seconds, load_seconds=load_seconds, num_begun=num_begun
+        )
+
+    async def _forget_old_base(self, version: PolicyVersion) -> int:
+        """After a load: name the version, have nothing that begins use a KV block of the old
+        weights. Returns how many requests had tokens."""
+        bounded, requests = self._workers.bounded, self._requests
+        await bounded(bridges.set_weight_version(self._engine, str(version)), "naming")
+        begun = await bounded(requests.begun(), "asking what runs")
+        if requests.choice == "abort":
+            self._answers.expect_aborts(version, begun)
+        await bounded(requests.switch(version, begun), "forgetting the old KV cache")
+        switched = self._answers.switch_base(version, kept=requests.choice == "keep")
+        await bounded(switched, "noting the switch")
+        return len(begun)

@@ -1,0 +1,89 @@
+"""What a worker process starts for Weft, once, and what it tells of itself then."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from functools import partial
+from typing import Any
+
+from rollout_side.memory.rank_handoff import RankServer
+from rollout_side.memory.store import WorkerStore
+from rollout_side.receive.clone_source import Cloner
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.spill.spiller import Spiller
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.worker import orphans
+from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK
+from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
+from weft import logs
+from weft.contract.capabilities import ONE_SIDED
+from weft.telemetry.traces import open_tracer
+from weft.transport.backends import gpu_uuid
+from weft.transport.digest import warm
+from weft.transport.one_sided.trial import TrialAnswerer
+
+
+def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:
+    """Start what receives, sends and spills, on the receiving rank; a store on every one.
+
+    Args:
+        worker: vLLM's.
+
+    Returns:
+        What the worker keeps, to be closed with it; and what it answers, plain values.
+
+    Raises:
+        WeftError: Memory, spill directory or backend cannot be as they are to be.
+    """
+    logs.configure_as_parent()
+    orphans.end_with(settings.replica_pid)
+    reference = settings.reference()
+    memory, staging_bytes = decide_memory(worker.device, reference, settings)
+    store = WorkerStore(
+        staging_capacity_bytes=staging_bytes,
+        adapter_capacity_bytes=settings.adapter_memory_bytes,
+        retain_base=settings.retain_base,
+        memory=memory,
+        num_ranks=worker.parallel_config.world_size,
+    )
+    state = WorkerState(store, reference, settings.ranks_name)
+    warm()
+    backends = list(usable_backends(worker.device, settings.backend))
+    if worker.local_rank == RECEIVER_RANK:
+        _start_receiving(state, settings, backends)
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    expected: set[str] = set()
+    if manager is not None:
+        expected = lora_hook.expected_modules(manager._adapter_manager)
+    return state, {
+        "pid": os.getpid(),
+        "is_receiver": state.receiver is not None,
+        "lora_modules": sorted(expected),
+        "staging_bytes": staging_bytes,
+        "backends": backends,
+        "trial_name": "" if state.trials is None else state.trials.name,
+        "gpu_uuid": gpu_uuid(worker.device),
+    }
+
+
+def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[str]) -> None:
+    store = state.store
+    if settings.traced_as:
+        state.tracer = open_tracer("weft-replica", settings.traced_as)
+    receiver_factory = pkgutil.resolve_name(settings.receiver_factory)
+    state.receiver = receiver_factory(store, state.tracer)
+    state.cloner = Cloner(store)
+    if store.memory.in_place and store.num_ranks > 1:
+        state.ranks = RankServer(settings.ranks_name, store.handoff.of)
+    if ONE_SIDED in backends:
+        state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
+    if settings.spill is not None:
+        folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
+        state.spiller = Spiller(store, folder, settings.retain_base)
+    writer = HoldingsWriter(settings.holdings_path)
+    state.report = HoldingsReport(writer, partial(look_at, state), partial(memory_of, state))
+    state.report.start()

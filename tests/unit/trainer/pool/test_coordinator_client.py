@@ -1,0 +1,66 @@
+"""Calls with a lease: acquired anew once where it has run out, and never from somebody else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trainer_side.pool.coordinator_client import CoordinatorClient
+from weft.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft.v1 import types_pb2
+
+
+class _Leases:
+    """Gives another token each time that the former one is forgotten."""
+
+    def __init__(self) -> None:
+        self.last = 1
+
+    def token(self, policy: str, kind: object, deadline: float) -> int:
+        return self.last
+
+    def forget(self, policy: str) -> None:
+        self.last += 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Iterator[CoordinatorClient]:
+    client = CoordinatorClient("127.0.0.1:1", "trainer-a", connect_seconds=1.0)
+    client.leases.close()
+    client.leases = _Leases()  # type: ignore[assignment]
+    client._contact.was_reached = True
+    yield client
+    client.close()
+
+
+def _call(client: CoordinatorClient, fenced: set[int], **metadata: str) -> int:
+    def call(token: int, left: float) -> int:
+        assert 0 < left <= 5
+        if token in fenced:
+            raise LeaseFencedError("it has run out", metadata=metadata)
+        return token
+
+    kind: Any = types_pb2.POLICY_KIND_BASE
+    return client.with_lease("base", kind, call, time.monotonic() + 5)
+
+
+def test_a_lease_that_ran_out_is_acquired_anew_once(client: CoordinatorClient) -> None:
+    assert _call(client, {1}) == 2
+    with pytest.raises(LeaseFencedError):
+        _call(client, {2, 3})
+
+
+def test_one_that_somebody_holds_is_left_to_them(client: CoordinatorClient) -> None:
+    with pytest.raises(LeaseFencedError):
+        _call(client, {1}, holder="trainer-b")
+
+
+def test_nothing_is_called_after_the_deadline(client: CoordinatorClient) -> None:
+    with pytest.raises(TransferTimeoutError):
+        client.call(lambda left: pytest.fail("it was called"), time.monotonic() - 1)

@@ -1,0 +1,90 @@
+"""Pushes whose callers do not wait for them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from trainer_side.background import Background, WhenBusy
+from trainer_side.push_request import PushSettings
+from trainer_side.sources.content import Model
+from weft.contract.names import PolicyVersion
+from weft.contract.push_defaults import OnBaseChange, Require
+
+
+class AsyncPushes:
+    """The part of a ``Publisher`` that pushes beside the training: copies, and sends the copies."""
+
+    _settings: PushSettings
+    _background: Background
+
+    def push_adapter_async(
+        self,
+        model: Model,
+        policy: str,
+        *,
+        adapter_name: str = "default",
+        cast: bool = True,
+        check_finite: bool | None = None,
+        check_base: bool = True,
+        base_version: int | None = None,
+        on_base_change: OnBaseChange | None = None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_adapter`` of the weights as they are now; returns once they are copied.
+
+        The ranks wait for each other; then each copies what it holds to host memory that is
+        used again, and training may continue at once. At most two pushes of a policy wait,
+        each with such a copy: a further call blocks, alike on every rank and before it
+        copies, until one of them has begun. If none does within this push's
+        ``timeout_seconds``, it ends on every rank with ``TransferTimeoutError``, and nothing
+        was copied.
+
+        Args:
+            when_busy: "replace" makes earlier pushes of this policy that have not begun
+                fail with ``REPLACED``, and blocks for none of them; "queue" sends them all,
+                in order.
+            others: As for ``push_adapter``.
+
+        Returns:
+            A future that ends as ``push_adapter`` would, the same on every rank. It
+            cannot be cancelled.
+        """
+        request = self._settings.adapter(
+            model, policy, adapter_name, cast, check_base, base_version, on_base_change
+        ).with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)
+
+    def push_base_async(
+        self,
+        model: Model,
+        *,
+        cast: bool = True,
+        check_finite: bool | None = None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
+        request = self._settings.base(model, cast)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)
+
+    def push_merged_async(
+        self,
+        model: torch.nn.Module,
+        *,
+        adapter_name: str = "default",
+        cast: bool = True,
+        check_finite: bool | None = None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PolicyVersion]:
+        """``push_merged`` of the weights as they are now; see ``push_adapter_async``."""
+        request = self._settings.base(model, cast, adapter_name)
+        request = request.with_options(check_finite, require, timeout_seconds)
+        return self._background.submit(request, when_busy)

@@ -1,0 +1,179 @@
+"""The coordinator as the sender of a trainer calls it: with the time that is left, again after it
+was away, and with the lease that a call needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from trainer_side.pool.contact import Contact
+from trainer_side.pool.leases import Leases
+from weft.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.tensors import Reference
+from weft.rpc.channel import open_channel
+from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
+from weft.rpc.security.credentials import Credentials
+from weft.rpc.status import error_from_rpc
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+from weft.v1.publish_pb2_grpc import PublishServiceStub
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How often a coordinator that is away is looked for again.
+_RETRY_SECONDS = 0.5
+_ABORT_SECONDS = 2.0
+
+
+class CoordinatorClient:
+    """A trainer's connection to its coordinator, and the leases that it holds there.
+
+    Used by one thread at a time; leases are renewed on a thread of their own.
+
+    Args:
+        coordinator: HOST:PORT.
+        trainer_id: Owner of the policies that are pushed.
+        connect_seconds: Longest wait for a coordinator that was never reached.
+        takeover: Whether leases are taken from a living process of this trainer.
+        on_wanted: Called with a policy that is to be published again, on a thread of the
+            leases; must return at once.
+        credentials: What it shows; by default what the environment names.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        trainer_id: str,
+        *,
+        connect_seconds: float,
+        takeover: bool = False,
+        on_wanted: Callable[[str], None] | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.target, self.credentials = coordinator, credentials
+        self._channel = open_channel(coordinator, credentials)
+        #: Calls that ``call`` and ``with_lease`` make.
+        self.stub = PublishServiceStub(self._channel)
+        self._contact = Contact(
+            self._channel, coordinator, connect_seconds, credentials=credentials
+        )
+        self.leases = Leases(self.stub, trainer_id, on_wanted, takeover=takeover)
+        self._known_manifests: set[bytes] = set()
+        self._reference: tuple[object, Reference] | None = None
+
+    def reach(self, deadline: float) -> None:
+        """Wait for a coordinator that was never reached, for ``connect_seconds``.
+
+        Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
+        """
+        if not self._contact.was_reached:
+            self._contact.wait(deadline)
+
+    def call(self, call: Callable[[float], _T], deadline: float) -> _T:
+        """One RPC with the time that is left, made again once a coordinator that was away
+        is back (all of them are idempotent); its failure as a typed error.
+
+        Args:
+            call: Makes it, within so many seconds.
+            deadline: ``time.monotonic()`` of it all.
+        """
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError("the push's deadline passed")
+            try:
+                return call(left)
+            except grpc.RpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                if error.reason != "COORDINATOR_AWAY":
+                    raise error from rpc_error
+            time.sleep(_RETRY_SECONDS)
+            self._contact.wait(deadline)
+
+    def with_lease(
+        self,
+        policy: str,
+        kind: types_pb2.PolicyKind.ValueType,
+        call: Callable[[int, float], _T],
+        deadline: float,
+    ) -> _T:
+        """``call`` of an RPC that a policy's lease entitles to, which is acquired as needed.
+
+        Args:
+            call: Makes it with the lease's token, within so many seconds.
+        """
+        self.reach(deadline)
+        fenced = False
+        while True:
+            token = self.leases.token(policy, kind, deadline)
+            try:
+                return self.call(partial(call, token), deadline)
+            except LeaseFencedError as error:
+                # Expired while we were away (a long step under a debugger, a restart
+                # of the coordinator): acquire anew once, or learn who holds it.
+                self.leases.forget(policy)
+                if fenced or error.metadata.get("holder"):  # somebody took it over
+                    raise
+                fenced = True
+
+    def describe(self, deadline: float) -> pb.DescribeTargetResponse:
+        """What the pool serves; blocks until a replica has described it."""
+        request = pb.DescribeTargetRequest()
+        return self.call(lambda left: self.stub.DescribeTarget(request, timeout=left), deadline)
+
+    def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
+        """Every tensor of the base that the pool serves; asked for once. A coordinator that is
+        too old to say is an UnsupportedError."""
+        served = target.base_fingerprint, target.base_dtype, dict(target.base_dtype_exceptions)
+        if self._reference is None or self._reference[0] != served:
+            request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
+            read = partial(self.stub.GetReference, request)
+            found = self.call(
+                lambda left: reference_from_chunks(p.chunk for p in read(timeout=left)), deadline
+            )
+            self._reference = served, found
+        return self._reference[1]
+
+    def put_manifest(self, manifest: Manifest, deadline: float) -> None:
+        """Make a layout known, unless it is."""
+        if manifest.layout_digest in self._known_manifests:
+            return
+
+        def chunks() -> Iterator[pb.PutManifestRequest]:
+            return (pb.PutManifestRequest(chunk=chunk) for chunk in manifest_to_chunks(manifest))
+
+        self.call(lambda left: self.stub.PutManifest(chunks(), timeout=left), deadline)
+        self._known_manifests.add(manifest.layout_digest)
+
+    def forget_manifest(self, manifest: Manifest) -> bool:
+        """Note that a layout is not known any more; whether it was put before."""
+        was_known = manifest.layout_digest in self._known_manifests
+        self._known_manifests.discard(manifest.layout_digest)
+        return was_known
+
+    def abort(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
+        """Say that this trainer gives a transfer up, best effort."""
+        request = pb.AbortTransferRequest(
+            transfer_id=begun.transfer_id,
+            policy=begun.version.policy,
+            fencing_token=self.leases.held_token(begun.version.policy),
+            message=f"the trainer gave up: {error!r}"[:500],
+        )
+        try:
+            self.stub.AbortTransfer(request, timeout=_ABORT_SECONDS)
+        except grpc.RpcError as rpc_error:
+            _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
+
+    def close(self) -> None:
+        """Release the leases and the connection; blocks at most some seconds."""
+        self.leases.close()
+        self._channel.close()

@@ -1,0 +1,88 @@
+"""What a push that succeeded cost, and what its success does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.contract.names import PolicyVersion
+from weft.v1 import publish_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """What a push cost, as the coordinator saw it."""
+
+    version: PolicyVersion
+    total_bytes: int
+    num_replicas: int
+    """Replicas that served the version when the push ended; ``remarks`` names the others."""
+    seconds: float
+    """Time from the call until every replica had switched, or had failed to."""
+    forming_seconds: float
+    staging_seconds: float
+    committing_seconds: float
+    pause_seconds: float
+    """Longest time that a replica paused generation for."""
+    source: str
+    """What was read: the kind of trainer and of model that was found."""
+    backend: str
+    """What carried the bytes: "one-sided", "nccl" or "gloo"."""
+    backend_reason: str
+    """Why that one, and why not those that the pool would have preferred."""
+    remarks: tuple[str, ...] = ()
+    """What the success does not tell: a replica that did not switch and why, a trainer's base
+    that is quantised, ..."""
+
+
+def report_of(
+    version: PolicyVersion,
+    transfer: pb.Transfer,
+    *,
+    total_bytes: int,
+    seconds: float,
+    source: str,
+    backend: str,
+    remarks: Sequence[str],
+) -> PushReport:
+    """The report of a push whose transfer has ended so.
+
+    Args:
+        backend: What was to carry the bytes, if the transfer does not say.
+        remarks: Those that the trainer has of its own; who does not serve it comes behind.
+    """
+    return PushReport(
+        version=version,
+        total_bytes=total_bytes,
+        num_replicas=len(transfer.serving_replica_ids),
+        seconds=seconds,
+        forming_seconds=transfer.forming.ToTimedelta().total_seconds(),
+        staging_seconds=transfer.staging.ToTimedelta().total_seconds(),
+        committing_seconds=transfer.committing.ToTimedelta().total_seconds(),
+        pause_seconds=transfer.pause.ToTimedelta().total_seconds(),
+        source=source,
+        backend=transfer.backend or backend,
+        backend_reason=transfer.backend_reason,
+        remarks=(*remarks, *missing_replicas(transfer)),
+    )
+
+
+def missing_replicas(transfer: pb.Transfer) -> tuple[str, ...]:
+    """Who does not serve a push that was committed, and why, a sentence each."""
+    if not transfer.replica_ids:
+        count = len(transfer.serving_replica_ids)
+        return (
+            "the coordinator was restarted before it had told how the push ended: it is "
+            f"committed, and {count} of the replicas in contact by then served it; the others "
+            "catch up",
+        )
+    before = set(transfer.lost_replica_ids)
+    return tuple(
+        f"{refusal.replica_id} does not serve it: {_when(refusal.replica_id in before)}, "
+        f"{refusal.message} [{refusal.reason}]"
+        for refusal in transfer.refusals
+    )
+
+
+def _when(before_commit: bool) -> str:
+    return "it was lost before the commit" if before_commit else "it did not switch at the commit"
