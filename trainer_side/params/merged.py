@@ -19,7 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
+from trainer_side.params.merged_elements import (
+    Factors,
+    MergedElements,
+    in_float32,
+    merges_in_place,
+)
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
 from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
@@ -175,8 +180,9 @@ class MergedParams:
             return
         with torch.no_grad():
             for i in group:
-                merge = self._merges[names[i]]
-                _FORMS[merge.form](merge, tensors[self._raw[names[i]]], tensors, outs[i])
+                merge, weight = self._merges[names[i]], tensors[self._raw[names[i]]]
+                with in_float32(weight.device):
+                    _FORMS[merge.form](merge, weight, tensors, outs[i])
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

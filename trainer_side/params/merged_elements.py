@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from trainer_side.params.sharding.elements import Elements, HeldElements
-from trainer_side.params.sharding.sharded import Run
+from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.
@@ -50,7 +50,7 @@ class Factors:
         self._whole: dict[str, torch.Tensor] = {}
         self._exact: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         #: What each rank gives, in the order of its message: factors of one dtype end to end.
-        self._places: list[list[tuple[str, Run]]] = [[] for _ in range(ranks.size)]
+        self._places: list[list[tuple[str, HeldRun]]] = [[] for _ in range(ranks.size)]
         for name, each in elements.items():
             for run in each.runs:
                 self._places[run.rank].append((name, run))
@@ -102,7 +102,7 @@ class Factors:
         """Free what was brought."""
         self._whole, self._exact = {}, {}
 
-    def _held(self, places: Sequence[tuple[str, Run]]) -> list[torch.Tensor]:
+    def _held(self, places: Sequence[tuple[str, HeldRun]]) -> list[torch.Tensor]:
         """This rank's elements."""
         numbers = dict.fromkeys(self._elements, 0)
         held = []
@@ -124,10 +124,12 @@ class Factors:
                 made[name] = part.view(self._metas[name].shape)
         return made
 
-    def _num_bytes(self, places: Sequence[tuple[str, Run]]) -> int:
+    def _num_bytes(self, places: Sequence[tuple[str, HeldRun]]) -> int:
         return sum(run.size * self._metas[name].element_size() for name, run in places)
 
-    def _cut(self, message: torch.Tensor, places: Sequence[tuple[str, Run]]) -> list[torch.Tensor]:
+    def _cut(
+        self, message: torch.Tensor, places: Sequence[tuple[str, HeldRun]]
+    ) -> list[torch.Tensor]:
         """A view of each of a rank's elements in its message, 1-D."""
         views: list[torch.Tensor] = []
         begin = 0
@@ -160,7 +162,7 @@ class MergedElements:
         scaling: float,
         rank: int,
     ) -> None:
-        self.runs: Sequence[Run] = base.runs
+        self.runs: Sequence[HeldRun] = base.runs
         self._base, self._width = base, shape[1]
         self._factors, self._a, self._b, self._scaling = factors, a, b, scaling
         self._own = [run for run in base.runs if run.rank == rank]
@@ -172,43 +174,59 @@ class MergedElements:
     def fill(self, number: int, out: torch.Tensor) -> None:
         """See ``Elements``; extra memory is that of a chunk of the sums."""
         run, weight = self._own[number], self._base.held(number)
-        a, b = self._factors[self._a], self._factors[self._b]
-        # Of one narrow dtype, a GPU's product has float32 sums, and rounds them once.
-        dtype = out.dtype if _is_one_narrow(weight, a, b, out) else torch.float32
-        for tensor in (weight, a, b):
+        dtype = torch.float32
+        for tensor in (weight, self._factors[self._a], self._factors[self._b]):
             dtype = torch.promote_types(dtype, tensor.dtype)
         a = self._factors.exact(self._a, weight.device, dtype)
         b = self._factors.exact(self._b, weight.device, dtype)
-        with torch.no_grad(), _in_float32(weight.device):
+        on_device = weight.device.type != "cpu"
+        with torch.no_grad(), in_float32(weight.device):
             done = 0
             for row, rows, column, columns in _blocks(run, self._width):
                 num = rows * columns
                 of, to = weight[done : done + num], out[done : done + num]
-                self._block(
+                merge_block(
                     of.view(rows, columns),
                     to.view(rows, columns),
                     b[row : row + rows],
                     a[:, column : column + columns],
+                    self._scaling,
+                    on_device=on_device,
                 )
                 done += num
 
-    def _block(
-        self, weight: torch.Tensor, out: torch.Tensor, b: torch.Tensor, a: torch.Tensor
-    ) -> None:
-        on_device = weight.device.type != "cpu"
-        if on_device and a.dtype == out.dtype and a.dtype.itemsize == 2:
-            out.copy_(weight).addmm_(b, a, alpha=self._scaling)
-            return
-        most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
-        step = max(1, most // weight.shape[1])
-        for first in range(0, weight.shape[0], step):
-            rows = slice(first, first + step)
-            own = weight[rows].to(a.dtype)
-            if on_device:  # one pass less; within a unit in the last place of what travels
-                total = own.addmm_(b[rows], a, alpha=self._scaling)
-            else:
-                total = own + (b[rows] @ a) * self._scaling
-            out[rows].copy_(total)
+
+def merge_block(
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    scaling: float,
+    *,
+    on_device: bool,
+) -> None:
+    """Merge a block of a weight's rows and columns; extra memory is that of a chunk of the sums.
+
+    Args:
+        weight: (rows, columns), read only.
+        out: The same shape; overwritten.
+        b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
+            product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
+            unit in the last place off wherever a sum cancels).
+        on_device: Whether an accelerator adds to the product, which takes one pass less; on a CPU
+            the sum is that of ``merged``, bit by bit.
+    """
+    most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
+    step = max(1, most // weight.shape[1])
+    for first in range(0, weight.shape[0], step):
+        rows = slice(first, first + step)
+        # Never added to in place: of a weight in the dtype of the sums it is the trainer's own.
+        own = weight[rows].to(a.dtype)
+        if on_device:
+            total = torch.addmm(own, b[rows], a, alpha=scaling)
+        else:
+            total = own + (b[rows] @ a) * scaling
+        out[rows].copy_(total)
 
 
 def merges_in_place(elements: Elements, width: int) -> bool:
@@ -216,11 +234,11 @@ def merges_in_place(elements: Elements, width: int) -> bool:
     return all(run.repeats == 1 or _is_block(run, width) for run in elements.runs)
 
 
-def _is_block(run: Run, width: int) -> bool:
+def _is_block(run: HeldRun, width: int) -> bool:
     return run.stride == width and run.begin % width + run.numel <= width
 
 
-def _blocks(run: Run, width: int) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(run: HeldRun, width: int) -> Iterator[tuple[int, int, int, int]]:
     """First row, rows, first column, columns of the blocks that a run is made of, in order."""
     row, column = divmod(run.begin, width)
     if run.repeats > 1:
@@ -238,15 +256,8 @@ def _blocks(run: Run, width: int) -> Iterator[tuple[int, int, int, int]]:
         yield row, 1, 0, left
 
 
-def _is_one_narrow(*tensors: torch.Tensor) -> bool:
-    """Whether all are on a GPU, or come to one, in the same half precision."""
-    weight, *_ = tensors
-    dtypes = {tensor.dtype for tensor in tensors}
-    return weight.device.type == "cuda" and dtypes in ({torch.bfloat16}, {torch.float16})
-
-
 @contextmanager
-def _in_float32(device: torch.device) -> Iterator[None]:
+def in_float32(device: torch.device) -> Iterator[None]:
     """Products with sums in full float32, whatever the application allows its own."""
     matmul = torch.backends.cuda.matmul
     if device.type != "cuda":

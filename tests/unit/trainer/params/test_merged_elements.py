@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from trainer_side.params.merged_elements import Factors, MergedElements, merges_in_place
+from trainer_side.params.merged_elements import (
+    Factors,
+    MergedElements,
+    merge_block,
+    merges_in_place,
+)
 from trainer_side.params.sharding.elements import HeldElements, held_by
-from trainer_side.params.sharding.sharded import Run, Sharded
+from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.ranks import OneRank
 
 _OUT, _IN, _R = 300, 72, 8
@@ -29,7 +34,7 @@ class _Ranks(OneRank):
                 message.copy_(self._given[rank])
 
 
-def _held(whole: torch.Tensor, runs: Sequence[Run], rank: int) -> HeldElements:
+def _held(whole: torch.Tensor, runs: Sequence[HeldRun], rank: int) -> HeldElements:
     parts = [run.of(whole).reshape(-1) for run in runs if run.rank == rank]
     local = torch.cat(parts) if parts else None
     return held_by(Sharded(whole.shape, whole.dtype, tuple(runs), local), rank)
@@ -47,20 +52,20 @@ def _expected(
     return out
 
 
-_ROWS = [Run(0, 0, 150 * _IN), Run(1, 150 * _IN, 150 * _IN)]
-_FLAT = [Run(0, 0, 10_001), Run(1, 10_001, 31), Run(0, 10_032, _OUT * _IN - 10_032)]
-_COLUMNS = [Run(0, 0, 40, _IN, _OUT), Run(1, 40, 32, _IN, _OUT)]
+_ROWS = [HeldRun(0, 0, 150 * _IN), HeldRun(1, 150 * _IN, 150 * _IN)]
+_FLAT = [HeldRun(0, 0, 10_001), HeldRun(1, 10_001, 31), HeldRun(0, 10_032, _OUT * _IN - 10_032)]
+_COLUMNS = [HeldRun(0, 0, 40, _IN, _OUT), HeldRun(1, 40, 32, _IN, _OUT)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("runs", "is_rows"), [(_ROWS, True), (_FLAT, False), (_COLUMNS, False)])
-def test_each_rank_merges_its_own(runs: list[Run], is_rows: bool, dtype: torch.dtype) -> None:
+def test_each_rank_merges_its_own(runs: list[HeldRun], is_rows: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     weight, scaling = torch.randn(_OUT, _IN, dtype=dtype), 1.5
     a, b = torch.randn(_R, _IN, dtype=dtype), torch.randn(_OUT, _R, dtype=dtype)
     halves = {
-        "a": [Run(0, 0, a.numel() // 2), Run(1, a.numel() // 2, a.numel() // 2)],
-        "b": [Run(1, 0, b.numel())],
+        "a": [HeldRun(0, 0, a.numel() // 2), HeldRun(1, a.numel() // 2, a.numel() // 2)],
+        "b": [HeldRun(1, 0, b.numel())],
     }
     metas = {"a": a.to("meta"), "b": b.to("meta")}
     given: dict[int, torch.Tensor] = {}
@@ -75,7 +80,7 @@ def test_each_rank_merges_its_own(runs: list[Run], is_rows: bool, dtype: torch.d
             continue
         assert torch.equal(factors["a"], a)
         assert torch.equal(factors["b"], b)
-        base = _held(weight, runs, rank)
+        base, before = _held(weight, runs, rank), _held(weight, runs, rank)
         assert merges_in_place(base, _IN)
         own = MergedElements(base, weight.shape, factors, "a", "b", scaling, rank)
         for number, run in enumerate(run for run in runs if run.rank == rank):
@@ -83,6 +88,7 @@ def test_each_rank_merges_its_own(runs: list[Run], is_rows: bool, dtype: torch.d
             out = torch.empty(run.size, dtype=dtype)
             own.fill(number, out)
             run.of(merged).copy_(out.view(run.shape))
+            assert torch.equal(base.held(number), before.held(number))  # it is being trained
     want = _expected(weight, a, b, scaling, dtype)
     if is_rows:  # bit by bit
         assert torch.equal(merged, want)
@@ -91,17 +97,36 @@ def test_each_rank_merges_its_own(runs: list[Run], is_rows: bool, dtype: torch.d
     )
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_rounds_once_and_leaves_the_weight_alone(
+    dtype: torch.dtype, on_device: bool
+) -> None:
+    """As on a GPU, too: tests/gpu/test_merged.py is the same with its products."""
+    torch.manual_seed(2)
+    weight, before = (drawn := torch.randn(_OUT, _IN, dtype=dtype)), drawn.clone()
+    a, b = torch.randn(_R, _IN), torch.randn(_OUT, _R)
+    out = torch.empty_like(weight)
+    merge_block(weight, out, b, a, 0.7, on_device=on_device)
+    assert torch.equal(weight, before)
+    exact = weight.double() + 0.7 * (b.double() @ a.double())
+    _, exponent = torch.frexp(exact)
+    unit = torch.ldexp(torch.full_like(exact, torch.finfo(dtype).eps / 2), exponent)
+    sums = 2.0**-20 * (weight.double().abs() + 0.7 * (b.double().abs() @ a.double().abs()))
+    assert bool(((out.double() - exact).abs() <= unit + sums).all())
+
+
 def test_slices_that_are_no_block_of_a_matrix_are_not_merged_in_place() -> None:
     whole = torch.zeros(4, 6)
-    assert not merges_in_place(_held(whole, [Run(0, 0, 2, 12, 2)], 0), 6)
-    assert not merges_in_place(_held(whole, [Run(0, 4, 4, 6, 2)], 0), 6)
-    assert merges_in_place(_held(whole, [Run(0, 4, 2, 6, 4)], 0), 6)
+    assert not merges_in_place(_held(whole, [HeldRun(0, 0, 2, 12, 2)], 0), 6)
+    assert not merges_in_place(_held(whole, [HeldRun(0, 4, 4, 6, 2)], 0), 6)
+    assert merges_in_place(_held(whole, [HeldRun(0, 4, 2, 6, 4)], 0), 6)
 
 
 def test_factors_come_to_where_the_weight_is() -> None:
     """A rank that holds no part of any factor has them on the host."""
     a, b = torch.randn(_R, _IN), torch.randn(_OUT, _R)
-    runs = {"a": [Run(1, 0, a.numel())], "b": [Run(1, 0, b.numel())]}
+    runs = {"a": [HeldRun(1, 0, a.numel())], "b": [HeldRun(1, 0, b.numel())]}
     given: dict[int, torch.Tensor] = {}
     for rank in (1, 0):
         held = {"a": _held(a, runs["a"], rank), "b": _held(b, runs["b"], rank)}
@@ -110,7 +135,7 @@ def test_factors_come_to_where_the_weight_is() -> None:
         factors.bring()
     assert factors["a"].device.type == "cpu"
     weight = torch.zeros(_OUT, _IN, device="meta")
-    base = held_by(Sharded(weight.shape, weight.dtype, (Run(0, 0, _OUT * _IN),), weight), 0)
+    base = held_by(Sharded(weight.shape, weight.dtype, (HeldRun(0, 0, _OUT * _IN),), weight), 0)
     merged = MergedElements(base, weight.shape, factors, "a", "b", 1.0, 0)
     out = torch.empty(_OUT * _IN, device="meta")
     merged.fill(0, out)

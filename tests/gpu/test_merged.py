@@ -1,0 +1,88 @@
+"""A weight that is merged on a GPU is what exact numbers round to, within one unit in the last
+place, whatever shortcuts the application allows its own products."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.conftest import Note
+from trainer_side.params.merged_elements import Factors, MergedElements
+from trainer_side.params.sharding.elements import held_by
+from trainer_side.params.sharding.sharded import HeldRun, Sharded
+from trainer_side.ranks import OneRank
+
+DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and not DRY, reason="needs an NVIDIA GPU"),
+]
+_OUT, _IN, _R, _SCALING = 1536, 1024, 64, 0.7
+_MATMUL = torch.backends.cuda.matmul
+_SHORTCUTS = (
+    "allow_tf32",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+)
+#: Of the float32 in which sums are formed, relative to what is added up.
+_SUM_ERROR = 2.0**-20
+
+
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    """An application that allows its products every shortcut."""
+    before = {name: getattr(_MATMUL, name) for name in _SHORTCUTS}
+    for name in _SHORTCUTS:
+        setattr(_MATMUL, name, True)
+    yield
+    for name, value in before.items():
+        setattr(_MATMUL, name, value)
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(
+    ("held", "served"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note) -> None:
+    device = torch.device("cpu" if DRY else "cuda")
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, held)
+
+    weight, a, b = draw(_OUT, _IN), draw(_R, _IN), draw(_OUT, _R)
+    elements = {name: _whole(tensor) for name, tensor in {"w": weight, "a": a, "b": b}.items()}
+    factors = Factors(
+        {name: held_by(elements[name], 0) for name in "ab"},
+        {"a": a.to("meta"), "b": b.to("meta")},
+        OneRank(),
+    )
+    factors.bring()
+    base = held_by(elements["w"], 0)
+    before = weight.clone()
+    merged = torch.empty(_OUT * _IN, dtype=served, device=device)
+    MergedElements(base, weight.shape, factors, "a", "b", _SCALING, 0).fill(0, merged)
+    assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)  # the application's are as they were
+    assert torch.equal(weight, before)
+
+    exact = weight.double() + _SCALING * (b.double() @ a.double())
+    added = weight.double().abs() + _SCALING * (b.double().abs() @ a.double().abs())
+    _, exponent = torch.frexp(exact)
+    unit = torch.ldexp(torch.full_like(exact, torch.finfo(served).eps / 2), exponent)
+    error = (merged.view_as(weight).double() - exact).abs()
+    assert bool((error <= unit + _SUM_ERROR * added).all())
+    away = (error / (unit + _SUM_ERROR * added)).max().item()
+    note(f"{held} to {served}", "one weight merged", f"at most {away:.2f} of a unit from exact")
+
+
+def _whole(tensor: torch.Tensor) -> Sharded:
+    return Sharded(tensor.shape, tensor.dtype, (HeldRun(0, 0, tensor.numel()),), tensor)
