@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -44,6 +45,8 @@ GRACE_SECONDS = 10.0
 _END_SECONDS = 5.0
 # What two ranks say to each other, beside what all gather.
 _BETWEEN_TWO = 1
+# What nobody ever says.
+_NEVER_SENT = 2
 # What the sender shares: two numbers, and what follows them in the same message.
 _NUMBER_BYTES, _HEAD_BYTES = 16, 8192
 # Publishers of one process, in the order of making, which is that of every rank.
@@ -243,7 +246,8 @@ class TorchRanks:
             self._mapped.close()
         self._forget_sum()
         if link is not None:
-            # Dropping it closes its connections, and waits for what is in flight.
+            _close_connections(link, (self.rank + 1) % self.size)
+            # Dropping it waits for what is in flight.
             doomed = [link]
             del link
             ending = threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True)
@@ -321,6 +325,22 @@ class TorchRanks:
             f"Publisher(ranks='this')): {str(error).partition('. This is typically')[0]}",
             reason="RANK_GONE",
         )
+
+
+def _close_connections(link: Any, other: int) -> None:
+    """Close a link's connections at once, whatever is in flight and whoever refers to it: all who
+    wait for this rank are told, all that waits here ends.
+
+    Gloo does so when a receive times out, and at no other word (``ProcessGroupGloo.abort`` does
+    nothing in torch 2.13). Without it what is in flight here may wait for a rank that waits for
+    this one, until the push's deadline.
+
+    Args:
+        other: A rank that never sends what is asked for.
+    """
+    with contextlib.suppress(RuntimeError):
+        nothing = torch.empty(1, dtype=torch.uint8)
+        link.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 @dataclass

@@ -175,13 +175,14 @@ def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
     from trainer_side.pool.sender import Sender
     from trainer_side.pool.shards.packer import ShardPacker
+    from trainer_side.push_plan import Planner
     from trainer_side.pushing import Pushing
     from weft.transport.member import Attendance
     from weft.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
-            _before(Pushing, "_manifest", strike)
+            _before(Planner, "_manifest", strike)
         case "in rendezvous":
             _before(SendingRank, "_send_buckets", strike)
         case "at a bucket":
@@ -276,10 +277,10 @@ def _receiving(strike: Strike) -> None:
 
 
 def _copying(strike: Strike) -> None:
-    """In the thread that copies out of the sender's memory."""
-    from weft.transport.one_sided.memory_file import Mapping
+    """Where it copies out of the sender's memory, which is lent to it."""
+    from weft.transport import buckets
 
-    _before(Mapping, "copy", strike, _count(BUCKET, strike))
+    _before(buckets, "copy_digesting", strike, _count(BUCKET, strike))
 
 
 def _loading(strike: Strike) -> None:
@@ -300,11 +301,11 @@ def _loading(strike: Strike) -> None:
 
 
 def _vllm_replica(strike: Strike) -> None:
-    from rollout_side.vllm_engine.server.replica import VllmReplica
+    from rollout_side.vllm_engine.server.base_switch import BaseSwitch
 
     match strike.point:
         case "inside commit":  # the workers have loaded, the KV cache is still the old one
-            _before(VllmReplica, "_forget_old_base", strike)
+            _before(BaseSwitch, "_forget_old_base", strike)
 
 
 def _coordinator(strike: Strike) -> None:

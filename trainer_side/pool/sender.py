@@ -220,6 +220,10 @@ class Sender:
         """Whether the group can carry a further push."""
         return self._rank.usable
 
+    def wait_attended(self) -> None:
+        """See ``SendingRank``."""
+        self._rank.wait_attended()
+
     def send(
         self,
         source: Source | RunSource | ShardPush,

@@ -166,6 +166,16 @@ class SendingRank:
         """Whether the group can carry a further transfer."""
         return self._broken is None and self.successor is None
 
+    def wait_attended(self) -> None:
+        """Block until the coordinator attends this rank, some seconds at most: from then on it
+        knows at once if this process ends.
+
+        Raises:
+            TransferTimeoutError: It does not answer.
+            WeftError: It has refused this rank.
+        """
+        self._membership.attendance.wait_welcome()
+
     def send(self, sending: Sending) -> bytes:
         """Send every bucket that the receivers lack, each kept until all have verified it.
 

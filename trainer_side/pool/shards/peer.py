@@ -57,7 +57,9 @@ class Peer:
         return True
 
     def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
-        """Come to the group as its rank ``number``, unless this is there.
+        """Come to the group as its rank ``number``, unless this is there; blocks until the
+        coordinator attends it. It dies before that, and the other ranks find it gone as they
+        agree; or after, and the coordinator tells them: in between they would wait for it.
 
         Raises:
             PeerUnavailableError: The coordinator does not answer this machine.
@@ -72,6 +74,7 @@ class Peer:
         ticket = replace(ticket, rank=number, token=token)
         device = self._selection.device_of(ticket.backend)
         self._sender = Sender(ticket, device, self._credentials)
+        self._sender.wait_attended()
 
     @contextmanager
     def sending(
