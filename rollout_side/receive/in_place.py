@@ -30,6 +30,7 @@ from weft.contract.errors import (
 )
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 from weft.transport.buckets import Assembly, bucket_sums, start_bucket, start_runs
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class InPlaceBuffers:
             the later generation is paused.
     """
 
+    copies_lent = True
+
     def __init__(
         self,
         handoff: HandoffQueue,
@@ -161,10 +164,16 @@ class InPlaceBuffers:
         size = self._handoff.manifest.buckets[index].wire_bytes
         return self._buffers[index % len(self._buffers)][:size]
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
+        """See ``ReceiveBuffers``."""
+        return self._handoff.manifest.buckets[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        verified = start_bucket(wire, self._handoff.manifest, index, nonce)
+        verified = start_bucket(wire, self._handoff.manifest, index, nonce, arrived)
 
         def end() -> None:
             self._put(index, wire, verified())
@@ -213,6 +222,8 @@ class GatheringBuffers(InPlaceBuffers):
         given: As ``InPlaceBuffers`` has them.
     """
 
+    copies_lent = False
+
     def __init__(self, plan: SendPlan, lanes: LaneBuffers, *given: Any) -> None:
         super().__init__(*given)
         self._plan, self._lanes = plan, lanes
@@ -228,16 +239,24 @@ class GatheringBuffers(InPlaceBuffers):
         """See ``ReceiveBuffers``."""
         return self._lanes.wire(index)
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
+        """See ``ReceiveBuffers``."""
+        return self._plan.buckets[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         manifest, wire = self._handoff.manifest, self.wire(index)
         planned = self._plan.buckets[index]
         bucket, size = planned.bucket, planned.payload_bytes
         if bucket < self._num_put:  # it comes again, for a slower member
-            verified = start_runs(wire, size, manifest, index, nonce, bucket=bucket)
+            verified = start_runs(
+                wire, size, manifest, index, nonce, bucket=bucket, arrived=arrived
+            )
             return partial(self._drop, verified)
         into = Assembly(super().wire(bucket), [0] * len(manifest.buckets))
-        taken = take_runs(wire, size, manifest, index, nonce, into, bucket)
+        taken = take_runs(wire, size, manifest, index, nonce, into, bucket, arrived)
         return partial(self._gather, index, bucket, into.data, taken)
 
     def _drop(self, verified: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from rollout_side.receive.transfer import Prepared, ReceiveBuffers
+from weft.contract.errors import PeerUnavailableError
 from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.v1 import rendezvous_pb2 as pb
@@ -71,7 +72,8 @@ class _Course:
         self._num_posted = self._num_reported = first_bucket
         #: Receives that are posted, and buckets that are verified at the moment.
         self._held = dict.fromkeys(membership.lanes, 0)
-        self._verified: deque[tuple[int, Callable[[], None]]] = deque()
+        self._verified: deque[tuple[int, Operation, Callable[[], None]]] = deque()
+        self._arrived: Operation | None = None
         say, transfer_id = membership.progress.say, prepared.transfer_id
         self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
         self._waiting = partial(say, pb.ACTIVITY_WAITING, transfer_id)
@@ -92,7 +94,11 @@ class _Course:
             seconds = max(1.0, prepared.deadline - time.monotonic())
             wire = buffers.wire(self._num_posted)
             self._device, lane = wire.device, self._membership.lanes[sender]
-            self._posted.append(lane.broadcast(wire, seconds, self._forming))
+            # On the host a sender could change what is verified, and used after.
+            borrows = wire.is_cuda or buffers.copies_lent
+            tail_bytes = wire.numel() - buffers.payload_bytes(self._num_posted)
+            receive = partial(lane.broadcast, wire, seconds, self._forming)
+            self._posted.append(receive(borrows=borrows, tail_bytes=tail_bytes))
             self._held[sender] += 1
             self._num_posted += 1
 
@@ -103,13 +109,17 @@ class _Course:
 
     def await_bucket(self, index: int) -> None:
         """Block until the next bucket has arrived."""
-        self._posted.popleft().wait(self._prepared.deadline, partial(self._waiting, index))
+        self._arrived = self._posted.popleft()
+        self._arrived.wait(self._prepared.deadline, partial(self._waiting, index))
 
     def accept(self, index: int) -> None:
         """Begin to verify the bucket that has arrived, and settle the one before; on the host,
         where nothing happens meanwhile, this one too."""
-        end = self._buffers.accept(index, self._prepared.nonce)
-        self._verified.append((index, end))
+        arrived = self._arrived
+        assert arrived is not None  # ``await_bucket`` was called
+        end = self._buffers.accept(index, self._prepared.nonce, arrived.arrived)
+        self._arrived = None
+        self._verified.append((index, arrived, end))
         while len(self._verified) > int(self._device.type == "cuda"):
             self._settle_one()
 
@@ -120,14 +130,20 @@ class _Course:
 
     def abandon(self) -> None:
         """Block until nothing touches the buffers any more, but for what the group's lanes
-        receive."""
-        if self._verified and self._device.type == "cuda":
+        receive, nor what was lent."""
+        if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 torch.cuda.current_stream(self._device).synchronize()
+        arrived = [self._arrived] if self._arrived is not None else []
+        for operation in [*self._posted, *arrived, *[held[1] for held in self._verified]]:
+            with contextlib.suppress(PeerUnavailableError):
+                operation.give_back()
 
     def _settle_one(self) -> None:
-        index, end = self._verified.popleft()
+        index, operation, end = self._verified[0]
         end()
+        self._verified.popleft()
+        operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
         while self._num_reported < min(self._buffers.num_kept, index + 1):
             report = pb.BucketVerified(

@@ -21,6 +21,7 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.runs import carried_sizes
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 from weft.transport.buckets import Assembly, start_bucket
 from weft.transport.digest import content_digest
 
@@ -135,6 +136,8 @@ class StagingBuffers:
         second: Memory on that device for another copy, of the same layout as the segment.
     """
 
+    copies_lent = True
+
     def __init__(
         self,
         manifest: Manifest,
@@ -168,10 +171,16 @@ class StagingBuffers:
             return self._buffers[index % len(self._buffers)][:size]
         return self._data[self._starts[index] : self._starts[index] + size]
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
+        """See ``ReceiveBuffers``."""
+        return self._manifest.buckets[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire = self.wire(index)
-        verified = start_bucket(wire, self._manifest, index, nonce)
+        verified = start_bucket(wire, self._manifest, index, nonce, arrived)
 
         def end() -> None:
             digests = verified()
@@ -203,6 +212,8 @@ class RunBuffers:
         ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 
+    copies_lent = False
+
     def __init__(
         self,
         manifest: Manifest,
@@ -229,10 +240,16 @@ class RunBuffers:
         """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
         return self._buffers[index % len(self._buffers)][: self._sizes[index].wire_bytes]
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
+        """See ``ReceiveBuffers``."""
+        return self._sizes[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
         """See ``ReceiveBuffers``."""
         wire, size = self.wire(index), self._sizes[index].payload_bytes
-        taken = take_runs(wire, size, self._manifest, index, nonce, self._into)
+        taken = take_runs(wire, size, self._manifest, index, nonce, self._into, arrived=arrived)
 
         def end() -> None:
             self._carried.append(taken())

@@ -19,6 +19,7 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
 from weft.tracing import Span
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 
 T = TypeVar("T")
 
@@ -101,6 +102,9 @@ class ReceiveBuffers(Protocol):
     """Buckets of one sender whose receives may be posted before the first of them was
     accepted."""
 
+    copies_lent: bool
+    """Whether ``accept`` verifies a copy of what is lent, and not that."""
+
     @property
     def num_kept(self) -> int:
         """Buckets, from the first, that need not come again, whatever becomes of this group."""
@@ -116,9 +120,17 @@ class ReceiveBuffers(Protocol):
     def wire(self, index: int) -> torch.Tensor:
         """Where bucket ``index`` is received."""
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
+        """Bytes of it before its trailer."""
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
         """Begin to verify a bucket that has arrived; what is returned ends that, and puts it
         where it is wanted: it blocks till it is, and is called once, in the buckets' order.
+
+        Args:
+            arrived: How; what was lent is read until what is returned has ended.
 
         Raises:
             DigestMismatchError: Other bytes arrived than were sent; or what is returned does.

@@ -11,6 +11,7 @@ from rollout_side.receive.transfer import make_buffers
 from weft.contract.layout.manifest import Manifest, align_up
 from weft.contract.layout.runs import SLICE_ALIGN_BYTES, Run
 from weft.contract.layout.send_plan import SendPlan
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 from weft.transport.buckets import Assembly, start_runs
 
 
@@ -55,6 +56,8 @@ class PlannedBuffers:
         ahead: See ``ReceiveBuffers``.
     """
 
+    copies_lent = False
+
     def __init__(
         self,
         manifest: Manifest,
@@ -81,11 +84,18 @@ class PlannedBuffers:
         """See ``ReceiveBuffers``."""
         return self._lanes.wire(index)
 
-    def accept(self, index: int, nonce: int) -> Callable[[], None]:
+    def payload_bytes(self, index: int) -> int:
         """See ``ReceiveBuffers``."""
-        wire, planned = self.wire(index), self._plan.buckets[index]
+        return self._plan.buckets[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
+        """See ``ReceiveBuffers``."""
+        planned = self._plan.buckets[index]
         size, bucket = planned.payload_bytes, planned.bucket
-        taken = take_runs(wire, size, self._manifest, index, nonce, self._into, bucket)
+        wire = self.wire(index)
+        taken = take_runs(wire, size, self._manifest, index, nonce, self._into, bucket, arrived)
 
         def end() -> None:
             self._carried.append(taken())
@@ -105,15 +115,19 @@ def take_runs(
     nonce: int,
     into: Assembly,
     bucket: int | None = None,
+    arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], Carried]:
     """Begin to check a wire bucket that has arrived, and to copy its runs to their places; what
     is returned ends it. See ``start_runs`` and ``place_runs``."""
-    verified = start_runs(wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into)
+    verified = start_runs(
+        wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into, arrived=arrived
+    )
+    content = wire if arrived.lent is None else arrived.lent
 
     def end() -> Carried:
         runs, digests, is_placed = verified()
         if not is_placed:
-            place_runs(wire, manifest, runs, into)
+            place_runs(content, manifest, runs, into)
         return Carried(runs, digests)
 
     return end

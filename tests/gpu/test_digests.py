@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from weft.transport import digest, digest_kernel
-from weft.transport.digest import Part, Place, copy_parts, part_digests, tensor_digest
+from weft.transport.copied import Place, copied_words, copy_words, pack_tensors
+from weft.transport.digest import Part, part_digests, tensor_digest
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
 pytestmark = [
@@ -38,11 +39,41 @@ def test_parts_are_copied_as_they_are_digested() -> None:
         moved = part.at - part.first_byte
         own = payload[moved + first : moved + end].cpu()
         wanted[place.at + first : place.at + end] = own
-    assert copy_parts(payload, parts, places, target) == part_digests(payload.cpu(), parts)
+    copied = copy_words(payload, copied_words(parts, places), target)
+    assert copied is not None
+    assert copied.wait() == part_digests(payload.cpu(), parts)
     assert torch.equal(target.cpu(), wanted)
     odd = [place._replace(begin=place.begin + 1) for place in places]
-    assert copy_parts(payload, parts, odd, target) is None
+    assert copy_words(payload, copied_words(parts, odd), target) is None
     assert torch.equal(target.cpu(), wanted)
+
+
+def test_tensors_are_packed_as_they_are_digested() -> None:
+    if DRY:
+        pytest.skip("needs the kernel")
+    source = torch.randint(0, 256, (48 * MIB,), dtype=torch.uint8, device="cuda")
+    # Wherever a tensor lies, and whichever of its elements this is.
+    tensors = [source[8 : 8 + 33 * MIB], source[:0], source[34 * MIB + 24 : 34 * MIB + 24 + 4096]]
+    places = [Place(-512, 512, 512 + 33 * MIB), Place(0, 0, 0)]
+    places.append(Place(40 * MIB - 12 * MIB, 12 * MIB + 264, 12 * MIB + 264 + 4096))
+    payload = torch.zeros(41 * MIB, dtype=torch.uint8, device="cuda")
+    packed = pack_tensors(tensors, places, payload)
+    assert packed is not None
+    digests = packed.wait()
+    wanted = torch.zeros(41 * MIB, dtype=torch.uint8)
+    for tensor, place, digest_ in zip(tensors, places, digests, strict=True):
+        wanted[place.at + place.begin : place.at + place.end] = tensor.cpu()
+        # At a place within a block, the digest is that of a block that begins with zeros.
+        begin = place.begin // 256 * 256
+        content = torch.zeros(place.begin - begin + tensor.numel(), dtype=torch.uint8)
+        content[place.begin - begin :] = tensor.cpu()
+        assert digest_ == tensor_digest(content, first_byte=begin)
+    assert torch.equal(payload.cpu(), wanted)
+    odd = [place._replace(at=place.at + 4) for place in places]
+    assert pack_tensors(tensors, odd, payload) is None
+    assert pack_tensors([source[1:9]], [Place(0, 0, 8)], payload) is None
+    assert pack_tensors([source[:8].cpu()], [Place(0, 0, 8)], payload) is None
+    assert torch.equal(payload.cpu(), wanted)
 
 
 def test_buckets_of_all_kinds_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:

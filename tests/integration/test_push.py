@@ -84,7 +84,7 @@ def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path)
     ) as publisher:
         base = Model(seed=3)
         publisher.push_base(base)
-        peak = sum(b.numel() for b in publisher._client._sender._packer.buffers)
+        peak = sum(b.numel() for b in publisher._pushing._client._sender._packer.buffers)
         largest = max(p.numel() * 4 for p in base.parameters())
     assert same(engines[0].base, weights(base))
     assert same(engines[1].base, weights(base))
@@ -97,13 +97,13 @@ def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path)
 
 def test_group_is_kept_across_pushes_and_rebuilt_when_membership_changes(pool, engines, publisher):
     publisher.push_base(Model(1))
-    epoch = publisher._client._sender.ticket.epoch
+    epoch = publisher._pushing._client._sender.ticket.epoch
     publisher.push_base(Model(2))
-    assert publisher._client._sender.ticket.epoch == epoch
+    assert publisher._pushing._client._sender.ticket.epoch == epoch
     late = EngineDouble(weights(Model()))
     pool.add_replica("replica-9", late)
     publisher.push_base(Model(3))
-    assert publisher._client._sender.ticket.epoch > epoch
+    assert publisher._pushing._client._sender.ticket.epoch > epoch
     assert same(late.base, weights(Model(3)))
     pool.remove_replica("replica-0")
     publisher.push_base(Model(4))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
 from trainer_side.ranks import SENDER, Ranks
@@ -169,7 +169,7 @@ class _Places:
                 self._dtensors = DTensorPlaces(self._rank_of)
             placed: Sharded | Gathered = self._dtensors.of(param)
             return placed
-        return Sharded(param.shape, param.dtype, (Run(SENDER, 0, param.numel()),), param)
+        return Sharded(param.shape, param.dtype, (HeldRun(SENDER, 0, param.numel()),), param)
 
 
 def _walked(

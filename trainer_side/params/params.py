@@ -120,3 +120,9 @@ class WholeParams:
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``."""
         return ((name, tensor.detach()) for name, tensor in self._tensors.items())
+
+
+def lying_param(params: Params, name: str) -> torch.Tensor | None:
+    """A parameter that lies whole in this process as it is, by reference; None where it is put
+    together or computed."""
+    return params.whole(name).detach() if type(params) is WholeParams else None

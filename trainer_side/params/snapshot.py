@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks import SENDER
 
 
@@ -119,7 +119,7 @@ def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> 
             kept[name] = replace(param, local=local)
         else:
             whole = param.gather()
-            runs = (Run(SENDER, 0, param.shape.numel()),)
+            runs = (HeldRun(SENDER, 0, param.shape.numel()),)
             own = memory.copy(whole) if params.ranks.rank == SENDER else None
             kept[name] = Sharded(param.shape, param.dtype, runs, own)
     return ShardedParams(kept, params.kind, params.ranks)

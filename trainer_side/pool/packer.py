@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from trainer_side.pool.finite import check_finite
-from trainer_side.sources.source import Source
+from trainer_side.sources.source import LyingSource, Source
 from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
 from weft.transport.backends import allocate
 from weft.transport.buckets import seal_bucket, whole_parts
-from weft.transport.digest import part_digests
+from weft.transport.copied import Place, pack_tensors
+from weft.transport.copied_on_host import PIECE_BYTES, pack_digesting
+from weft.transport.digest import Digests, start_digests
 from weft.transport.group import CPU, window
 
 
@@ -86,15 +88,34 @@ class Packer:
         bucket = self.manifest.buckets[index]
         buffer = self._buffer(index)
         first = self._firsts[index]
-        source.read(first, bucket.num_tensors, self._views[index])
         payload = buffer[: bucket.payload_bytes]
         # What follows a tensor in its last block is digested with it.
         if self._paddings[index]:
             torch._foreach_zero_(self._paddings[index])
+        begun = self._pack_lying(index, payload, source)
+        if begun is None:
+            source.read(first, bucket.num_tensors, self._views[index])
+        if begun is None:
+            begun = start_digests(payload, whole_parts(self.manifest, index))
         if finite:
             check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
-        digests = part_digests(payload, whole_parts(self.manifest, index))
+        digests = begun.wait()
         return seal_bucket(self.wire(index), len(payload), nonce, index, digests), digests
+
+    def _pack_lying(self, index: int, payload: torch.Tensor, source: Source) -> Digests | None:
+        """Copy and digest in one reading what lies on the payload's device as it travels; None,
+        and nothing was done, where not all does, or nothing is gained."""
+        views, first = self._views[index], self._firsts[index]
+        if not isinstance(source, LyingSource) or not is_worth_it(views):
+            return None
+        held = source.by_reference(first, len(views))
+        found = lying(held, [view.dtype for view in views])
+        if found is not None and not payload.is_cuda:
+            digests = pack_digesting(found, views, payload, whole_parts(self.manifest, index))
+            return None if digests is None else Digests(digests)
+        slots = self.manifest.tensors[first : first + len(views)]
+        places = [Place(slot.offset_bytes, 0, slot.meta.num_bytes) for slot in slots]
+        return None if found is None else pack_tensors(found, places, payload)
 
     def wire(self, index: int) -> torch.Tensor:
         """The uint8 wire bytes of a bucket that was packed and is still held; no copy."""
@@ -113,6 +134,19 @@ class Packer:
 
     def _buffer(self, index: int) -> torch.Tensor:
         return self.buffers[index % len(self.buffers)]
+
+
+def is_worth_it(views: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are copied and digested in one reading: on the host, where any is large."""
+    return any(view.is_cuda or view.nbytes >= PIECE_BYTES for view in views)
+
+
+def lying(
+    held: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor] | None:
+    """Tensors that are all there, in the dtypes that they travel in; else None."""
+    found = [t for t, dtype in zip(held, dtypes, strict=True) if t is not None and t.dtype == dtype]
+    return found if len(found) == len(held) else None
 
 
 def made_buffers(

@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
-from trainer_side.params.params import Params, copy_into, whole_tensors
+from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
 from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
@@ -117,6 +117,14 @@ class ModuleSource:
             )
         if first + count == len(self._index):
             self._converted = None
+
+    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
+        """See ``LyingSource``."""
+        groups = [group for group, _ in self._index[first : first + count]]
+        return [
+            lying_param(self._params, group.sources[0]) if group.is_identity else None
+            for group in groups
+        ]
 
     def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
         """The group's checkpoint tensors; None at ranks that only give what they hold."""

@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.params.params import copy_into
 from trainer_side.params.sharding.elements import Elements
-from trainer_side.params.sharding.sharded import Run as HeldRun
+from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
 from weft.contract.layout.runs import Run, why_not
@@ -99,19 +99,23 @@ class ShardSource:
         """
         views: list[torch.Tensor] = []
         tensors: list[torch.Tensor] = []
-        for run, out in zip(runs, outs, strict=True):
-            each = self._elements[run.tensor]
-            if each is None:
-                held: torch.Tensor | None = self._whole[run.tensor].view(-1)
-            else:
-                held = each.held(self._numbers[run])
+        for run, out, held in zip(runs, outs, self.by_reference(runs), strict=True):
             if held is not None:
                 views.append(out)
                 tensors.append(held)
-            elif each is not None:
+            elif (each := self._elements[run.tensor]) is not None:
                 each.fill(self._numbers[run], out)
         if views:
             copy_into(views, tensors)
+
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """Elements that this rank holds, where they lie: 1-D, in their own dtypes; None of those
+        that are computed."""
+        return [self._held(run) for run in runs]
+
+    def _held(self, run: Run) -> torch.Tensor | None:
+        each = self._elements[run.tensor]
+        return self._whole[run.tensor].view(-1) if each is None else each.held(self._numbers[run])
 
 
 def shard_source(source: Source, ranks: Ranks) -> ShardSource | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from trainer_side.params.params import Params, WholeParams
+from trainer_side.params.params import Params, WholeParams, lying_param
 from trainer_side.params.sharding.elements import Elements, held_elements
 from weft.contract.errors import InvalidManifestError
 from weft.contract.layout.tensors import DataType, TensorMeta
@@ -46,6 +46,14 @@ class Source(Protocol):
 
         Blocks for the copies.
         """
+
+
+@runtime_checkable
+class LyingSource(Source, Protocol):
+    """A source some of whose tensors lie in this process's memory, whole."""
+
+    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
+        """Those of a range that do, where they lie and in their own dtypes; None of the others."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,10 @@ class ParamsSource:
         """See ``Source.read``."""
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
+
+    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
+        """See ``LyingSource``."""
+        return [lying_param(self._params, name) for name in self._names[first : first + count]]
 
 
 def tensor_source(

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft.contract.errors import UnsupportedError
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
 from weft.transport.one_sided.memory_file import allocate as allocate_file
@@ -59,6 +60,18 @@ class Work(Protocol):
     def done(self) -> bool:
         """Whether the library has let go of the buffer."""
 
+    @property
+    def arrived(self) -> Arrived:
+        """How the bytes have arrived, once it has ended; until ``give_back``."""
+
+    def give_back(self) -> None:
+        """Nothing reads what was lent any more, nor will; called in any case where a broadcast
+        borrows.
+
+        Raises:
+            RuntimeError: The sender has left: it may have changed the bytes meanwhile.
+        """
+
     def wake(self) -> None:
         """End ``wait_until`` early."""
 
@@ -71,7 +84,14 @@ class Backend(Protocol):
         """Whether ``broadcast`` returns at once; else it blocks till all members take part
         in it, or ``abort`` is called."""
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
+    ) -> Work:
         """Begin to send or receive; see ``SideGroup.broadcast``."""
 
     def abort(self) -> None:
@@ -193,6 +213,11 @@ class _GlooWork:
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
+    arrived = IN_ITS_BUFFER
+
+    def give_back(self) -> None:
+        pass
+
     def wake(self) -> None:
         self._ended.set()
 
@@ -214,7 +239,14 @@ class _Gloo:
     #: Threads of its own connect.
     is_formed = True
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
+    ) -> Work:
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.timeout = timedelta(seconds=timeout_seconds)
@@ -252,6 +284,11 @@ class _NcclWork:
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
+    arrived = IN_ITS_BUFFER
+
+    def give_back(self) -> None:
+        pass
+
     def wake(self) -> None:
         self._woken = True
 
@@ -279,7 +316,14 @@ class _Nccl:
         self._ending: threading.Thread | None = None
         self.is_formed = False
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> Work:
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
+    ) -> Work:
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         with torch.cuda.device(self._device):

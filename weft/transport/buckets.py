@@ -26,7 +26,12 @@ from weft.contract.layout.manifest import (
 )
 from weft.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft.contract.layout.tensors import TensorMeta
-from weft.transport.digest import Fetched, Part, Place, copy_parts, joined, start_digests
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived
+from weft.transport.copied import Place, copied_words, copy_words
+from weft.transport.copied_on_host import copy_digesting
+from weft.transport.digest import Digests, Part, joined, start_digests
+from weft.transport.digest_kernel import Words
+from weft.transport.to_host import Fetched
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:
@@ -91,19 +96,38 @@ def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int
 
 
 def start_bucket(
-    wire: torch.Tensor, manifest: Manifest, index: int, nonce: int
+    wire: torch.Tensor,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], list[int]]:
     """Begin ``verify_bucket``; what is returned ends it. In between a GPU works on it, on the
-    calling thread's current stream."""
+    calling thread's current stream.
+
+    Args:
+        arrived: How; what was lent is copied to ``wire`` as it is digested, each word read once.
+    """
+    lent = arrived.lent
     size = manifest.buckets[index].payload_bytes
-    digests = start_digests(wire[:size], whole_parts(manifest, index))
-    trailer = Fetched(wire[size : size + TRAILER_BYTES])
+    parts, digests = whole_parts(manifest, index), None
+    if lent is not None:
+        if lent.is_cuda:
+            places = [Place(part.at, 0, part.num_bytes) for part in parts]
+            digests = copy_words(lent[:size], copied_words(parts, places), wire)
+        else:
+            digests = Digests(copy_digesting(lent[:size], parts, wire[:size]))
+        rest = 0 if digests is None else size
+        wire[rest:].copy_(lent[rest:], non_blocking=True)
+    digests = digests or start_digests(wire[:size], parts)
+    tail = _start_tail(wire, size, arrived)
 
     def end() -> list[int]:
         found = digests.wait()
         digest = xxhash.xxh3_64_intdigest(joined(found))
-        own = trailer.wait().numpy().data
-        check_trailer(own, digest=digest, nonce=nonce, bucket=index, payload_bytes=size)
+        check_trailer(
+            tail()[:TRAILER_BYTES], digest=digest, nonce=nonce, bucket=index, payload_bytes=size
+        )
         return found
 
     return end
@@ -144,6 +168,7 @@ def start_runs(
     *,
     bucket: int | None = None,
     into: Assembly | None = None,
+    arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], Verified]:
     """Begin to check a bucket that lists its runs; what is returned ends it. In between a GPU
     works on it, on the calling thread's current stream.
@@ -158,17 +183,18 @@ def start_runs(
         index, nonce: That its trailer must say.
         bucket: Of the layout, that its runs must lie in; None for any.
         into: Where the runs' places are.
+        arrived: How; what was lent is read until what is returned has ended.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent, or runs that its plan does not
             name, of which nothing was copied.
     """
-    tail = wire[payload_bytes:].cpu().numpy().tobytes()
+    tail = _start_tail(wire, payload_bytes, arrived)()
     listed = _listed(tail[TRAILER_BYTES:], manifest, payload_bytes, index, bucket)
-    payload, copied = wire[:payload_bytes], None
+    content = wire if arrived.lent is None else arrived.lent
+    payload, copied = content[:payload_bytes], None
     if into is not None:
-        places = [place._replace(at=place.at + into.starts[b]) for b, place in listed.places]
-        copied = copy_parts(payload, listed.parts, places, into.data)
+        copied = copy_words(payload, listed.words_into(into.starts), into.data)
     digests = copied or start_digests(payload, listed.parts)
 
     def end() -> Verified:
@@ -185,6 +211,15 @@ def start_runs(
     return end
 
 
+def _start_tail(wire: torch.Tensor, payload_bytes: int, arrived: Arrived) -> Callable[[], bytes]:
+    """Begin to bring what follows a bucket's payload to the host; what is returned ends it."""
+    if (tail := arrived.tail) is not None:
+        return lambda: tail
+    content = wire if arrived.lent is None else arrived.lent
+    fetched = Fetched(content[payload_bytes:], arrived=True)
+    return lambda: fetched.wait().numpy().tobytes()
+
+
 class _Listed(NamedTuple):
     """The runs of a bucket, and what follows from them."""
 
@@ -192,6 +227,18 @@ class _Listed(NamedTuple):
     parts: list[Part]
     places: list[tuple[int, Place]]
     """Of each run: its bucket of the layout, and where in that it belongs."""
+    words: Lru[tuple[int, ...], tuple[Words, ...] | None]
+    """What ``words_into`` has found."""
+
+    def words_into(self, starts: Sequence[int]) -> tuple[Words, ...] | None:
+        """Where the words go, if the layout's buckets begin there; see ``copied_words``. Kept:
+        to find out takes longer than the copying."""
+        key = tuple(starts[bucket] for bucket in sorted({bucket for bucket, _ in self.places}))
+        with _known_lock:
+            if key not in self.words:
+                places = [place._replace(at=place.at + starts[b]) for b, place in self.places]
+                self.words.put(key, copied_words(self.parts, places))
+            return self.words.get(key)
 
 
 def _listed(
@@ -210,12 +257,14 @@ def _listed(
                     f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
                     f"plan says {bucket}"
                 )
-        known = _Listed(runs, run_parts(manifest, runs), places)
+        known = _Listed(runs, run_parts(manifest, runs), places, Lru(_MAX_STARTS))
         with _known_lock:
             _known.put(key, known)
     return known
 
 
+# Targets that buckets are put together in at a time: a segment, or memory for one bucket each.
+_MAX_STARTS = 4
 _known: Lru[tuple[bytes, bytes, int, int, int | None], _Listed] = Lru(128)
 _known_lock = threading.Lock()
 

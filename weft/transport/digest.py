@@ -30,6 +30,7 @@ from weft.transport.digest_weights import (
     rows_at,
     rows_from,
 )
+from weft.transport.to_host import Fetched
 
 _MASK = 2**64 - 1
 # A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
@@ -56,17 +57,6 @@ class Part(NamedTuple):
     """Of each row of a slice, which lie one behind the other; 0 of contiguous bytes."""
     stride_bytes: int = 0
     """In the tensor, from the beginning of one row of a slice to that of the next."""
-
-
-class Place(NamedTuple):
-    """Where bytes of a part's tensor are copied to; in bytes."""
-
-    at: int
-    """Of the tensor's first byte."""
-    begin: int
-    """The first byte of the tensor that is copied."""
-    end: int
-    """The byte behind the last that is."""
 
 
 class _Piece(NamedTuple):
@@ -116,12 +106,30 @@ def tensor_digest(
         going_on: Asked now and then on a CPU; what comes of it means nothing once it says no.
     """
     num, first = content.numel() // 8, first_byte // 8
-    total = _contiguous(content[: num * 8].view(torch.int64), first, going_on)
+    words = content[: num * 8].view(torch.int64)
+    total = _contiguous(words, first, lambda begin, end: going_on())
     if num * 8 < content.numel():
         last = torch.zeros(8, dtype=torch.uint8, device=content.device)
         last[: content.numel() - num * 8] = content[num * 8 :]
         total = total + _contiguous(last.view(torch.int64), first + num)
     return int(total.item()) & _MASK
+
+
+def filled_digest(content: torch.Tensor, first_byte: int, fill: Callable[[int, int], None]) -> int:
+    """As ``tensor_digest`` of memory of the host that is filled meanwhile: what has just been
+    written is read while it is in the core's cache.
+
+    Args:
+        content: Whole words.
+        fill: Called before bytes of it are read, with the first and the one behind the last;
+            ascending, without gaps.
+    """
+
+    def before(begin: int, end: int) -> bool:
+        fill(8 * begin, 8 * end)
+        return True
+
+    return int(_contiguous(content.view(torch.int64), first_byte // 8, before)) & _MASK
 
 
 def warm() -> None:
@@ -155,26 +163,6 @@ class Digests:
             for owner, value in zip(self._owners, self._found.wait().tolist(), strict=True):
                 self._values[owner] = (self._values[owner] + value) & _MASK
         return self._values
-
-
-class Fetched:
-    """A tensor on its way to the host, from a GPU's current stream; at once where it lies there.
-
-    Args:
-        tensor: Not written to before it is there.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._event = tensor.to("cpu", non_blocking=True), None
-        if tensor.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def wait(self) -> torch.Tensor:
-        """Block until it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor
 
 
 def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
@@ -225,44 +213,20 @@ def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
     return Digests(digests, owners, torch.cat(sums) if sums else None)
 
 
-def copy_parts(
-    payload: torch.Tensor, parts: Sequence[Part], places: Sequence[Place], target: torch.Tensor
-) -> Digests | None:
-    """As ``start_digests``, and copies the parts on in the same reading; None, and nothing was
-    done, where that cannot be had.
-
-    Args:
-        places: Of each part.
-        target: uint8, 1-D, contiguous.
-    """
-    if (
-        _is_host(payload.device)
-        or target.device != payload.device
-        or any(part.row_bytes for part in parts)
-        or any((place.at | place.begin | place.end) % 8 for place in places)
-        or not digest_kernel.works(payload.device)
-    ):
-        return None
-    words = tuple(
-        [
-            digest_kernel.Words(*[n // 8 for n in (*part[:3], *place)])
-            for part, place in zip(parts, places, strict=True)
-        ]
-    )
-    own = target[: target.numel() // 8 * 8].view(torch.int64)
-    found = digest_kernel.sums(payload.view(torch.int64), words, own)
-    return Digests([0] * len(parts), range(len(parts)), found)
-
-
 # -- what is contiguous, by itself -----------------------------------------------------------
 
 
+#: Called before words are read, with the first and the one behind the last; whether to go on.
+_Before = Callable[[int, int], bool]
+
+
 def _contiguous(
-    words: torch.Tensor, first: int, going_on: Callable[[], bool] = lambda: True
+    words: torch.Tensor, first: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
     """The sum of words that follow one another from any place in their tensor on."""
     num, device = len(words), words.device
     if _is_host(device) and first + num <= NUM_WRITTEN_ROWS * WIDTH:
+        before(0, num)
         return torch.dot(words, first_weights(device)[first : first + num])
     total = torch.zeros((), dtype=torch.int64, device=device)
     at = 0
@@ -270,13 +234,18 @@ def _contiguous(
         row, column = divmod(first + at, WIDTH)
         if column or num - at < WIDTH:
             now = min(num - at, WIDTH - column)
+            before(at, at + now)
             weights = column_weights(device)[column : column + now] + rows_from(device, row)[0]
             total += (words[at : at + now] * weights).sum()
         else:
             now = (num - at) // WIDTH * WIDTH
-            total += _whole_rows(words[at : at + now], row, going_on)
+            total += _whole_rows(words[at : at + now], row, _later(before, at))
         at += now
     return total
+
+
+def _later(before: _Before, at: int) -> _Before:
+    return lambda begin, end: before(at + begin, at + end)
 
 
 # -- what is large: few kernels for each ---------------------------------------------------
@@ -318,7 +287,7 @@ def _rest(piece: _Piece, num: int) -> list[_Piece]:
 
 
 def _whole_rows(
-    words: torch.Tensor, first_row: int, going_on: Callable[[], bool] = lambda: True
+    words: torch.Tensor, first_row: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
     """The sum of whole rows, as two plain sums over the rows and the columns of a matrix:
     nothing of their size is made, and int64 arithmetic wraps around as it should."""
@@ -328,9 +297,9 @@ def _whole_rows(
     by_column = torch.zeros(WIDTH, dtype=torch.int64, device=device)
     columns = torch.empty_like(by_column)
     for first in range(0, len(matrix), step):
-        if not going_on():
-            break
         rows = matrix[first : first + step]
+        if not before(first * WIDTH, (first + len(rows)) * WIDTH):
+            break
         by_column += torch.sum(rows, 0, out=columns)  # the faster of the two to read from memory
         torch.sum(rows, 1, out=by_row[first : first + step])
     total = _weighed(by_column, column_weights(device))

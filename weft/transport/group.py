@@ -21,6 +21,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft.transport.arrived import Arrived
 from weft.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -128,6 +129,23 @@ class Operation:
         """Whether the backend has let go of the buffer."""
         return self._work.done
 
+    @property
+    def arrived(self) -> Arrived:
+        """After ``wait``, of a receive: how the bytes have arrived."""
+        return self._work.arrived
+
+    def give_back(self) -> None:
+        """Let the sender use its memory again; due in any case of a receive that borrows, once
+        nothing reads there any more.
+
+        Raises:
+            PeerUnavailableError: The sender has left: it may have changed the bytes meanwhile.
+        """
+        try:
+            self._work.give_back()
+        except RuntimeError as error:
+            raise PeerUnavailableError(f"the side group broke: {error}") from error
+
     def wake(self) -> None:
         """End ``wait`` early; it then asks the group why."""
         self._work.wake()
@@ -176,6 +194,9 @@ class SideGroup:
         buffer: torch.Tensor,
         timeout_seconds: float,
         forming: Callable[[], None] = _silent,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
     ) -> Operation:
         """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
         first one of a backend that connects its members in it.
@@ -186,6 +207,9 @@ class SideGroup:
 
         Args:
             forming: Called at least every ``SPEAK_SECONDS`` while it connects.
+            borrows: Of a receive: whether the bytes may stay in the sender's memory; see
+                ``Operation.arrived``.
+            tail_bytes: Of a receive: how many of the last are wanted on the host.
 
         Raises:
             PeerUnavailableError: The group could not be formed.
@@ -198,7 +222,9 @@ class SideGroup:
         # Outside the lock: forming may take long, and ``abort`` must get in meanwhile.
         try:
             if backend.is_formed:
-                work = backend.broadcast(buffer, timeout_seconds)
+                work = backend.broadcast(
+                    buffer, timeout_seconds, borrows=borrows, tail_bytes=tail_bytes
+                )
             else:
                 work = self._form(backend, buffer, timeout_seconds, forming)
         except RuntimeError as error:

@@ -133,7 +133,14 @@ def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.Monke
     class Backend:
         is_formed = False
 
-        def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> SlowWork:
+        def broadcast(
+            self,
+            buffer: torch.Tensor,
+            timeout_seconds: float,
+            *,
+            borrows: bool = False,
+            tail_bytes: int = 0,
+        ) -> SlowWork:
             assert formed.wait(10.0)
             self.is_formed = True
             return SlowWork(1)

@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 
 from trainer_side.params.params import Params
-from trainer_side.params.sharding.sharded import Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import HeldRun, Sharded, ShardedParams
 
 
 class Elements(Protocol):
     """One parameter, as the ranks hold it."""
 
     @property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[HeldRun]:
         """Every element once, whoever holds it; the same on every rank."""
 
     def held(self, number: int) -> torch.Tensor | None:
@@ -40,7 +40,7 @@ class HeldElements:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[HeldRun],
         rank: int,
         local: torch.Tensor | None,
         spans: Sequence[tuple[int, int]],
@@ -69,7 +69,7 @@ class HeldElements:
         Args:
             blocks: First element and the one behind the last of each; ascending, disjoint.
         """
-        runs: list[list[Run]] = [[] for _ in blocks]
+        runs: list[list[HeldRun]] = [[] for _ in blocks]
         spans: list[list[tuple[int, int]]] = [[] for _ in blocks]
         ends = [end for _, end in blocks]
         own = iter(self._spans)
@@ -94,7 +94,7 @@ def held_by(param: Sharded, rank: int) -> HeldElements:
     return HeldElements(param.runs, rank, param.local, list(pairwise([0, *ends])))
 
 
-def _within(run: Run, begin: int, end: int) -> Iterator[tuple[Run, int]]:
+def _within(run: HeldRun, begin: int, end: int) -> Iterator[tuple[HeldRun, int]]:
     """The elements of a run that lie in a block, as the block counts them; and how many of the
     run's come before."""
     stride = run.stride or run.numel
@@ -107,9 +107,9 @@ def _within(run: Run, begin: int, end: int) -> Iterator[tuple[Run, int]]:
         rows = (end - first - run.numel) // stride + 1  # that end in the block
         rows = min(rows, run.repeats - row) if low == first else 1
         if rows > 1:
-            yield Run(run.rank, low - begin, run.numel, run.stride, rows), at
+            yield HeldRun(run.rank, low - begin, run.numel, run.stride, rows), at
         else:
-            yield Run(run.rank, low - begin, high - low), at
+            yield HeldRun(run.rank, low - begin, high - low), at
         row += max(1, rows)
 
 

@@ -40,6 +40,9 @@ class Filling(Protocol):
             outs: A view for each, 1-D, contiguous, of the dtype that travels; overwritten.
         """
 
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """Elements where they lie, 1-D, in their own dtypes; None of those that do not."""
+
 
 class Givers:
     """The ranks that hand over to this one, as it takes from them; see ``Filling``.
@@ -84,6 +87,11 @@ class Givers:
             if self._due[rank]:
                 self._ask(rank)  # it fills the next while this one is sent
             copy_into([outs[i] for i in theirs], self._message.views)
+
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """See ``Filling``."""
+        is_own = not any(run in self._holders for run in runs)
+        return self._source.by_reference(runs) if is_own else [None] * len(runs)
 
     def end(self) -> None:
         """Let go of those that still wait to be asked, whether the link lives or not."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trainer_side.pool.finite import check_finite
-from trainer_side.pool.packer import made_buffers
+from trainer_side.pool.packer import is_worth_it, lying, made_buffers
 from trainer_side.pool.shards.hand_over import Filling
 from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import Manifest, TensorSlot
@@ -15,7 +16,9 @@ from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.layout.tensors import TensorMeta
 from weft.transport.buckets import run_parts, seal_bucket
-from weft.transport.digest import Part, part_digests
+from weft.transport.copied import Place, pack_tensors
+from weft.transport.copied_on_host import pack_digesting
+from weft.transport.digest import Digests, Part, start_digests
 from weft.transport.group import CPU
 
 
@@ -87,10 +90,13 @@ class ShardPacker:
         edges = [edge for place in places for edge in _edges(payload, place)]
         if edges:
             torch._foreach_zero_(edges)
-        source.fill([place.run for place in places], [place.view for place in places])
+        begun = _pack_lying(payload, places, source)
+        if begun is None:
+            source.fill([place.run for place in places], [place.view for place in places])
+            begun = start_digests(payload, [place.part for place in places])
         if finite:
             check_finite(payload, [place.slot for place in places])
-        digests = part_digests(payload, [place.part for place in places])
+        digests = begun.wait()
         for place, digest in zip(places, digests, strict=True):
             totals[place.run.tensor] = (totals[place.run.tensor] + digest) % 2**64
         return seal_bucket(
@@ -130,6 +136,27 @@ class ShardPacker:
 
     def _buffer(self, nth: int) -> torch.Tensor:
         return self.buffers[nth % len(self.buffers)]
+
+
+def _pack_lying(payload: torch.Tensor, places: Sequence[_Place], source: Filling) -> Digests | None:
+    """Copy and digest in one reading what lies on the payload's device as it travels; None, and
+    nothing was done, where not all does, or nothing is gained."""
+    views = [place.view for place in places]
+    if not is_worth_it(views) or any(place.run.repeats > 1 for place in places):
+        return None
+    held = source.by_reference([place.run for place in places])
+    found = lying(held, [view.dtype for view in views])
+    if found is None:
+        return None
+    if not payload.is_cuda:
+        digests = pack_digesting(found, views, payload, [place.part for place in places])
+        return None if digests is None else Digests(digests)
+    return pack_tensors(found, [_place(place) for place in places], payload)
+
+
+def _place(place: _Place) -> Place:
+    first = place.run.first * place.view.element_size()
+    return Place(place.slot.offset_bytes - first, first, first + place.slot.meta.num_bytes)
 
 
 def _edges(payload: torch.Tensor, place: _Place) -> list[torch.Tensor]:

@@ -69,6 +69,10 @@ def uuid_of(device_index: int) -> bytes:
     return uuid.UUID(text.removeprefix("GPU-")).bytes
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def is_visible(gpu: bytes) -> bool:
     """Whether this process sees the GPU of that UUID."""
     return any(uuid_of(index) == gpu for index in range(torch.cuda.device_count()))
@@ -101,9 +105,8 @@ class DeviceBlock:
             self.address = int(pointer.value or 0)
             weakref.finalize(self, _free, self.address, device).atexit = False
             _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
-        index = torch.cuda.current_device() if device.index is None else device.index
         self._offer = ExportDevice(
-            self.export_id, self.num_bytes, uuid_of(index), ctypes.string_at(
+            self.export_id, self.num_bytes, uuid_of(_index(device)), ctypes.string_at(
                 ctypes.byref(handle), _HANDLE_BYTES
             )
         )  # fmt: skip
@@ -123,13 +126,7 @@ class DeviceView:
 
     def __init__(self, block: DeviceBlock, num_bytes: int) -> None:
         self.block = block
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (block.address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = _interface(block.address, num_bytes)
 
     @property
     def export_id(self) -> int:
@@ -139,6 +136,17 @@ class DeviceView:
     def offer(self) -> tuple[ExportDevice, None]:
         """Of its block."""
         return self.block.offer()
+
+
+def _interface(address: int, num_bytes: int) -> dict[str, object]:
+    """Of bytes on a GPU, as torch asks for it."""
+    return {
+        "shape": (num_bytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "strides": None,
+        "version": 3,
+    }
 
 
 # By the address that they begin at.
@@ -172,6 +180,13 @@ def view_of(tensor: torch.Tensor) -> tuple[DeviceView, int] | None:
     return view, tensor.data_ptr() - begin
 
 
+class _Lent:
+    """Of a peer's memory what is read in place."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = _interface(address, num_bytes)
+
+
 class DeviceMapping:
     """A peer's block, mapped; see ``memory_file.Mapping``.
 
@@ -200,6 +215,7 @@ class DeviceMapping:
             )
         self._address, self._device = int(pointer.value or 0), device
         self._num_bytes = export.num_bytes
+        self._is_near = device.type == "cuda" and export.gpu == uuid_of(_index(device))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copy(
@@ -221,10 +237,38 @@ class DeviceMapping:
             OneSidedError: There are not so many.
         """
         check()
-        end = first_byte + target.numel()
+        self._check_size(first_byte, target.numel())
+        copy_to(target, self._address + first_byte, self._stream, after)
+
+    def read(self, first_byte: int, num_bytes: int) -> bytes:
+        """A few bytes, brought to the host; blocks.
+
+        Raises:
+            OneSidedError: There are not so many.
+        """
+        self._check_size(first_byte, num_bytes)
+        is_cuda = self._device.type == "cuda"
+        target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        with _on(self._device):
+            copy_to(target, self._address + first_byte, self._stream, None)
+        return target.numpy().tobytes()
+
+    def lent(self, first_byte: int, num_bytes: int) -> torch.Tensor | None:
+        """Bytes where they lie, to be read by this GPU's kernels while this is mapped; None if
+        they lie on another: what waits for a link must not occupy this one.
+
+        Raises:
+            OneSidedError: There are not so many.
+        """
+        if not self._is_near:
+            return None
+        self._check_size(first_byte, num_bytes)
+        return torch.as_tensor(_Lent(self._address + first_byte, num_bytes), device=self._device)
+
+    def _check_size(self, first_byte: int, num_bytes: int) -> None:
+        end = first_byte + num_bytes
         if end > self._num_bytes:
             raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {self._num_bytes:,}")
-        copy_to(target, self._address + first_byte, self._stream, after)
 
     def close(self) -> None:
         """Unmap it."""

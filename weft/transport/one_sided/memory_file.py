@@ -8,12 +8,13 @@ against being written by others, where the kernel can.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -132,9 +133,7 @@ class Mapping:
         Raises:
             OneSidedError: There are not so many.
         """
-        end = first_byte + target.numel()
-        if end > len(self.content):
-            raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {len(self.content):,}")
+        self._check_within(first_byte, target.numel())
         if target.is_cuda:
             check()
             stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
@@ -146,6 +145,35 @@ class Mapping:
             piece = into[at : at + _COPIED_BYTES]
             begin = first_byte + at
             np.copyto(piece, self.content[begin : begin + len(piece)])
+
+    def read(self, first_byte: int, num_bytes: int) -> bytes:
+        """A few bytes.
+
+        Raises:
+            OneSidedError: There are not so many.
+        """
+        end = first_byte + num_bytes
+        if end > len(self.content):
+            raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {len(self.content):,}")
+        return self.content[first_byte:end].tobytes()
+
+    def lent(self, first_byte: int, num_bytes: int) -> torch.Tensor | None:
+        """Bytes where they lie, to be read only: they are the sender's.
+
+        Raises:
+            OneSidedError: There are not so many.
+        """
+        self._check_within(first_byte, num_bytes)
+        # As writable memory, though it is not: of what is not, torch makes no tensor.
+        begin = self.content.ctypes.data + first_byte
+        memory: Any = (ctypes.c_ubyte * num_bytes).from_address(begin)
+        memory.mapped = self.content  # lives as long as the tensor
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _check_within(self, first_byte: int, num_bytes: int) -> None:
+        end = first_byte + num_bytes
+        if not 0 <= first_byte <= end <= len(self.content):
+            raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {len(self.content):,}")
 
     def close(self) -> None:
         """Nothing: it is unmapped with its last reference."""

@@ -7,7 +7,8 @@ import logging
 import os
 import selectors
 import threading
-from collections import deque
+from collections import Counter, deque
+from functools import partial
 
 import torch
 
@@ -38,6 +39,8 @@ _MAX_READY = 64
 _SENDER = 0
 _CONNECT_SECONDS = 10.0
 _WELCOME_SECONDS = 30.0
+# What is lent is read by kernels of a GPU, which end.
+_RETURN_SECONDS = 60.0
 
 
 class Receiving:
@@ -54,6 +57,9 @@ class Receiving:
         #: While its first answer is awaited. Later it is closed by the thread alone, once all
         #: is unmapped: by that the sender knows that it may free its memory.
         self._channel: Channel | None = None
+        #: How often each buffer of the sender's is lent at the moment.
+        self._lent: Counter[int] = Counter()
+        self._returned = threading.Condition()  # guards it
         #: Held while a piece is copied.
         self._copying = threading.Lock()
         self._mapped: dict[int, Mapping | DeviceMapping] = {}
@@ -62,9 +68,16 @@ class Receiving:
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         self._thread.start()
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> OneSidedWork:
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
+    ) -> OneSidedWork:
         """See ``Backend``."""
-        work = OneSidedWork(buffer)
+        work = OneSidedWork(buffer, borrows=borrows, tail_bytes=tail_bytes)
         with self._lock:
             if self._error:
                 raise OneSidedError(self._error)
@@ -98,25 +111,26 @@ class Receiving:
     # -- on its thread -------------------------------------------------------------
 
     def _run(self) -> None:
+        channel: Channel | None = None
         try:
             channel = self._connect()
-            try:
-                self._follow(channel)
-            finally:
-                self._unmap()
-                channel.close()
+            self._follow(channel)
         except OneSidedError as error:
             self._end(str(error))
         except Exception as error:  # noqa: BLE001 (the edge of a thread)
             # Also what the store raises when the group is over.
             self._end(f"the group's sender was not reached: {error!r}")
-        finally:
-            with self._lock:
-                works, self._channel = [*self._posted], None
-                self._posted.clear()
-            for work in works:
-                work.end(self._error)
-            self._wakeup.close()
+        with self._lock:
+            works, self._channel = [*self._posted], None
+            self._posted.clear()
+        for work in works:
+            work.end(self._error)
+        self._wakeup.close()
+        if channel is not None:
+            try:
+                self._unmap()
+            finally:
+                channel.close()
 
     def _connect(self) -> Channel:
         self._place.announce(self._rank)
@@ -156,6 +170,10 @@ class Receiving:
                     self._take(channel, self._ready.popleft())
 
     def _unmap(self) -> None:
+        with self._returned:
+            if not self._returned.wait_for(lambda: not self._lent.total(), _RETURN_SECONDS):
+                _log.error("a sender's memory stays mapped: it is still read")
+                return
         for mapped in self._mapped.values():
             try:
                 mapped.close()
@@ -178,6 +196,8 @@ class Receiving:
                     raise OneSidedError(f"the sender hands over buffer {message.export_id} again")
                 self._mapped[message.export_id] = self._map(message, fd)
             elif isinstance(message, Withdraw):
+                if self._lent[message.export_id]:
+                    raise OneSidedError(f"the sender frees buffer {message.export_id}, being read")
                 if (mapped := self._mapped.pop(message.export_id, None)) is not None:
                     mapped.close()
                 channel.send(Withdrawn(message.export_id))
@@ -201,6 +221,13 @@ class Receiving:
                 f"the sender sends {ready.num_bytes:,} bytes where {work.buffer.numel():,} are "
                 "expected"
             )
+        lent = mapped.lent(ready.first_byte, ready.num_bytes) if work.borrows else None
+        if work.tail_bytes:
+            first = ready.first_byte + ready.num_bytes - work.tail_bytes
+            work.tail = mapped.read(first, work.tail_bytes)
+        if lent is not None:
+            self._lend(channel, ready, work, lent)
+            return
         with self._copying:
             # One lock for the whole bucket: ``_check`` ends it after a piece.
             mapped.copy(ready.first_byte, work.buffer, self._check, work.after)
@@ -210,3 +237,29 @@ class Receiving:
         with self._lock:
             self._posted.popleft()
         work.end()
+
+    def _lend(
+        self, channel: Channel, ready: Ready, work: OneSidedWork, content: torch.Tensor
+    ) -> None:
+        """Let a bucket be read where it lies, until it is given back."""
+        with self._returned:
+            self._lent[ready.export_id] += 1
+        if not work.lend(content, partial(self._take_back, channel, ready)):
+            self._forget_lent(ready)
+        with self._lock:
+            self._posted.popleft()
+        work.end()
+
+    def _take_back(self, channel: Channel, ready: Ready) -> None:
+        """On whichever thread; the channel is open for as long as anything is lent."""
+        try:
+            if channel.is_ended:  # as of a copy
+                raise OneSidedError("the sender left while its memory was read")
+            channel.send(Taken(ready.sequence))
+        finally:
+            self._forget_lent(ready)
+
+    def _forget_lent(self, ready: Ready) -> None:
+        with self._returned:
+            self._lent[ready.export_id] -= 1
+            self._returned.notify_all()

@@ -19,6 +19,7 @@ from weft.transport.one_sided.memory_file import MemoryFile, file_of
 from weft.transport.one_sided.messages import (
     Channel,
     Hello,
+    Message,
     Ready,
     Taken,
     Welcome,
@@ -54,21 +55,30 @@ class _Member:
     mapped: dict[int, DeviceBlock] = field(default_factory=dict)
     """What must not be freed before it says that it has unmapped it."""
 
+    def tell(self, message: Message, fd: int | None = None) -> None:
+        """Say something to it.
+
+        Raises:
+            OneSidedError: It is gone; names it.
+        """
+        try:
+            self.channel.send(message, fd)
+        except OneSidedError as error:
+            raise OneSidedError(f"rank {self.rank} is gone: {error}") from error
+
     def say(self, work: SentWork) -> None:
-        """Let it copy a bucket."""
+        """Let it copy a bucket; raises as ``tell``."""
         for known_id, used in [*self.known.items()]:
             if used() is None:
                 del self.known[known_id]
-                self.channel.send(Withdraw(known_id))
+                self.tell(Withdraw(known_id))
         memory = work.memory
         if memory.export_id not in self.known:
-            self.channel.send(*memory.offer())
+            self.tell(*memory.offer())
             self.known[memory.export_id] = weakref.ref(memory)
             if isinstance(memory, DeviceView):
                 self.mapped[memory.export_id] = memory.block
-        self.channel.send(
-            Ready(work.sequence, memory.export_id, work.first_byte, work.buffer.numel())
-        )
+        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, work.buffer.numel()))
 
     def wait_unmapped(self) -> None:
         """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
@@ -103,7 +113,14 @@ class Sending:
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         self._thread.start()
 
-    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> OneSidedWork:
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        *,
+        borrows: bool = False,
+        tail_bytes: int = 0,
+    ) -> OneSidedWork:
         """See ``Backend``.
 
         Args:
@@ -207,14 +224,15 @@ class Sending:
         try:
             member = self._recognise(channel)
         except OneSidedError as error:
-            _log.info("refused on a group's socket: %s", error)
+            # Also of whoever starts on this host, and looks which sockets are of the dead.
+            _log.debug("refused on a group's socket: %s", error)
             selector.unregister(channel)
             channel.close()
             return
         selector.modify(channel, selectors.EVENT_READ, member)
         with self._lock:
             self._members[member.rank] = member
-            channel.send(Welcome(self._place.secret))
+            member.tell(Welcome(self._place.secret))
             for work in self._works.values():
                 member.say(work)
 

@@ -14,10 +14,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from weft.containers.lru import Lru
 from weft.contract.errors import CapacityError
 from weft.transport.one_sided.device_memory import DeviceMapping, view_of
 from weft.transport.one_sided.device_memory import allocate as on_device
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 _BACKLOG = 64
 _ASK_SECONDS = 2.0
+# Replicas that a trainer remembers: more than a pool of one host has.
+_MAX_PASSED = 1024
 
 
 class TrialAnswerer:
@@ -103,6 +106,26 @@ class TrialAnswerer:
         finally:
             mapped.close()
         channel.send(Tried(content.cpu().numpy().tobytes()))
+
+
+class Trials:
+    """What a process has found of others; not thread-safe.
+
+    A name is one process's, and a process that could read this one's memory still can: it is not
+    asked again with each push.
+    """
+
+    def __init__(self) -> None:
+        self._passed: Lru[tuple[str, torch.device], bool] = Lru(_MAX_PASSED)
+
+    def why_not_readable(self, names: Sequence[str], device: torch.device = CPU) -> str:
+        """As the function, of names that have not passed yet."""
+        unknown = [name for name in names if not self._passed.get((name, device))]
+        why = why_not_readable(unknown, device) if unknown else ""
+        if not why:
+            for name in names:
+                self._passed.put((name, device), True)
+        return why
 
 
 def why_not_readable(

@@ -8,10 +8,12 @@ import hmac
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from weft.transport.arrived import Arrived
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import SECRET_BYTES
 
@@ -28,10 +30,20 @@ def recorded(buffer: torch.Tensor) -> torch.cuda.Event | None:
 
 
 class OneSidedWork:
-    """A broadcast; see ``backends.Work``."""
+    """A broadcast; see ``backends.Work``.
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
+    Args:
+        buffer: What is sent, or where it is received.
+        borrows: Whether a receiver's thread may ``lend`` it the bytes instead.
+        tail_bytes: How many of the last are wanted on the host.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, borrows: bool = False, tail_bytes: int = 0) -> None:
+        self.buffer, self.borrows, self.tail_bytes = buffer, borrows, tail_bytes
+        self.tail: bytes | None = None
+        self._lock = threading.Lock()  # guards what is lent
+        self._lent: torch.Tensor | None = None
+        self._return: Callable[[], None] | None = None
         #: What the buffer must not be written before; None on a CPU.
         self.after = recorded(buffer)
         self._woken = threading.Event()
@@ -47,6 +59,35 @@ class OneSidedWork:
         if not self.done:
             self._error, self.done = error, True
             self._woken.set()
+
+    def lend(self, content: torch.Tensor, give_back: Callable[[], None]) -> bool:
+        """Offer the sender's memory to be read there, in place of a copy; before ``end``.
+
+        Args:
+            content: The bytes.
+            give_back: Called once nobody reads them any more, by whichever thread.
+
+        Returns:
+            Whether that will be: False if nobody reads what comes any more.
+        """
+        with self._lock:
+            if not self.borrows:
+                return False
+            self._lent, self._return = content, give_back
+            return True
+
+    @property
+    def arrived(self) -> Arrived:
+        """See ``Work``."""
+        return Arrived(self._lent, self.tail)
+
+    def give_back(self) -> None:
+        """See ``Work``."""
+        with self._lock:
+            self.borrows, self._lent = False, None
+            give_back, self._return = self._return, None
+        if give_back is not None:
+            give_back()
 
     def wait_until(self, deadline: float) -> bool:
         """See ``Work``."""

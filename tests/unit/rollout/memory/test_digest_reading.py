@@ -146,7 +146,7 @@ def test_a_base_is_read_back_from_the_engine_that_has_it() -> None:
     expected = read(hold(tensors, manifest))
     segment = hold(tensors, manifest).held(MATH)
     store, version = WorkerStore(0, 0), PolicyVersion("base", 3)
-    store.set_served(ServedBase("t", version, manifest, b"d", segment.payload))
+    store.served.set(ServedBase("t", version, manifest, b"d", segment.payload))
     assert read(store, version) == expected
 
 

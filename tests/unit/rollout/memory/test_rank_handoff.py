@@ -3,6 +3,7 @@ are done, and every way to end. Each rank but the receiving one maps the buckets
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -212,7 +213,8 @@ def test_a_rank_that_is_ended_by_its_own_engine_ends_the_others(replica: Replica
     replica.land(0)
     soon(lambda: all(load.handoff.is_begun for load in loads))
     assert loads[1].end()  # it waits for a bucket
-    replica.land(1)
+    with contextlib.suppress(TransferAbortedError):  # by now, or at the next bucket
+        replica.land(1)
     with pytest.raises(TransferAbortedError, match="given up"):
         replica.queue.wait_complete(nothing)
     assert loads[0].end()

@@ -15,7 +15,7 @@ from trainer_side.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.source import CastRule, tensor_source
+from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
 from weft.contract.layout.manifest import ALIGN_BYTES, plan_buckets
 from weft.contract.layout.tensors import DataType
@@ -65,6 +65,18 @@ def test_floats_are_cast_but_for_exceptions_and_integers():
     assert torch.equal(sent["a"], tensors["a"].bfloat16())
     assert torch.equal(sent["router"], tensors["router"])
     assert torch.equal(sent["steps"], tensors["steps"])
+
+
+def test_large_parameters_that_lie_here_are_copied_from_where_they_are(monkeypatch):
+    """As they travel; what is not so is read as before."""
+    tensors = {"large": torch.randn(300, 500), "odd": torch.randn(7), "more": torch.randn(2**17)}
+    source = tensor_source(tensors, KEEP, "test")
+    cast = tensor_source(tensors, CastRule(True, DataType.BFLOAT16, {}), "test")
+    want = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert all(torch.equal(sent, want[name]) for name, sent in packed(cast, 2**22).items())
+    monkeypatch.setattr(ParamsSource, "read", lambda *args: pytest.fail("it was read"))
+    sent = packed(source, 2**22)
+    assert all(torch.equal(sent[name], tensor) for name, tensor in tensors.items())
 
 
 def test_non_contiguous_parameters_travel_row_major():

@@ -10,7 +10,7 @@ import transformers
 
 from trainer_side.params.names import plan_conversions
 from trainer_side.params.params import WholeParams
-from trainer_side.params.sharding.sharded import Gathered, Run, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.sharding.slices import Split, cells_of
 from trainer_side.ranks import OneRank
 from trainer_side.sources.module_source import ModuleSource
@@ -45,7 +45,7 @@ def _sharded(whole: Mapping[str, torch.Tensor], dim: int, rank: int) -> ShardedP
     for name, tensor in whole.items():
         cells = cells_of(tensor.shape, [_NUM_RANKS], [Split(min(dim, tensor.dim() - 1))])
         assert cells is not None
-        runs = tuple(Run(cell.places[0], *each) for cell in cells for each in cell.slices)
+        runs = tuple(HeldRun(cell.places[0], *each) for cell in cells for each in cell.slices)
         own = [run.of(tensor).reshape(-1) for run in runs if run.rank == rank]
         local = torch.cat(own) if own else None
         placed[name] = Sharded(tensor.shape, tensor.dtype, runs, local)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -20,8 +21,16 @@ from tests.doubles.rendezvous import StoreDouble
 from weft.contract.errors import UnsupportedError
 from weft.transport.one_sided.directory import connect, listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.memory_file import allocate, file_of
-from weft.transport.one_sided.messages import Channel, Export, Hello, Ready, Taken, Welcome
+from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft.transport.one_sided.messages import (
+    Channel,
+    Export,
+    Hello,
+    Ready,
+    Taken,
+    Welcome,
+    Withdraw,
+)
 from weft.transport.one_sided.receiving import Receiving
 from weft.transport.one_sided.sending import Sending
 
@@ -378,3 +387,82 @@ def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
     with pytest.raises(OneSidedError, match=r"closed its socket|gone"):
         waiting.finish()
     assert int(mapped.min()) == int(mapped.max()) == int(into.min()) == 7
+
+
+def test_what_is_lent_is_the_senders_until_it_is_given_back(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    buffer = filled(1)
+    sent = sender.broadcast(buffer, 10.0)
+    into = empty()
+    work = receiver.broadcast(into, 10.0, borrows=True, tail_bytes=3)
+    assert work.wait_until(soon())
+    work.finish()
+    assert work.arrived.tail == b"\1\1\1"
+    assert work.arrived.lent is not None
+    assert int(work.arrived.lent.min()) == int(work.arrived.lent.max()) == 1
+    assert not into.any()
+    assert not sent.wait_until(time.monotonic() + 0.05)  # it may not be written yet
+    work.give_back()
+    assert sent.wait_until(soon())
+    assert work.arrived.lent is None
+    work.give_back()  # again: nothing
+    other = receiver.broadcast(into, 10.0)  # whoever does not borrow gets a copy
+    sender.broadcast(buffer, 10.0)
+    assert other.wait_until(soon())
+    assert other.arrived.lent is None
+    assert bool(into.all())
+
+
+def test_what_is_lent_stays_mapped_when_the_group_ends(
+    join: Join, wait: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(Mapping, "close", lambda mapping: closed.append(id(mapping)))
+    sender, (receiver,) = join(1)
+    sender.broadcast(filled(1), 10.0)
+    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    assert work.wait_until(soon())
+    sender.abort()
+    time.sleep(0.1)
+    assert closed == []
+    with pytest.raises(OneSidedError, match="left while its memory was read"):
+        work.give_back()
+    wait(lambda: closed)
+
+
+def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None:
+    file, begin = file_of(filled(3))
+    export, fd = file.offer()
+    mapping = Mapping(fd, export.num_bytes)
+    with pytest.raises(OneSidedError, match="bytes 1 to"):
+        mapping.lent(begin + 1, export.num_bytes)
+    lent = mapping.lent(begin, export.num_bytes)
+    assert lent is not None
+    del mapping, file
+    gc.collect()
+    assert int(lent.min()) == int(lent.max()) == 3
+
+
+def test_nothing_is_lent_to_whoever_has_stopped_reading(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    work.give_back()
+    sender.broadcast(filled(1), 10.0)
+    assert work.wait_until(soon())
+    assert work.arrived.lent is None
+    assert not receiver._lent.total()
+
+
+def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait) -> None:
+    sender, (receiver,) = join(1)
+    buffer = filled(1)
+    sender.broadcast(buffer, 10.0)
+    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    assert work.wait_until(soon())
+    (member,) = sender._members.values()
+    member.channel.send(Withdraw(file_of(buffer)[0].export_id))
+    wait(lambda: receiver._error)
+    assert "being read" in receiver._error
+    assert receiver._mapped
+    work.give_back()
+    wait(lambda: not receiver._mapped)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from weft.transport.one_sided import memory_file
+from weft.transport.one_sided import memory_file, trial
 from weft.transport.one_sided.directory import connect, listen, unlink, why_unavailable
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import (
@@ -28,7 +30,7 @@ from weft.transport.one_sided.messages import (
     pack,
     unpack,
 )
-from weft.transport.one_sided.trial import TrialAnswerer, why_not_readable
+from weft.transport.one_sided.trial import TrialAnswerer, Trials, why_not_readable
 
 
 @pytest.fixture
@@ -41,6 +43,26 @@ def test_a_process_on_this_host_can(answerer: TrialAnswerer, directory: Path) ->
     answerer.close()
     assert [*directory.iterdir()] == []
     assert "has no socket in" in why_not_readable([answerer.name])
+
+
+def test_a_process_that_could_is_not_asked_again(
+    answerer: TrialAnswerer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(names: Sequence[str], device: torch.device) -> str:
+        asked.extend(names)
+        return why_not_readable(names, device)
+
+    monkeypatch.setattr(trial, "why_not_readable", ask)
+    trials, other = Trials(), TrialAnswerer()
+    assert trials.why_not_readable([answerer.name]) == ""
+    assert "no socket" in trials.why_not_readable([answerer.name, "0" * 32])
+    assert trials.why_not_readable([answerer.name, other.name]) == ""
+    assert trials.why_not_readable([other.name, answerer.name]) == ""
+    assert asked == [answerer.name, "0" * 32, other.name]
+    answerer.close()
+    other.close()
 
 
 @pytest.mark.parametrize("name", ["0" * 32, "../../etc/passwd", "x" * 200, "nul\0", ""])

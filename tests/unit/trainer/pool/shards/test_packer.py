@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_side.params.sharding.elements import Elements, held_by
-from trainer_side.params.sharding.sharded import Run as HeldRun
-from trainer_side.params.sharding.sharded import Sharded
+from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.pool.shards.packer import ShardPacker
 from trainer_side.pool.shards.plan import ShardPlan, plan_shards
 from trainer_side.sources.shard_source import ShardSource

@@ -1,0 +1,117 @@
+"""Copying what is digested in the same reading, on a GPU.
+
+Two processes that share a GPU take turns on it, and each has the whole of its memory's bandwidth
+in its turn: what reads memory once less there is faster by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.transport import digest_kernel
+from weft.transport.digest import Digests, Part
+
+
+class Place(NamedTuple):
+    """Where bytes of a tensor are copied to, or lie; in bytes."""
+
+    at: int
+    """Of the tensor's first byte, were it there."""
+    begin: int
+    """The first byte of the tensor that is."""
+    end: int
+    """The byte behind the last that is."""
+
+
+def copied_words(
+    parts: Sequence[Part], places: Sequence[Place]
+) -> tuple[digest_kernel.Words, ...] | None:
+    """What ``copy_words`` is to copy; None where it cannot, for it copies whole words that follow
+    one another.
+
+    Args:
+        parts: Of a payload.
+        places: Of each part.
+    """
+    if any(part.row_bytes for part in parts) or _is_odd(places):
+        return None
+    return tuple(
+        [
+            digest_kernel.Words(*[n // 8 for n in (*part[:3], *place)])
+            for part, place in zip(parts, places, strict=True)
+        ]
+    )
+
+
+def copy_words(
+    payload: torch.Tensor, words: tuple[digest_kernel.Words, ...] | None, target: torch.Tensor
+) -> Digests | None:
+    """As ``start_digests``, and copies the parts on in the same reading; None, and nothing was
+    done, where that cannot be had.
+
+    Args:
+        words: Of ``copied_words``.
+        target: uint8, 1-D, contiguous.
+    """
+    if (
+        words is None
+        or payload.device.type == "cpu"
+        or target.device != payload.device
+        or not digest_kernel.works(payload.device)
+    ):
+        return None
+    return _digests(payload, words, target)
+
+
+def pack_tensors(
+    tensors: Sequence[torch.Tensor], places: Sequence[Place], payload: torch.Tensor
+) -> Digests | None:
+    """Copy tensors, or runs of tensors, into a payload, and begin to digest each at its place in
+    its tensor, in the same reading; None, and nothing was done, where that cannot be had.
+
+    Does not block: it runs on the calling thread's current stream. The zeros that fill up the last
+    block of a part add nothing to its digest, and are for the caller to write.
+
+    Args:
+        tensors: As they travel, by reference; contiguous.
+        places: Of each, in the payload.
+        payload: uint8, 1-D, contiguous.
+    """
+    device = payload.device
+    if (
+        device.type == "cpu"
+        or _is_odd(places)
+        or any(
+            tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 8
+            for tensor in tensors
+        )
+        or not digest_kernel.works(device)
+    ):
+        return None
+    base = payload.data_ptr()
+    words = tuple(
+        [
+            # From the payload's first word on: all of a GPU's memory has one address space.
+            digest_kernel.Words(
+                (tensor.data_ptr() - base) // 8, (end - begin) // 8, begin // 8,
+                at // 8, begin // 8, end // 8,
+            )
+            for tensor, (at, begin, end) in zip(tensors, places, strict=True)
+        ]
+    )  # fmt: skip
+    return _digests(payload, words, payload)
+
+
+def _is_odd(places: Sequence[Place]) -> bool:
+    return any((at | begin | end) % 8 for at, begin, end in places)
+
+
+def _digests(
+    payload: torch.Tensor, words: tuple[digest_kernel.Words, ...], target: torch.Tensor
+) -> Digests:
+    own = target[: target.numel() // 8 * 8].view(torch.int64)
+    found = digest_kernel.sums(payload[: payload.numel() // 8 * 8].view(torch.int64), words, own)
+    return Digests([0] * len(words), range(len(words)), found)
