@@ -12,6 +12,20 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.models import Referee, make_adapter, make_model
 
 NUM_ADAPTERS = 4
+# Files whose tests share this session's engines: where several processes run tests, one has these.
+_SHARE_ENGINES = {
+    "test_vllm_engine_adapters.py",
+    "test_vllm_engine_base.py",
+    "test_vllm_engine_workers.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let ``--dist loadgroup`` keep the tests of a file together, and those of these files."""
+    for item in items:
+        group = "engines" if item.path.name in _SHARE_ENGINES else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ kinds of model beyond the dense one are in the matrix (``make trainers``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,19 @@ class Rig:
         self.trainer.do("make", kind=kind, model=str(self.model), peft=peft)
         self.trainer.do("train", steps=1)
 
+    def answers_after(
+        self, whats: Sequence[str], policy: str
+    ) -> list[tuple[list[int], list[float]]]:
+        """What the replica answers, the base and an adapter each, after pushes of both."""
+        found: list[tuple[object, ...]] = []
+        for what in whats:
+            options = {"policy": policy} if what == "adapter" else {}
+            version = self.trainer.push(what, **options)
+            served = f"{policy}@{version}" if what == "adapter" else MODEL_NAME
+            answers = [complete(self.url, served, prompt) for prompt in PROMPTS]
+            found += [(answer.tokens, answer.log_probs) for answer in answers]
+        return found
+
     def expect(self, served: str, peft: dict | None = None, *, merged: bool = False) -> None:
         """The replica's answers are those of the trainer's whole weights, ``merged`` by
         PEFT if it was pushed so."""
@@ -115,6 +129,20 @@ def test_adapter_push_then_merged_push(dense, kind):
     dense.expect(f"{name}@{version}", peft)
     dense.trainer.push("merged")
     dense.expect(MODEL_NAME, peft, merged=True)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=pytest.mark.matrix)])
+def test_shards_are_served_bit_by_bit_as_whole_weights(dense, kind):
+    """What follows a push of whole weights is a fresh engine's (test_vllm_engine_base.py)."""
+    peft = {"seed": 3, "scale": SCALE, "target_modules": TARGETS}
+    for whats, adapter in ((("base",), None), (("merged", "adapter"), peft)):
+        dense.make(kind, adapter)
+        name = f"exact-{kind}"
+        sharded = dense.answers_after(whats, name)
+        dense.trainer.do("save", path=str(dense.work / "whole.pt"))
+        dense.trainer.do("make", kind="plain", model=str(dense.model), peft=adapter)
+        dense.trainer.do("load", path=str(dense.work / "whole.pt"))
+        assert dense.answers_after(whats, name) == sharded
 
 
 @pytest.mark.parametrize("bits", [4, 8])

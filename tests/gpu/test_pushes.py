@@ -17,10 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from peft import PeftModel
 
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
 from tests.models import draw_adapter, draw_base, make_tokenizer
+from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
 
 NUM_GPUS = torch.cuda.device_count()
@@ -118,6 +120,8 @@ class Place:
     """Another one of that pool, kept apart till it is to catch up; empty if there is none."""
     fresh: str
     model: Any
+    weights: Path
+    """The same, saved."""
     adapter: Path | None
 
 
@@ -161,7 +165,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         adapter = work / "adapter"
         wrapped.to(torch.bfloat16).save_pretrained(adapter)
         fresh_lora = ["--lora-modules", f"math={adapter}"]
-    gpus, own = "1", "0"
+    gpus, own = "1,0", "0"  # a replica sees the trainer's, and reads its memory
     if tp == 2:
         # With two GPUs the first rank, which receives, has another one than the trainer.
         gpus, own = ("1,2", "2,3") if NUM_GPUS >= 4 else ("1,0", "1,0")
@@ -188,7 +192,7 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         late = pools[2].url("late") if "late" in pools[2].replicas else ""
         if late:
             pools[2].set_apart("late")
-        yield Place(kind, staged, in_place, late, fresh, model, adapter)
+        yield Place(kind, staged, in_place, late, fresh, model, path, adapter)
     finally:
         for each in pools:
             each.stop()
@@ -271,6 +275,44 @@ def check_adapter(place: Place, pushed: Pushed) -> str:
         publisher.push_base(place.model)  # by copies: adapters stay served
         assert answers(pushed.url, str(version)) == expected
     return "bitwise vLLM's own from a directory, before and after a base"
+
+
+@pytest.mark.parametrize("where", ["pushed", "in_place"])
+def test_what_two_ranks_hold_answers_as_a_fresh_engine(
+    place: Place, where: str, tmp_path: Path, note: Note
+) -> None:
+    """FSDP2, the replica beside one of the ranks; the merge may round otherwise than a whole one's
+    (test_merged.py)."""
+    if place.adapter is None or place.kind != "dense":
+        pytest.skip("one kind is enough")
+    pushed: Pushed = getattr(place, where)
+    env = {} if DRY else {rank: {"WEFT_TEST_DEVICE": f"cuda:{rank}"} for rank in range(2)}
+    with running_ranks(tmp_path, pushed.pool.target, 2, env) as trainer:
+        trainer.do("open", bucket_bytes=4 * 2**20)
+        trainer.do("make", kind="fsdp2", model=str(place.weights))
+        (report, _) = trainer.do("push", what="base")
+        assert answers(pushed.url, "base-model") == answers(place.fresh, "base-model"), report
+        assert DRY or report["backend"] == "one-sided", report
+        trainer.do("make", kind="fsdp2", model=str(place.weights), adapter=str(place.adapter))
+        version = trainer.push("adapter", policy="sharded")
+        assert answers(pushed.url, f"sharded@{version}") == answers(place.fresh, "math")
+        trainer.push("merged")
+        by_ranks = answers(pushed.url, "base-model")
+        trainer.do("close")  # gives its leases back
+    with pushed.publisher() as publisher:
+        whole = PeftModel.from_pretrained(
+            make_model(place.kind, 1), str(place.adapter), autocast_adapter_dtype=False
+        )
+        publisher.push_merged(whole)
+        at_once = answers(pushed.url, "base-model")
+        publisher.push_base(place.model)
+    assert by_ranks != answers(pushed.url, "base-model")
+    for (_, found), (_, wanted) in zip(by_ranks, at_once, strict=True):
+        assert abs(found[0] - wanted[0]) < 0.05  # the first token has no history of others
+    how = f"{where.replace('_', ' ')}, over {report['backend']}"
+    note("dense, FSDP2 over 2", f"a base and an adapter, {how}", "bitwise a fresh engine's")
+    merged = "bitwise a whole one's" if by_ranks == at_once else "a whole one's within its rounding"
+    note("dense, FSDP2 over 2", f"merged by the ranks, {how}", merged)
 
 
 def test_a_late_one_clones_what_another_serves_and_keeps_no_copy_of(

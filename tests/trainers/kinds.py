@@ -89,7 +89,7 @@ def wrap(kind: str, module: nn.Module, layers: list[nn.Module], loss: Loss) -> T
 
         size = dist.get_world_size()
         shape, names = ((size,), ("s",)) if kind == "fsdp2" else ((2, size // 2), ("r", "s"))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh(next(module.parameters()).device.type, shape, mesh_dim_names=names)
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)

@@ -29,6 +29,9 @@ from trainer_side.pool.shards import push as shard_push
 from trainer_side.pool.shards.plan import Handed
 from weft.contract.errors import WeftError
 
+#: Where a saved model is trained: of several GPUs, each rank has its own.
+DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))
+
 
 def _tiny_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
     torch.manual_seed(1000 * step + dist.get_rank())
@@ -102,19 +105,29 @@ class Rank:
         model: str = "",
         peft: dict[str, Any] | None = None,
         second: bool = False,
+        adapter: str = "",
     ) -> None:
-        """Make a trainer around the double's model, or a saved one at path ``model``; with
-        a ``second`` adapter, whose dtype is not that of the base."""
+        """Make a trainer around the double's model, or a saved one at path ``model``; with a saved
+        ``adapter``, or a ``second`` one, whose dtype is not that of the base. On a GPU it is
+        bfloat16."""
         if model:
             from tests.models import load_hf
 
             module = load_hf(Path(model))
+            if DEVICE.type == "cuda":
+                module = module.to(DEVICE, torch.bfloat16)
             layers = list(module.model.layers)
             loss = _causal_loss
         else:
             module = Model(0)
             layers = list(module.layers)
             loss = _tiny_loss
+        if adapter:
+            from peft import PeftModel
+
+            module = PeftModel.from_pretrained(
+                module, adapter, is_trainable=True, autocast_adapter_dtype=False
+            )
         if peft is not None:
             module = models.peft_of(module, **peft)
         if second:
@@ -179,13 +192,19 @@ class Rank:
         if dist.get_rank() == 0:
             torch.save(whole, path)
 
-    def open(self, max_senders: int | None = None) -> None:
+    def load(self, path: str) -> None:
+        """Every rank loads whole weights that were saved, into a model that is whole here."""
+        assert self._trainer is not None
+        _, unknown = self._trainer.model.load_state_dict(torch.load(path), strict=False)
+        assert not unknown, unknown
+
+    def open(self, max_senders: int | None = None, bucket_bytes: int = 2**14) -> None:
         """Make a publisher."""
         self._publisher = Publisher(
             self._target,
             trainer_id="trainer-a",
             progress=None,
-            bucket_bytes=2**14,
+            bucket_bytes=bucket_bytes,
             max_senders=max_senders,
         )
 
@@ -207,7 +226,7 @@ class Rank:
             report = self._publisher.last_report
             outcome: dict[str, Any] = {
                 "version": version.version, "source": report.source, "handed": self._handed,
-                "remarks": report.remarks,
+                "remarks": report.remarks, "backend": report.backend,
             }  # fmt: skip
         except RuntimeError as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}
@@ -288,7 +307,11 @@ def main() -> None:
     """Serve until standard input closes."""
     rank, size, store, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    backend = "gloo"
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     strikes.install("trainer rank" if rank else "trainer sender")
     served = Rank(target)
     print("ready", flush=True)
