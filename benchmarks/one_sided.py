@@ -1,7 +1,7 @@
 """``python -m benchmarks.one_sided``: one-sided reading within a host, against gloo.
 
 512 MiB pushed to engine doubles in processes of their own, over one-sided and over gloo in turn,
-beside a bare gloo broadcast of the same bytes; and to three replicas against one.
+each push beside a bare gloo broadcast of the same bytes; and to three replicas against one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ _NUM_TENSORS = _BYTES // (4 * _ELEMENTS)
 _WARM = 2
 
 
-def measure(
-    work: Path, num_replicas: int, num_pushes: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of staging by backend, and of the bare broadcast, in turn."""
+def measure(work: Path, num_replicas: int, num_pushes: int) -> dict[str, list[tuple[float, float]]]:
+    """By backend: seconds of staging, and of the bare broadcast right after it."""
     model = model_of(_NUM_TENSORS, _ELEMENTS)
     bare = BareGloo(_BYTES, DEFAULT_BUCKET_BYTES)
-    floor: list[float] = []
     with (
         coordinator(work, f"one-sided-{num_replicas}") as target,
         doubles(work, target, num_replicas, _NUM_TENSORS, _ELEMENTS),
@@ -45,20 +42,19 @@ def measure(
         ) as first,
         Publisher(target, trainer_id="gloo", progress=None, backend=GLOO, takeover=True) as second,
     ):
-        staged: dict[str, list[float]] = {}
+        pairs: dict[str, list[tuple[float, float]]] = {}
         for name, publisher in ((ONE_SIDED, first), (GLOO, second)):
-            staged[name] = []
+            pairs[name] = []
             for number in range(_WARM + num_pushes):
                 publisher.push_base(model)
                 report = publisher.last_report
                 assert report is not None
                 assert report.backend == name
                 if number >= _WARM:
-                    staged[name].append(report.staging_seconds)
-                    floor.append(bare.run())
+                    pairs[name].append((report.staging_seconds, bare.run()))
             publisher.close()
     bare.close()
-    return staged, floor
+    return pairs
 
 
 def shown(seconds: Sequence[float]) -> str:
@@ -74,17 +70,18 @@ def main() -> None:
     pushes = parser.parse_args().pushes
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
-        one, bare = measure(Path(folder), 1, pushes)
-        three, _ = measure(Path(folder), 3, pushes)
-    floor = statistics.median(bare)
+        one = measure(Path(folder), 1, pushes)
+        three = measure(Path(folder), 3, pushes)
+    bare = [floor for pairs in one.values() for _, floor in pairs]
     rows.add("bare gloo broadcast of 512 MiB to one process", shown(bare), "")
     for name in (ONE_SIDED, GLOO):
-        ratio = floor / statistics.median(one[name])
+        first, more = ([staged for staged, _ in of[name]] for of in (one, three))
+        ratio = statistics.median(floor / staged for staged, floor in one[name])
         aim = ">= 1.6 times bare gloo" if name == ONE_SIDED else ""
-        rows.add(f"staged {name}, 1 replica", f"{shown(one[name])}, {ratio:.2f} times bare", aim)
-        more = statistics.median(three[name]) / statistics.median(one[name])
+        rows.add(f"staged {name}, 1 replica", f"{shown(first)}, {ratio:.2f} times bare", aim)
+        times = statistics.median(more) / statistics.median(first)
         aim = "<= 2.2 times one" if name == ONE_SIDED else ""
-        rows.add(f"staged {name}, 3 replicas", f"{shown(three[name])}, {more:.2f} times one", aim)
+        rows.add(f"staged {name}, 3 replicas", f"{shown(more)}, {times:.2f} times one", aim)
     rows.show()
     Console().print(describe())
 
