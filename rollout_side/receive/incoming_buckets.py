@@ -8,16 +8,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from rollout_side.receive.transfer import Prepared, ReceiveBuffers
-from weft.contract.errors import PeerUnavailableError
+from weft.contract.errors import DigestMismatchError, PeerUnavailableError
 from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def receive_buckets(
@@ -117,7 +120,8 @@ class _Course:
         where nothing happens meanwhile, this one too."""
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
-        end = self._buffers.accept(index, self._prepared.nonce, arrived.arrived)
+        nonce = self._prepared.nonce
+        end = _read_from(arrived, lambda: self._buffers.accept(index, nonce, arrived.arrived))
         self._arrived = None
         self._verified.append((index, arrived, end))
         while len(self._verified) > int(self._device.type == "cuda"):
@@ -141,7 +145,7 @@ class _Course:
 
     def _settle_one(self) -> None:
         index, operation, end = self._verified[0]
-        end()
+        _read_from(operation, end)
         self._verified.popleft()
         operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
@@ -151,6 +155,20 @@ class _Course:
             )
             self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
             self._num_reported += 1
+
+
+def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
+    """What ``read`` returns of a bucket that has arrived.
+
+    Raises:
+        PeerUnavailableError: It finds other bytes in the memory of a sender that has left: what
+            lies there since then, nobody has sent.
+    """
+    try:
+        return read()
+    except DigestMismatchError:
+        operation.give_back()
+        raise
 
 
 def _notify_if_due(membership: Membership, prepared: Prepared, buffers: ReceiveBuffers) -> None:

@@ -1,0 +1,87 @@
+"""Receiving what a sender lends: whose fault it is when other bytes are found there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_side.receive.incoming_buckets import receive_buckets
+from weft.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
+from weft.transport.arrived import IN_ITS_BUFFER
+
+
+class _Lent:
+    """A receive that has arrived in memory that its sender lends."""
+
+    done, arrived = True, IN_ITS_BUFFER
+
+    def __init__(self, *, sender_left: bool) -> None:
+        self._sender_left, self._lent = sender_left, True
+        self.num_given_back = 0
+
+    def wait(self, deadline: float, speak: Callable[[], None]) -> None:
+        pass
+
+    def give_back(self) -> None:
+        if not self._lent:
+            return
+        self._lent = False
+        self.num_given_back += 1
+        if self._sender_left:
+            raise PeerUnavailableError("the sender left while its memory was read")
+
+
+class _OtherBytes:
+    """Buffers of one bucket, that finds other bytes than were sent."""
+
+    num_kept, ahead, copies_lent = 0, 1, True
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    def is_load_due(self) -> bool:
+        return False
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        return True
+
+    def wire(self, index: int) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def payload_bytes(self, index: int) -> int:
+        return 8
+
+    def accept(self, index: int, nonce: int, arrived: object) -> Callable[[], None]:
+        def end() -> None:
+            raise DigestMismatchError("bucket 0 is not what was sent")
+
+        if self._at_once:
+            end()
+        return end
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("sender_left", "error"), [(True, PeerUnavailableError), (False, DigestMismatchError)]
+)
+def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
+    error: type[WeftError], *, sender_left: bool, at_once: bool
+) -> None:
+    lent = _Lent(sender_left=sender_left)
+    lane = SimpleNamespace(broadcast=lambda *given, **how: lent)
+    membership: Any = SimpleNamespace(
+        lanes={0: lane}, progress=SimpleNamespace(say=lambda *said: None)
+    )
+    prepared: Any = SimpleNamespace(
+        transfer_id="t1", num_buckets=1, nonce=7, deadline=time.monotonic() + 10,
+        sender_of=lambda index: 0,
+    )  # fmt: skip
+    buffers: Any = _OtherBytes(at_once=at_once)
+    with pytest.raises(error):
+        receive_buckets(membership, prepared, buffers, 0)
+    assert lent.num_given_back == 1
