@@ -11,6 +11,7 @@ import secrets
 import socket
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,9 @@ _MAX_PATH_BYTES = 107
 _NAME_CHARS = 32
 # Sockets of processes that died are removed: so many are looked at.
 _MAX_SWEPT = 256
+# Before a socket that does not listen yet, which looks like one of the dead; and how long one may
+# be so.
+_UNBORN, _UNBORN_SECONDS = ".", 60.0
 
 
 def directory() -> Path:
@@ -37,7 +41,7 @@ def directory() -> Path:
     path = Path(given or f"/tmp/weft-{os.geteuid()}")
     if not path.is_absolute():
         raise OneSidedError(f"{DIRECTORY_VARIABLE}={path} is no absolute path")
-    if len(os.fsencode(path)) + 1 + _NAME_CHARS > _MAX_PATH_BYTES:
+    if len(os.fsencode(path)) + 2 + _NAME_CHARS > _MAX_PATH_BYTES:
         raise OneSidedError(f"{path} is too long a path for the sockets in it")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -73,12 +77,15 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
     folder = directory()
     _sweep(folder)
     name = secrets.token_hex(_NAME_CHARS // 2)
+    unborn = folder / f"{_UNBORN}{name}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(os.fspath(folder / name))
+        listener.bind(os.fspath(unborn))
         listener.listen(backlog)
+        unborn.rename(folder / name)
     except OSError as error:
         listener.close()
+        unborn.unlink(missing_ok=True)
         raise OneSidedError(f"no socket can be made in {folder}: {error}") from error
     return listener, name
 
@@ -112,6 +119,8 @@ def _sweep(folder: Path) -> None:
     """Remove sockets that nobody listens on any more."""
     with contextlib.suppress(OSError):
         for path in [*folder.iterdir()][:_MAX_SWEPT]:
+            if path.name.startswith(_UNBORN) and _age(path) < _UNBORN_SECONDS:
+                continue
             with (
                 contextlib.suppress(OSError),
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
@@ -121,3 +130,11 @@ def _sweep(folder: Path) -> None:
                     probe.connect(os.fspath(path))
                 except ConnectionRefusedError:
                     path.unlink()
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was made; none where it is gone by now."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
