@@ -22,7 +22,7 @@ from weft.contract.capabilities import GLOO
 from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.transport.backends import allocate
-from weft.transport.buckets import in_manifest_order, seal_bucket, whole_parts
+from weft.transport.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
 from weft.transport.digest import part_digests
 from weft.transport.group import CPU, on_device, window
 from weft.transport.sender import Sending, SendingRank
@@ -141,13 +141,13 @@ class CopiedBuckets:
         self._copy, self._nonce = copy, nonce
         self._digests: list[list[int]] = []
 
-    def make(self, index: int, speak: Callable[[], None] = lambda: None) -> int:
+    def make(self, index: int, speak: Callable[[], None] = lambda: None) -> Sealed:
         """Copy a bucket, digest it anew and seal it."""
         buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)
         digests = part_digests(payload, whole_parts(self.manifest, index))
         self._digests.append(digests)
-        return seal_bucket(buffer, len(payload), self._nonce, index, digests)
+        return seal_bucket(len(payload), self._nonce, index, digests)
 
     def are_summed(self) -> bool:
         """See ``Buckets``: one rank sends all."""
@@ -158,7 +158,7 @@ class CopiedBuckets:
         return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was made and is still held."""
+        """See ``Buckets``."""
         return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
 
     def _buffer(self, index: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.doubles.wire import put_tail, seal_wire
 from trainer_side.pool.packer import Packer
 from weft.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft.contract.errors import CapacityError, InvalidNameError, WeftError
@@ -20,7 +21,7 @@ from weft.contract.layout.tensors import DataType, TensorMeta, base_fingerprint
 from weft.contract.names import PolicyVersion, check_name, name_in_the_way
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.status import status_from_error
-from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
+from weft.transport.buckets import run_parts, tensor_sums
 from weft.transport.digest import content_digest, part_digests, tensor_digest
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
@@ -89,14 +90,15 @@ def _push() -> dict[str, Any]:
     manifest = plan_buckets(metas(), _CAPACITY_BYTES)
     packer, digests, buckets = Packer(manifest), list[int](), []
     for index, bucket in enumerate(manifest.buckets):
-        digest, own = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
+        sealed, own = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
         wire = packer.wire(index)
+        put_tail(wire, sealed)
         digests += own
         buckets.append(
             {
                 "payload_bytes": bucket.payload_bytes,
                 "num_tensors": bucket.num_tensors,
-                "digest": f"{digest:016x}",
+                "digest": f"{sealed.digest:016x}",
                 "trailer": bytes(wire[bucket.payload_bytes :][:32].tolist()).hex(),
                 "wire": bytes(wire.tolist()).hex(),
             }
@@ -140,7 +142,7 @@ def _shared_push() -> dict[str, Any]:
             place = wire[part.at + skip :][: own.numel() * item]
             place.copy_(own.view(torch.uint8))
         digests = part_digests(wire[: size.payload_bytes], parts)
-        trailer = seal_bucket(wire, size.payload_bytes, NONCE, index, digests, runs)
+        sealed = seal_wire(wire, size.payload_bytes, NONCE, index, digests, runs)
         all_runs += runs
         all_digests += digests
         buckets.append(
@@ -150,7 +152,7 @@ def _shared_push() -> dict[str, Any]:
                 "payload_bytes": size.payload_bytes,
                 "runs": [list(run) for run in runs],
                 "run_digests": [f"{digest:016x}" for digest in digests],
-                "digest": f"{trailer:016x}",
+                "digest": f"{sealed.digest:016x}",
                 "wire": bytes(wire.tolist()).hex(),
             }
         )

@@ -17,7 +17,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
 from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import WeftError
-from weft.transport.buckets import seal_bucket
+from weft.transport.buckets import Sealed
 
 Weights = dict[str, torch.Tensor]
 
@@ -203,12 +203,14 @@ def test_a_sender_that_stalls_ends_the_push_for_all_once_others_wait(tmp_path: P
 def test_other_bytes_than_were_digested_are_found(
     engines: list[EngineDouble], trainer: ShardedTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seal(wire: torch.Tensor, *given: Any) -> int:
-        digest = seal_bucket(wire, *given)
-        wire[0] ^= 1
-        return digest
+    make = sharded_trainer.ShardBuckets.make
 
-    monkeypatch.setattr(sharded_trainer, "seal_bucket", seal)
+    def make_others(buckets: sharded_trainer.ShardBuckets, index: int, speak: Any) -> Sealed:
+        sealed = make(buckets, index, speak)
+        buckets.wire(index)[0] ^= 1
+        return sealed
+
+    monkeypatch.setattr(sharded_trainer.ShardBuckets, "make", make_others)
     with pytest.raises(WeftError) as caught:
         trainer.push(weights(1))
     assert caught.value.reason == "DIGEST_MISMATCH"

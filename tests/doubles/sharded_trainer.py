@@ -25,7 +25,7 @@ from weft.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_pr
 from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.transport.backends import allocate
-from weft.transport.buckets import run_parts, seal_bucket, tensor_sums
+from weft.transport.buckets import Sealed, run_parts, seal_bucket, tensor_sums
 from weft.transport.digest import part_digests
 from weft.transport.group import CPU
 from weft.transport.sender import Reformed, Sending, SendingRank
@@ -113,7 +113,7 @@ class ShardBuckets:
         self._digests: list[int] = []
         self.made: list[int] = []
 
-    def make(self, index: int, speak: Callable[[], None]) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         push, wire_index = self._push, self._indices[index]
         push.before(self._rank, index)
         self.made.append(index)
@@ -133,7 +133,7 @@ class ShardBuckets:
         digests = part_digests(wire[:payload_bytes], parts)
         self._runs += runs
         self._digests += digests
-        return seal_bucket(wire, payload_bytes, push.nonce, wire_index, digests, runs)
+        return seal_bucket(payload_bytes, push.nonce, wire_index, digests, runs)
 
     def are_summed(self) -> bool:
         return True

@@ -11,7 +11,7 @@ from trainer_side.sources.source import LyingSource, Source
 from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
 from weft.transport.backends import allocate
-from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.buckets import Sealed, seal_bucket, whole_parts
 from weft.transport.copied import Place, pack_tensors
 from weft.transport.copied_on_host import PIECE_BYTES, pack_digesting
 from weft.transport.digest import Digests, start_digests
@@ -65,8 +65,8 @@ class Packer:
 
     def pack(
         self, index: int, source: Source, nonce: int, finite: bool = False
-    ) -> tuple[int, list[int]]:
-        """Fill bucket ``index`` and seal it with its trailer.
+    ) -> tuple[Sealed, list[int]]:
+        """Fill bucket ``index`` and seal it.
 
         Blocks for the copies and the digesting. The buffer is that of bucket
         ``index - len(buffers)``, which must have been released.
@@ -78,8 +78,8 @@ class Packer:
             finite: Read it once more, and refuse NaN and infinities.
 
         Returns:
-            The digest in its trailer, and those of its tensors in order. Its bytes are
-            ``wire(index)`` until bucket ``index + len(buffers)`` is packed.
+            What it amounts to, and the digests of its tensors in order. Its bytes are
+            ``wire(index)``, but for its tail, until bucket ``index + len(buffers)`` is packed.
 
         Raises:
             NotFiniteError: Names the tensor.
@@ -100,7 +100,7 @@ class Packer:
         if finite:
             check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
         digests = begun.wait()
-        return seal_bucket(self.wire(index), len(payload), nonce, index, digests), digests
+        return seal_bucket(len(payload), nonce, index, digests), digests
 
     def _pack_lying(self, index: int, payload: torch.Tensor, source: Source) -> Digests | None:
         """Copy and digest in one reading what lies on the payload's device as it travels; None,
@@ -118,7 +118,8 @@ class Packer:
         return None if found is None else pack_tensors(found, places, payload)
 
     def wire(self, index: int) -> torch.Tensor:
-        """The uint8 wire bytes of a bucket that was packed and is still held; no copy."""
+        """The uint8 bytes of a bucket that was packed and is still held, with room for its
+        tail; no copy."""
         return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
 
     def moved(self, held: range) -> Packer:

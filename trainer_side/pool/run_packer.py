@@ -13,7 +13,7 @@ from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.layout.runs import Run, carried_sizes
 from weft.contract.layout.tensors import TensorMeta
-from weft.transport.buckets import seal_bucket, tensor_sums
+from weft.transport.buckets import Sealed, seal_bucket, tensor_sums
 from weft.transport.group import CPU
 
 
@@ -47,12 +47,8 @@ class RunPacker:
 
     def pack(
         self, index: int, nonce: int, speak: Callable[[], None], *, finite: bool = False
-    ) -> int:
-        """Fill a bucket with what comes next and seal it; as ``Packer.pack``.
-
-        Returns:
-            The digest in its trailer.
-        """
+    ) -> Sealed:
+        """Fill a bucket with what comes next and seal it; as ``Packer.pack``."""
         size = self.manifest.buckets[index].payload_bytes
         payload = self.wire(index)[:size]
         pieces = self._source.fill(payload, speak)
@@ -61,14 +57,14 @@ class RunPacker:
         runs, digests = [piece.run for piece in pieces], [piece.digest for piece in pieces]
         self._runs += runs
         self._digests += digests
-        return seal_bucket(self.wire(index), size, nonce, index, digests, runs)
+        return seal_bucket(size, nonce, index, digests, runs)
 
     def digests(self) -> list[int]:
         """Of the layout's tensors, once all are packed."""
         return tensor_sums(self.manifest, self._runs, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket whose turn has come, or that is still held; no copy."""
+        """As ``Packer.wire``, also of a bucket whose turn has come."""
         return self.buffers[index % len(self.buffers)][: self._sizes[index]]
 
     def move(self, held: range) -> None:

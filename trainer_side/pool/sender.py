@@ -22,7 +22,7 @@ from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
 from weft.rpc.security.credentials import Credentials
-from weft.transport.buckets import in_manifest_order
+from weft.transport.buckets import Sealed, in_manifest_order
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -61,7 +61,7 @@ class _PackedBuckets:
         self._source, self._nonce, self._check_finite = source, nonce, check_finite
         self._digests: list[list[int]] = []
 
-    def make(self, index: int, speak: Callable[[], None]) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         """Read a bucket's tensors from the source, digest and seal it."""
         try:
             packed = self.packer.pack(index, self._source, self._nonce, self._check_finite)
@@ -80,7 +80,7 @@ class _PackedBuckets:
         return in_manifest_order(self.manifest, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was made and is still held."""
+        """See ``Buckets``."""
         return self.packer.wire(index)
 
     def move(self, held: range) -> None:
@@ -99,7 +99,7 @@ class _RunBuckets:
         self.spoiled = False
         self._nonce, self._check_finite = nonce, check_finite
 
-    def make(self, index: int, speak: Callable[[], None]) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         """Read a bucket's tensors as they come, digest and seal it."""
         try:
             return self.packer.pack(index, self._nonce, speak, finite=self._check_finite)
@@ -116,7 +116,7 @@ class _RunBuckets:
         return self.packer.digests()
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was made and is still held."""
+        """See ``Buckets``."""
         return self.packer.wire(index)
 
     def move(self, held: range) -> None:
@@ -138,7 +138,7 @@ class _ShardBuckets:
         self._push, self._nonce, self._check_finite = push, nonce, check_finite
         self._totals = [0] * len(packer.manifest.tensors)
 
-    def make(self, index: int, speak: Callable[[], None]) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         """Copy or compute what this rank sends of a bucket, digest and seal it."""
         push, totals = self._push, self._totals
         try:
@@ -156,7 +156,7 @@ class _ShardBuckets:
         return [total % 2**64 for total in self._push.add_up().result()]
 
     def wire(self, index: int) -> torch.Tensor:
-        """The wire bytes of a bucket that was made and is still held."""
+        """See ``Buckets``."""
         return self.packer.wire(index)
 
     def move(self, held: range) -> None:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft.contract.errors import UnsupportedError
-from weft.transport.arrived import IN_ITS_BUFFER, Arrived
+from weft.transport.arrived import IN_ITS_BUFFER, Arrived, write_tail
 from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
 from weft.transport.one_sided.memory_file import allocate as allocate_file
@@ -91,6 +91,7 @@ class Backend(Protocol):
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> Work:
         """Begin to send or receive; see ``SideGroup.broadcast``."""
 
@@ -246,7 +247,9 @@ class _Gloo:
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> Work:
+        write_tail(buffer, tail_bytes, tail)
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.timeout = timedelta(seconds=timeout_seconds)
@@ -323,7 +326,9 @@ class _Nccl:
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> Work:
+        write_tail(buffer, tail_bytes, tail)
         options = BroadcastOptions()
         options.rootRank = SENDER_RANK
         with torch.cuda.device(self._device):

@@ -59,31 +59,35 @@ def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
     return parts
 
 
+class Sealed(NamedTuple):
+    """What a bucket's bytes amount to."""
+
+    digest: int
+    """In its trailer."""
+    payload_bytes: int
+    tail: bytes
+    """What follows the payload as it travels: the trailer, and the list of its runs if it lists
+    them. There may be more room than that."""
+
+
 def seal_bucket(
-    wire: torch.Tensor,
     payload_bytes: int,
     nonce: int,
     index: int,
     digests: Sequence[int],
     runs: Sequence[Run] | None = None,
-) -> int:
-    """Write a bucket's trailer, and the list of its runs if it lists them, behind its payload.
+) -> Sealed:
+    """What goes with a bucket's payload, for whom sends it (``SideGroup.broadcast``).
 
     Args:
-        wire: uint8, the bucket as it travels, its payload in place.
         payload_bytes, nonce, index: For the trailer.
         digests: Of its tensors, or of its runs, in order.
         runs: What the payload consists of; None where that is the layout's tensors.
-
-    Returns:
-        The digest in its trailer.
     """
     table = b"" if runs is None else pack_runs(runs)
     digest = xxhash.xxh3_64_intdigest(table + joined(digests))
     tail = pack_trailer(digest, nonce, index, payload_bytes) + table
-    end = payload_bytes + len(tail)
-    wire[payload_bytes:end] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
-    return digest
+    return Sealed(digest, payload_bytes, tail)
 
 
 def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> list[int]:
@@ -118,7 +122,7 @@ def start_bucket(
         else:
             digests = Digests(copy_digesting(lent[:size], parts, wire[:size]))
         rest = 0 if digests is None else size
-        wire[rest:].copy_(lent[rest:], non_blocking=True)
+        wire[rest:size].copy_(lent[rest:size], non_blocking=True)
     digests = digests or start_digests(wire[:size], parts)
     tail = _start_tail(wire, size, arrived)
 

@@ -197,6 +197,7 @@ class SideGroup:
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> Operation:
         """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
         first one of a backend that connects its members in it.
@@ -209,7 +210,10 @@ class SideGroup:
             forming: Called at least every ``SPEAK_SECONDS`` while it connects.
             borrows: Of a receive: whether the bytes may stay in the sender's memory; see
                 ``Operation.arrived``.
-            tail_bytes: Of a receive: how many of the last are wanted on the host.
+            tail_bytes: How many of the last bytes are sent from the host, and wanted there.
+            tail: Of a send: how these begin; they are not in the buffer yet. Whoever knows them
+                has waited for all before them, as the digest in them asks for: a backend that
+                carries them beside the buffer waits for nothing more.
 
         Raises:
             PeerUnavailableError: The group could not be formed.
@@ -223,10 +227,10 @@ class SideGroup:
         try:
             if backend.is_formed:
                 work = backend.broadcast(
-                    buffer, timeout_seconds, borrows=borrows, tail_bytes=tail_bytes
+                    buffer, timeout_seconds, borrows=borrows, tail_bytes=tail_bytes, tail=tail
                 )
             else:
-                work = self._form(backend, buffer, timeout_seconds, forming)
+                work = self._form(backend, buffer, timeout_seconds, forming, tail_bytes, tail)
         except RuntimeError as error:
             self.check()
             raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
@@ -244,6 +248,8 @@ class SideGroup:
         buffer: torch.Tensor,
         timeout_seconds: float,
         forming: Callable[[], None],
+        tail_bytes: int,
+        tail: bytes,
     ) -> Work:
         """The first broadcast, which waits inside the library for all members; on another
         thread, with this one's stream, so that this one can speak and be aborted."""
@@ -251,7 +257,7 @@ class SideGroup:
 
         def first() -> Work:
             with with_stream():
-                return backend.broadcast(buffer, timeout_seconds)
+                return backend.broadcast(buffer, timeout_seconds, tail_bytes=tail_bytes, tail=tail)
 
         def speak() -> None:
             self.check()

@@ -33,6 +33,7 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
+from weft.transport.buckets import Sealed
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation, speaking_time
 from weft.transport.member import Membership
@@ -59,15 +60,13 @@ class Buckets(Protocol):
     def num_buffers(self) -> int:
         """How many buckets are held at once."""
 
-    def make(self, index: int, speak: Callable[[], None]) -> int:
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
+        Blocks until its bytes are there.
 
         Args:
             index: Of those that this sender sends, from 0; see ``Sending.indices``.
             speak: Called now and then by what may take long.
-
-        Returns:
-            The digest in its trailer.
         """
 
     def are_summed(self) -> bool:
@@ -79,7 +78,8 @@ class Buckets(Protocol):
         of all trailers."""
 
     def wire(self, index: int) -> torch.Tensor:
-        """The uint8 wire bytes of a bucket that is held: a view, on the buffers' device."""
+        """The uint8 bytes of a bucket that is held, with room for its tail: a view, on the
+        buffers' device."""
 
 
 @dataclass
@@ -97,6 +97,8 @@ class Sending:
     """Which of its senders this is: its rank."""
     digests: list[int] = field(default_factory=list)
     """Of the trailers of the buckets made so far, in order."""
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+    """Those that are held."""
     num_released: int = 0
     """Buckets that every receiver has verified, in whatever group."""
 
@@ -273,7 +275,14 @@ class SendingRank:
                 continue
             seconds = max(1.0, sending.deadline - time.monotonic())
             forming = partial(self._say, pb.ACTIVITY_FORMING)
-            operations[nth] = lane.broadcast(buckets.wire(nth), seconds, forming)
+            wire, sealed = buckets.wire(nth), sending.sealed[nth]
+            operations[nth] = lane.broadcast(
+                wire,
+                seconds,
+                forming,
+                tail_bytes=wire.numel() - sealed.payload_bytes,
+                tail=sealed.tail,
+            )
             self._num_sent = indices[nth] + 1
         for operation in operations.values():
             self._await_sent(operation, sending.deadline)
@@ -282,7 +291,11 @@ class SendingRank:
     def _make(self, sending: Sending) -> None:
         speak = partial(self._say, pb.ACTIVITY_PACKING)
         speak()
-        sending.digests.append(sending.buckets.make(len(sending.digests), speak))
+        nth, buckets = len(sending.digests), sending.buckets
+        sealed = buckets.make(nth, speak)
+        sending.digests.append(sealed.digest)
+        sending.sealed.pop(nth - buckets.num_buffers, None)
+        sending.sealed[nth] = sealed
 
     def _await_released(self, sending: Sending, num_wanted: int) -> None:
         direction = self._direction

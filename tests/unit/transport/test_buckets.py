@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.doubles.wire import seal_wire
 from weft.contract.errors import DigestMismatchError, InvalidManifestError
 from weft.contract.layout.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
 from weft.contract.layout.runs import Run, wire_size
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport.buckets import (
     run_parts,
-    seal_bucket,
     tensor_sums,
     verify_bucket,
     verify_runs,
@@ -46,7 +46,7 @@ def whole_bucket(manifest: Manifest, index: int) -> torch.Tensor:
         slot = manifest.tensors[tensor]
         wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes] = contents()[tensor]
     digests = part_digests(wire[: bucket.payload_bytes], whole_parts(manifest, index))
-    seal_bucket(wire, bucket.payload_bytes, NONCE, index, digests)
+    seal_wire(wire, bucket.payload_bytes, NONCE, index, digests)
     return wire
 
 
@@ -73,7 +73,7 @@ def run_bucket(manifest: Manifest, index: int, runs: list[Run]) -> tuple[torch.T
         at = part.at + (0 if run.repeats > 1 else run.first * item - part.first_byte)
         wire[at : at + own.numel()] = own
     digests = part_digests(wire[: size.payload_bytes], parts)
-    seal_bucket(wire, size.payload_bytes, NONCE, index, digests, runs)
+    seal_wire(wire, size.payload_bytes, NONCE, index, digests, runs)
     return wire, size.payload_bytes
 
 

@@ -140,6 +140,7 @@ def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.Monke
             *,
             borrows: bool = False,
             tail_bytes: int = 0,
+            tail: bytes = b"",
         ) -> SlowWork:
             assert formed.wait(10.0)
             self.is_formed = True

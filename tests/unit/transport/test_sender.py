@@ -18,6 +18,7 @@ from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.send_plan import WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport import sender
+from weft.transport.buckets import Sealed
 from weft.transport.digest import content_digest
 from weft.transport.sender import Reformed, Sending, SendingRank
 from weft.v1 import publish_pb2, rendezvous_pb2
@@ -45,7 +46,10 @@ class Group:
     def abort(self, error: WeftError) -> None:
         pass
 
-    def broadcast(self, wire: torch.Tensor, seconds: float, speak: Any) -> Any:
+    def broadcast(
+        self, wire: torch.Tensor, seconds: float, speak: Any, *, tail_bytes: int, tail: bytes
+    ) -> Any:
+        assert (tail_bytes, tail[0]) == (2, wire[0])  # each goes with its own
         self.sent.append(int(wire[0]))
         return self
 
@@ -74,11 +78,11 @@ class Buckets:
         self.made: list[int] = []
         self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
-    def make(self, index: int, speak: Any) -> int:
+    def make(self, index: int, speak: Any) -> Sealed:
         speak()
         self.made.append(index)
         self.wire(index)[0] = index
-        return index + 10
+        return Sealed(index + 10, 6, bytes([index]))
 
     def are_summed(self) -> bool:
         return True

@@ -15,7 +15,7 @@ from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.layout.tensors import TensorMeta
-from weft.transport.buckets import run_parts, seal_bucket
+from weft.transport.buckets import Sealed, run_parts, seal_bucket
 from weft.transport.copied import Place, pack_tensors
 from weft.transport.copied_on_host import pack_digesting
 from weft.transport.digest import Digests, Part, start_digests
@@ -74,15 +74,12 @@ class ShardPacker:
         totals: list[int],
         *,
         finite: bool = False,
-    ) -> int:
+    ) -> Sealed:
         """Fill a wire bucket of this sender and seal it; as ``Packer.pack``.
 
         Args:
             nth: Of this sender's.
             totals: Of all tensors: what the runs add to their digests is added.
-
-        Returns:
-            The digest in its trailer.
         """
         places, wire = self._places[nth], self._wires[nth]
         payload = self.wire(nth)[: wire.payload_bytes]
@@ -99,17 +96,11 @@ class ShardPacker:
         digests = begun.wait()
         for place, digest in zip(places, digests, strict=True):
             totals[place.run.tensor] = (totals[place.run.tensor] + digest) % 2**64
-        return seal_bucket(
-            self.wire(nth),
-            wire.payload_bytes,
-            nonce,
-            self._indices[nth],
-            digests,
-            self._carried[nth],
-        )
+        runs = self._carried[nth]
+        return seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, runs)
 
     def wire(self, nth: int) -> torch.Tensor:
-        """The wire bytes of a bucket whose turn has come, or that is still held; no copy."""
+        """As ``Packer.wire``, also of a bucket whose turn has come."""
         return self._buffer(nth)[: self._wires[nth].wire_bytes]
 
     def move(self, held: range) -> None:

@@ -1,5 +1,6 @@
-"""What members say to each other: messages of fixed sizes over a Unix socket that keeps their
-bounds. Nothing in them is executed, and none is longer than ``MAX_BYTES``.
+"""What members say to each other: messages over a Unix socket that keeps their bounds, of fixed
+sizes but for what goes along with ``Ready``. Nothing in them is executed, and none is longer than
+``MAX_BYTES``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Final
 from weft.transport.one_sided.errors import OneSidedError
 
 #: Grows with each change that an older peer would not understand.
-VERSION: Final = 1
-MAX_BYTES: Final = 256
+VERSION: Final = 2
+#: What goes along with ``Ready`` at most: a socket holds as many as a sender has under way.
+MAX_TAIL_BYTES: Final = 16_384
+MAX_BYTES: Final = MAX_TAIL_BYTES + 256
 SECRET_BYTES: Final = 32
 _HEAD: Final = struct.Struct("<4sHH")
 _MAGIC: Final = b"WEFT"
@@ -85,6 +88,10 @@ class Ready:
     export_id: int
     first_byte: int
     num_bytes: int
+    """With room for the tail."""
+    tail: bytes = b""
+    """How those end, which the receiver wants on the host, and does not find there: a GPU would
+    have to bring them back, in its turn. Empty where it finds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ _BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
     2: (Welcome, struct.Struct("<32s")),
     3: (Export, struct.Struct("<QQ")),
     4: (Withdraw, struct.Struct("<Q")),
-    5: (Ready, struct.Struct("<QQQQ")),
+    5: (Ready, struct.Struct("<QQQQH")),
     6: (Taken, struct.Struct("<Q")),
     7: (Try, struct.Struct("<Q")),
     8: (Tried, struct.Struct("<32s")),
@@ -149,7 +156,10 @@ _KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
 def pack(message: Message) -> bytes:
     """A message as it travels."""
     number = _KINDS[type(message)]
-    return _HEAD.pack(_MAGIC, VERSION, number) + _BODIES[number][1].pack(*astuple(message))
+    fields, tail = astuple(message), b""
+    if isinstance(message, Ready):
+        fields, tail = (*fields[:-1], len(message.tail)), message.tail
+    return _HEAD.pack(_MAGIC, VERSION, number) + _BODIES[number][1].pack(*fields) + tail
 
 
 def unpack(data: bytes) -> Message:
@@ -166,9 +176,15 @@ def unpack(data: bytes) -> Message:
     if version != VERSION:
         raise OneSidedError(f"the peer speaks version {version}, this process {VERSION}")
     kind, body = _BODIES.get(number, (None, None))
-    if kind is None or body is None or len(data) != _HEAD.size + body.size:
+    if kind is None or body is None or len(data) < _HEAD.size + body.size:
         raise OneSidedError(f"a message of kind {number} with {len(data)} bytes")
-    return kind(*body.unpack_from(data, _HEAD.size))
+    fields, tail = body.unpack_from(data, _HEAD.size), data[_HEAD.size + body.size :]
+    if len(tail) != (fields[-1] if kind is Ready else 0):
+        raise OneSidedError(f"a message of kind {number} with {len(data)} bytes")
+    if kind is Ready:
+        sequence, export_id, first_byte, num_bytes, _ = fields
+        return Ready(sequence, export_id, first_byte, num_bytes, tail)
+    return kind(*fields)
 
 
 class Channel:

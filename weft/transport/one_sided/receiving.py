@@ -75,6 +75,7 @@ class Receiving:
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> OneSidedWork:
         """See ``Backend``."""
         work = OneSidedWork(buffer, borrows=borrows, tail_bytes=tail_bytes)
@@ -221,16 +222,15 @@ class Receiving:
                 f"the sender sends {ready.num_bytes:,} bytes where {work.buffer.numel():,} are "
                 "expected"
             )
-        lent = mapped.lent(ready.first_byte, ready.num_bytes) if work.borrows else None
-        if work.tail_bytes:
-            first = ready.first_byte + ready.num_bytes - work.tail_bytes
-            work.tail = mapped.read(first, work.tail_bytes)
+        num_bytes = ready.num_bytes - (work.tail_bytes if ready.tail else 0)
+        lent = mapped.lent(ready.first_byte, num_bytes) if work.borrows else None
+        work.tail = _tail(ready, work.tail_bytes, mapped)
         if lent is not None:
             self._lend(channel, ready, work, lent)
             return
         with self._copying:
             # One lock for the whole bucket: ``_check`` ends it after a piece.
-            mapped.copy(ready.first_byte, work.buffer, self._check, work.after)
+            mapped.copy(ready.first_byte, work.buffer[:num_bytes], self._check, work.after)
         if channel.is_ended:  # it may have changed the bytes meanwhile
             raise OneSidedError("the sender left while its memory was read")
         channel.send(Taken(ready.sequence))
@@ -263,3 +263,20 @@ class Receiving:
         with self._returned:
             self._lent[ready.export_id] -= 1
             self._returned.notify_all()
+
+
+def _tail(ready: Ready, wanted: int, mapped: Mapping | DeviceMapping) -> bytes | None:
+    """The last bytes of a bucket, those that are wanted, or what was sent of them; None where
+    none are.
+
+    Raises:
+        OneSidedError: More came along.
+    """
+    if not ready.tail:
+        return mapped.read(ready.first_byte + ready.num_bytes - wanted, wanted) if wanted else None
+    if len(ready.tail) > wanted:
+        raise OneSidedError(
+            f"the sender says {len(ready.tail):,} bytes beside a bucket, where {wanted:,} are "
+            "expected at most"
+        )
+    return ready.tail

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft.transport.arrived import write_tail
 from weft.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
 from weft.transport.one_sided.directory import listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import MemoryFile, file_of
 from weft.transport.one_sided.messages import (
+    MAX_TAIL_BYTES,
     Channel,
     Hello,
     Message,
@@ -38,8 +40,11 @@ _SENDER = 0
 class SentWork(OneSidedWork):
     """A broadcast, and the receivers that have still to copy it."""
 
-    def __init__(self, buffer: torch.Tensor, sequence: int, missing: set[int]) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, sequence: int, missing: set[int], tail: bytes = b""
+    ) -> None:
         super().__init__(buffer)
+        self.beside = tail
         self.memory: MemoryFile | DeviceView
         self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
         self.sequence, self.missing = sequence, missing
@@ -78,7 +83,8 @@ class _Member:
             self.known[memory.export_id] = weakref.ref(memory)
             if isinstance(memory, DeviceView):
                 self.mapped[memory.export_id] = memory.block
-        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, work.buffer.numel()))
+        size = work.buffer.numel()
+        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, size, work.beside))
 
     def wait_unmapped(self) -> None:
         """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
@@ -120,18 +126,22 @@ class Sending:
         *,
         borrows: bool = False,
         tail_bytes: int = 0,
+        tail: bytes = b"",
     ) -> OneSidedWork:
         """See ``Backend``.
 
         Args:
             buffer: Of ``backends.allocate``.
         """
-        if buffer.is_cuda:
+        if len(tail) > MAX_TAIL_BYTES:
+            write_tail(buffer, tail_bytes, tail)
+            tail = b""
+        if buffer.is_cuda and not tail:
             torch.cuda.current_stream(buffer.device).synchronize()
         with self._lock:
             if self._error:
                 raise OneSidedError(self._error)
-            work = SentWork(buffer, self._num_sent, set(self._ranks))
+            work = SentWork(buffer, self._num_sent, set(self._ranks), tail)
             self._num_sent += 1
             self._works[work.sequence] = work
             members = [*self._members.values()]

@@ -13,11 +13,12 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
+from tests.doubles.wire import seal_wire
 from weft.contract.errors import DigestMismatchError
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.buckets import whole_parts
 from weft.transport.digest import part_digests
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096)
@@ -136,7 +137,7 @@ def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tenso
     payload = wire[: bucket.payload_bytes]
     payload.copy_(torch.arange(payload.numel(), dtype=torch.int32).mul(index + 1).to(torch.uint8))
     digests = part_digests(payload.contiguous(), whole_parts(MANIFEST, index))
-    seal_bucket(wire, bucket.payload_bytes, nonce, index, digests)
+    seal_wire(wire, bucket.payload_bytes, nonce, index, digests)
     return payload.clone()
 
 

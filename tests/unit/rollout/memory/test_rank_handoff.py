@@ -20,6 +20,7 @@ from rollout_side.memory import rank_channel, rank_handoff
 from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.rank_handoff import RankHandoff, RankServer
 from rollout_side.receive.in_place import InPlaceBuffers, InPlaceLoad
+from tests.doubles.wire import seal_wire
 from weft.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -31,7 +32,7 @@ from weft.contract.errors import (
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import seal_bucket, whole_parts
+from weft.transport.buckets import whole_parts
 from weft.transport.digest import part_digests
 from weft.transport.group import CPU
 
@@ -67,7 +68,7 @@ class Replica:
         wire = self.buffers.wire(index)
         wire[:size].fill_(index + 1)
         digests = part_digests(wire[:size], whole_parts(MANIFEST, index))
-        seal_bucket(wire, size, NONCE, index, digests)
+        seal_wire(wire, size, NONCE, index, digests)
         self.buffers.accept(index, NONCE)()
 
     def rank(self, rank: int = 1, transfer_id: str = "t") -> RankHandoff:

@@ -8,6 +8,7 @@ import torch
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.receive.clone_source import CopiedBuckets
+from tests.doubles.wire import put_tail
 from weft.contract.errors import CapacityError, NotFoundError, NotReadyError
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
@@ -132,8 +133,9 @@ def test_a_clone_is_composed_anew_and_the_copy_is_only_read() -> None:
     buckets = CopiedBuckets(copy, nonce=77)
     at, digests = 0, list[int]()
     for index, bucket in enumerate(MANIFEST.buckets):
-        buckets.make(index)
+        sealed = buckets.make(index)
         wire = buckets.wire(index)
+        put_tail(wire, sealed)
         assert torch.equal(wire[: bucket.payload_bytes], before[at : at + bucket.payload_bytes])
         digests += verify_bucket(wire, MANIFEST, index, 77)
         at += bucket.wire_bytes

@@ -11,11 +11,11 @@ from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
+from tests.doubles.wire import seal_wire
 from weft.contract.errors import CapacityError
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.transport.buckets import seal_bucket
 from weft.transport.group import CPU
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
@@ -50,7 +50,7 @@ def _land(buffers: InPlaceBuffers, index: int) -> None:
     """A bucket of zeros arrives."""
     size = MANIFEST.buckets[index].payload_bytes
     wire = buffers.wire(index).zero_()
-    seal_bucket(wire, size, 7, index, [0] * len(MANIFEST.tensors_by_bucket[index]))
+    seal_wire(wire, size, 7, index, [0] * len(MANIFEST.tensors_by_bucket[index]))
     buffers.accept(index, 7)()
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
 from rollout_side.receive.wire_buckets import LaneBuffers, PlannedBuffers
+from tests.doubles.wire import seal_wire
 from weft.contract.errors import DigestMismatchError
 from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.transport.buckets import Assembly, run_parts, seal_bucket, tensor_sums
+from weft.transport.buckets import Assembly, run_parts, tensor_sums
 from weft.transport.digest import part_digests, tensor_digest
 from weft.transport.group import CPU
 
@@ -75,7 +76,7 @@ def fill(wire: torch.Tensor, manifest: Manifest, index: int, payload: torch.Tens
          runs: list[Run]) -> None:  # fmt: skip
     wire[: payload.numel()] = payload
     digests = part_digests(payload, run_parts(manifest, runs))
-    seal_bucket(wire, payload.numel(), NONCE, index, digests, runs)
+    seal_wire(wire, payload.numel(), NONCE, index, digests, runs)
 
 
 def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, PlannedBuffers]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests import models
+from tests.doubles.wire import put_tail
 from trainer_side.params.choose import open_model
 from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.pool.packer import Packer
@@ -35,8 +36,9 @@ def packed(source, bucket_bytes):
     packer = Packer(manifest)
     out, position = {}, 0
     for index, bucket in enumerate(manifest.buckets):
-        _, digests = packer.pack(index, source, nonce=7)
+        sealed, digests = packer.pack(index, source, nonce=7)
         wire = packer.wire(index)
+        put_tail(wire, sealed)
         assert verify_bucket(wire, manifest, index, 7) == digests
         for slot in manifest.tensors[position : position + bucket.num_tensors]:
             raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]

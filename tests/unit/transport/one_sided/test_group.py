@@ -23,6 +23,7 @@ from weft.transport.one_sided.directory import connect, listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
 from weft.transport.one_sided.messages import (
+    MAX_TAIL_BYTES,
     Channel,
     Export,
     Hello,
@@ -282,6 +283,13 @@ def _beyond_the_end(channel: Channel, secret: bytes) -> None:
     channel.send(Ready(0, 1, 256, SIZE))
 
 
+def _longer_tail(channel: Channel, secret: bytes) -> None:
+    channel.send(Welcome(secret))
+    file, _ = file_of(filled(1))
+    channel.send(Export(1, SIZE), file.fd)
+    channel.send(Ready(0, 1, 0, SIZE, b"t" * 33))
+
+
 def _smaller_file(channel: Channel, secret: bytes) -> None:
     channel.send(Welcome(secret))
     file, _ = file_of(buffer := filled(1))
@@ -315,7 +323,8 @@ def _too_many_buffers(channel: Channel, secret: bytes) -> None:
         (_no_welcome, "began with Taken"),
         (_other_secret, "a process that is not the group's says that it is rank 0"),
         (_unknown_buffer, "never handed over buffer 7"),
-        (_beyond_the_end, "bytes 256 to 1,048,832 of 1,048,576"),
+        (_beyond_the_end, r"bytes [\d,]+ to 1,048,832 of 1,048,576"),
+        (_longer_tail, "33 bytes beside a bucket, where 32 are expected at most"),
         (_smaller_file, "has 1,048,576 of 1,048,577 bytes"),
         (_unsealed, "not sealed against shrinking"),
         (_no_memory_file, "cannot be mapped"),
@@ -330,7 +339,7 @@ def test_a_sender_that_lies_is_found_out(
     secret = b"s" * 32
     store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
     receiver = Receiving(store, 1, torch.device("cpu"))
-    work = receiver.broadcast(empty(), 10.0)
+    work = receiver.broadcast(empty(), 10.0, tail_bytes=32)
     channel = Channel(listener.accept()[0])
     try:
         assert isinstance(channel.receive(5.0)[0], Hello)
@@ -411,6 +420,32 @@ def test_what_is_lent_is_the_senders_until_it_is_given_back(join: Join) -> None:
     assert other.wait_until(soon())
     assert other.arrived.lent is None
     assert bool(into.all())
+
+
+@pytest.mark.parametrize("borrows", [True, False])
+@pytest.mark.parametrize(
+    ("room", "tail"), [(64, b"tail"), (64, b"t" * 64), (2 * MAX_TAIL_BYTES, b"t" * 20_000)]
+)
+def test_a_tail_goes_beside_the_buffer_unless_it_is_long(
+    join: Join, room: int, tail: bytes, *, borrows: bool
+) -> None:
+    sender, (receiver, late) = join(2)
+    buffer, into = filled(1), empty()
+    sent = sender.broadcast(buffer, 10.0, tail_bytes=room, tail=tail)
+    is_beside = len(tail) <= MAX_TAIL_BYTES
+    assert (bytes(buffer[SIZE - room :][: len(tail)].tolist()) != tail) == is_beside
+    for each in (receiver, late):  # whoever comes late is told the same
+        work = each.broadcast(into.zero_(), 10.0, borrows=borrows, tail_bytes=room)
+        assert work.wait_until(soon())
+        work.finish()
+        content, found = work.arrived
+        assert found is not None
+        assert found == tail if is_beside else found.startswith(tail) and len(found) == room
+        assert (content is not None) == borrows
+        content = into if content is None else content
+        assert bool((content[: SIZE - room] == 1).all())
+        work.give_back()
+    assert sent.wait_until(soon())
 
 
 def test_what_is_lent_stays_mapped_when_the_group_ends(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from weft.transport.one_sided import memory_file, trial
 from weft.transport.one_sided.directory import connect, listen, unlink, why_unavailable
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import (
+    MAX_TAIL_BYTES,
+    VERSION,
     Channel,
     Export,
     ExportDevice,
@@ -162,6 +165,41 @@ def test_it_is_no_link_no_file_and_no_long_path(
         assert why in why_unavailable()
 
 
+def test_a_socket_that_does_not_listen_yet_is_not_taken_for_one_of_the_dead(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[socket.socket, str]] = []
+    born = socket.socket.listen
+
+    def while_another_begins(listener: socket.socket, backlog: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(directory))
+        begun.append(listen(1))
+        born(listener, backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", while_another_begins)
+    begun.append(listen(1))
+    for listener, name in begun:
+        connect(name, 5.0).close()
+        unlink(name)
+        listener.close()
+    assert len(begun) == 2
+    assert not [*directory.iterdir()]
+
+
+def test_one_that_never_came_to_listen_is_removed_in_the_end(directory: Path) -> None:
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.bind(str(directory / ".left"))
+    left.close()
+    for age, is_left in ((0.0, True), (120.0, False)):
+        then = time.time() - age
+        os.utime(directory / ".left", (then, then))
+        listener, name = listen(1)
+        unlink(name)
+        listener.close()
+        assert (directory / ".left").exists() == is_left
+
+
 def test_sockets_of_the_dead_are_removed(directory: Path) -> None:
     dead = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     dead.bind(str(directory / "dead"))
@@ -181,7 +219,8 @@ def test_sockets_of_the_dead_are_removed(directory: Path) -> None:
     "message",
     [
         Hello(3, b"a" * 32), Welcome(b"b" * 32), Export(1, 2**40), Withdraw(7),
-        Ready(1, 2, 3, 4), Taken(2**63), Try(32), Tried(b"c" * 32), Withdrawn(7),
+        Ready(1, 2, 3, 4), Ready(1, 2, 3, 40_000, b"t" * MAX_TAIL_BYTES), Taken(2**63), Try(32),
+        Tried(b"c" * 32), Withdrawn(7),
         ExportDevice(1, 2**40, b"u" * 16, b"h" * 64), TryDevice(32, b"u" * 16, b"h" * 64),
     ],
 )  # fmt: skip
@@ -196,7 +235,7 @@ def test_a_message_arrives_as_it_was_sent(message: Hello) -> None:
 def test_another_version_is_refused() -> None:
     data = bytearray(pack(Taken(1)))
     data[4] = 9
-    with pytest.raises(OneSidedError, match="the peer speaks version 9, this process 1"):
+    with pytest.raises(OneSidedError, match=f"the peer speaks version 9, this process {VERSION}"):
         unpack(bytes(data))
     with pytest.raises(OneSidedError, match="no message of Weft's"):
         unpack(b"gloo" + bytes(12))

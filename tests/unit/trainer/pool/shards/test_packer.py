@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles.wire import put_tail
 from trainer_side.params.sharding.elements import Elements, held_by
 from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.pool.shards.packer import ShardPacker
@@ -86,7 +87,8 @@ def _sent(
         for buffer in packer.buffers:
             buffer.fill_(255)
         for nth, index in enumerate(plan.send_plan.sent_by(sender)):
-            packer.pack(nth, own, _NONCE, totals)
+            sealed = packer.pack(nth, own, _NONCE, totals)
+            put_tail(packer.wire(nth), sealed)
             wire, size = packer.wire(nth), plan.send_plan.buckets[index].payload_bytes
             assert wire.numel() == plan.send_plan.wire_bytes(index)
             came, parts, _ = verify_runs(wire, size, manifest, index, _NONCE)
