@@ -213,20 +213,19 @@ def merge_block(
         b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
-        on_device: Whether an accelerator adds to the product, which takes one pass less; on a CPU
-            the sum is that of ``merged``, bit by bit.
+        on_device: Whether an accelerator scales and adds in one pass; on a CPU the sum is that of
+            ``merged``, bit by bit.
     """
     most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
     step = max(1, most // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
-        # Never added to in place: of a weight in the dtype of the sums it is the trainer's own.
-        own = weight[rows].to(a.dtype)
+        product = b[rows] @ a
         if on_device:
-            total = torch.addmm(own, b[rows], a, alpha=scaling)
+            # In the wider dtype of the two, rounded as it is written; nothing else is made.
+            torch.add(weight[rows], product, alpha=scaling, out=out[rows])
         else:
-            total = own + (b[rows] @ a) * scaling
-        out[rows].copy_(total)
+            out[rows].copy_(weight[rows].to(a.dtype) + product * scaling)
 
 
 def merges_in_place(elements: Elements, width: int) -> bool:

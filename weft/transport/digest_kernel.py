@@ -95,14 +95,20 @@ def _table(device: torch.device, parts: tuple[Words, ...]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _is_right(device: torch.device) -> bool:
-    """Whether the kernel can be compiled and says what it should."""
-    words = torch.ones(1, dtype=torch.int64, device=device)
+    """Whether the kernel can be compiled, as it copies and as it does not, and says what it
+    should: a first push that had to compile one of the two would wait for that."""
+    # Two allocations: what is compiled depends on how pointers are aligned, too.
+    words, copy = (make(1, dtype=torch.int64, device=device) for make in (torch.ones, torch.zeros))
     try:
-        value = int(sums(words, (Words(0, 1, 0),)).item())
+        values = [
+            int(sums(words, (Words(0, 1, 0),)).item()),
+            int(sums(words, (Words(0, 1, 0, end=1),), copy).item()),
+        ]
+        is_copied = int(copy.item()) == 1
     except Exception as error:  # noqa: BLE001 (a compiler's, a driver's)
         _log.warning("digests on %s are made without a kernel of their own: %s", device, error)
         return False
-    return value == int(first_weights(device)[0])
+    return is_copied and values == [int(first_weights(device)[0])] * 2
 
 
 def _make_kernel() -> Any:
