@@ -3,8 +3,8 @@
 A sender and its receivers move buckets over one backend and nothing else: no packing, no digest,
 no control plane. On GPUs the sender has the first, and a receiver is placed on it, on its
 neighbour, or on both; bytes are compared, and a sender is killed again and again in mid-read, with
-its readers expected to live, told at once. ``--device cpu`` runs the same over host memory, beside
-gloo.
+its readers expected to live, told at once: readers that copy, and such as digest what they are lent
+where it lies. ``--device cpu`` runs the same over host memory, beside gloo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from benchmarks.push import Rows
 from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.transport.backends import allocate
-from weft.transport.group import SideGroup, on_device, window
+from weft.transport.digest import tensor_digest
+from weft.transport.group import Operation, SideGroup, on_device, window
 
 _TIMEOUT = timedelta(seconds=120)
 _ROUNDS = 6
@@ -48,9 +49,19 @@ class Member:
     """
 
     def __init__(
-        self, store: Path, rank: int, size: int, backend: str, bucket: int, count: int, gpus: str
+        self,
+        store: Path,
+        rank: int,
+        size: int,
+        backend: str,
+        bucket: int,
+        count: int,
+        gpus: str,
+        *,
+        borrows: bool = False,
     ) -> None:
         args = [str(store), str(rank), str(size), backend, str(bucket), str(count)]
+        args += ["borrows"] if borrows else []
         env = dict(os.environ, CUDA_VISIBLE_DEVICES=gpus)
         if rank == 0:
             env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -78,7 +89,8 @@ class Member:
 
 def member(arguments: list[str]) -> None:
     """The process of a ``Member``: each line is a number of buckets to move."""
-    path, rank, size, backend, bucket, count = arguments[0], *arguments[1:3], *arguments[3:]
+    path, rank, size, backend, bucket, count = arguments[:6]
+    borrows = "borrows" in arguments[6:] and rank != "0"
     has_gpu = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and backend == ONE_SIDED
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     num_bytes, ring, is_sender = int(bucket), window(device, backend), rank == "0"
@@ -98,7 +110,7 @@ def member(arguments: list[str]) -> None:
         for line in sys.stdin:
             began = time.perf_counter()
             try:
-                _move(group, buffers, int(line), ring)
+                _move(group, buffers, int(line), ring, borrows=borrows)
             except WeftError as error:
                 alive = torch.ones(4, device=device).sum().item()
                 print(f"failed {type(error).__name__} {alive}", flush=True)
@@ -109,15 +121,26 @@ def member(arguments: list[str]) -> None:
         group.close(5.0)
 
 
-def _move(group: SideGroup, buffers: list[torch.Tensor], num_buckets: int, ahead: int) -> None:
+def _move(
+    group: SideGroup, buffers: list[torch.Tensor], num_buckets: int, ahead: int, *, borrows: bool
+) -> None:
     deadline = time.monotonic() + 120.0
-    flight = deque()  # type: ignore[var-annotated]
+    flight: deque[Operation] = deque()
+
+    def end(operation: Operation) -> None:
+        operation.wait(deadline)
+        if borrows:  # what is lent is read in place, as a receiver's kernels do
+            lent = operation.arrived.lent
+            assert lent is not None
+            tensor_digest(lent)
+            operation.give_back()
+
     for index in range(num_buckets):
         if len(flight) == ahead:
-            flight.popleft().wait(deadline)
-        flight.append(group.broadcast(buffers[index % len(buffers)], 120.0))
+            end(flight.popleft())
+        flight.append(group.broadcast(buffers[index % len(buffers)], 120.0, borrows=borrows))
     for operation in flight:
-        operation.wait(deadline)
+        end(operation)
 
 
 def rate(backend: str, bucket: int, count: int, gpus: list[str]) -> str:
@@ -147,14 +170,16 @@ def rate(backend: str, bucket: int, count: int, gpus: list[str]) -> str:
     return f"{statistics.median(warm):.2f} GB/s ({min(warm):.2f} to {max(warm):.2f})"
 
 
-def killed(bucket: int, count: int, gpus: list[str]) -> str:
+def killed(
+    bucket: int, count: int, gpus: list[str], kills: int = _KILLS, *, borrows: bool = False
+) -> str:
     """What readers say whose sender is killed while they read."""
     said: list[float] = []
-    for number in range(_KILLS):
+    for number in range(kills):
         with tempfile.TemporaryDirectory() as folder:
             store, size = Path(folder) / "store", len(gpus)
             members = [
-                Member(store, rank, size, ONE_SIDED, bucket, count, seen)
+                Member(store, rank, size, ONE_SIDED, bucket, count, seen, borrows=borrows)
                 for rank, seen in enumerate(gpus)
             ]
             try:
@@ -162,7 +187,7 @@ def killed(bucket: int, count: int, gpus: list[str]) -> str:
                     assert one.answer() == "ready"
                 for one in members:
                     one.tell(str(_LONG))
-                time.sleep(0.3 + 0.05 * number)
+                time.sleep(0.3 + 0.05 * (number % 10))
                 members[0].process.send_signal(signal.SIGKILL)
                 began = time.perf_counter()
                 for one in members[1:]:
@@ -172,7 +197,7 @@ def killed(bucket: int, count: int, gpus: list[str]) -> str:
                 for one in members:
                     one.close()
     return (
-        f"{len(said)} of {_KILLS} times readers lived; told after {max(said) * 1e3:.0f} ms at most"
+        f"{len(said)} of {kills} times readers lived; told after {max(said) * 1e3:.0f} ms at most"
     )
 
 
@@ -181,22 +206,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--bucket-mib", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=_KILLS)
+    parser.add_argument("--only-kills", action="store_true", help="measure no rates")
     options = parser.parse_args()
     rows = Rows()
     if options.device == "cpu":
         bucket, count = (options.bucket_mib or 64) * 2**20, 8
-        for name in (ONE_SIDED, GLOO):
+        for name in () if options.only_kills else (ONE_SIDED, GLOO):
             for receivers in (1, 3):
                 told = rate(name, bucket, count, [""] * (1 + receivers))
                 rows.add(f"{name}, {receivers} receivers, {count} buckets", told, "")
-        rows.add("sender killed in mid-read", killed(bucket, count, ["", "", ""]), "all live")
+        for borrows, what in ((False, "copying"), (True, "reading in place")):
+            told = killed(bucket, count, ["", "", ""], options.kills, borrows=borrows)
+            rows.add(f"sender killed, readers {what}", told, "all live")
     else:
         bucket, count = (options.bucket_mib or 1024) * 2**20, 16
-        for what, gpus in (("the same GPU", ["0", "0"]), ("its neighbour", ["0,1", "1,0"])):
-            rows.add(f"one-sided to {what}", rate(ONE_SIDED, bucket, count, gpus), "")
-            rows.add(f"sender killed, {what}", killed(bucket, count, gpus), "all live")
-        both = ["0,1", "0,1", "1,0"]
-        rows.add("one-sided to both", rate(ONE_SIDED, bucket, count, both), "")
+        near, far, both = ["0", "0"], ["0,1", "1,0"], ["0,1", "0,1", "1,0"]
+        if not options.only_kills:
+            for what, gpus in (("the same GPU", near), ("its neighbour", far), ("both", both)):
+                rows.add(f"one-sided to {what}", rate(ONE_SIDED, bucket, count, gpus), "")
+        for what, gpus, borrows in (
+            ("the same GPU", near, False),
+            ("the same GPU, reading in place", near, True),
+            ("its neighbour", far, False),
+        ):
+            told = killed(bucket, count, gpus, options.kills, borrows=borrows)
+            rows.add(f"sender killed, {what}", told, "all live")
     rows.show()
     Console().print(describe())
 
