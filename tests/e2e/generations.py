@@ -56,9 +56,9 @@ class Generations:
     async def choose(self, running_requests: RunningRequests) -> None:
         """What becomes of running requests from now on. To keep them the engine must have been
         started so; it can do all else then, too."""
-        replica = self._replica
-        replica.engine.generate = replica.requests.generate
-        replica.requests = RequestsAtSwitch(replica.engine, running_requests)
+        engine, switch = self._replica.engine, self._replica.base_switch
+        engine.generate = switch.requests.generate
+        switch.requests = RequestsAtSwitch(engine, running_requests)
 
     async def end(self, number: int) -> None:
         """End one."""

@@ -227,6 +227,8 @@ def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
 ) -> None:
     """Full and adapter, while both change; every token against transformers."""
     pool.grow(2)
+    for name in ("replica-0", "replica-1"):  # one that still catches up is not routed to
+        wait_ready(pool.target, name)
     how = Sampling(num_samples=2, max_tokens=120, temperature=0.7, ignore_eos=True)
     with (
         Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,

@@ -44,7 +44,7 @@ class BaseSwitch:
     ) -> None:
         self._engine, self._workers, self._gate = engine, workers, gate
         self._in_place, self._sleeper = in_place, sleeper
-        self._requests, self._answers = requests, answers
+        self.requests, self._answers = requests, answers
 
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
@@ -96,7 +96,7 @@ class BaseSwitch:
     async def _forget_old_base(self, version: PolicyVersion) -> int:
         """After a load: name the version, have nothing that begins use a KV block of the old
         weights. Returns how many requests had tokens."""
-        bounded, requests = self._workers.bounded, self._requests
+        bounded, requests = self._workers.bounded, self.requests
         await bounded(bridges.set_weight_version(self._engine, str(version)), "naming")
         begun = await bounded(requests.begun(), "asking what runs")
         if requests.choice == "abort":

@@ -99,11 +99,11 @@ class VllmReplica(HeldVersions):
         self._cleanup = parts.cleanup
         self._gate = RequestGate(parts.engine, workers, parts.tracker)
         self._in_place = LoadsInPlace(workers, self._gate)
-        self.requests = parts.requests
-        self._answers = Answers(parts.engine, self.requests.generate, parts.tracker, parts.models)
+        generate = parts.requests.generate
+        self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)
         enabled = capabilities.can_sleep
         self._sleeper = Sleeper(parts.engine, workers, self._gate, parts.tracker, enabled=enabled)
-        self._base_switch = BaseSwitch(
+        self.base_switch = BaseSwitch(
             parts.engine,
             workers,
             self._gate,
@@ -285,7 +285,7 @@ class VllmReplica(HeldVersions):
                 HTTP requests are refused until a base loads.
         """
         async with self._gate.exclusive():
-            return await self._base_switch.apply(transfer_id, version, content_digest)
+            return await self.base_switch.apply(transfer_id, version, content_digest)
 
     async def load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
