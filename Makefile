@@ -58,7 +58,7 @@ grpo: install  ## GRPO on a tiny model: every weight, then two adapters at once 
 # them, a file each, or the files that share an engine.
 test: install  ## All tests but the matrix (15 minutes on 2 cores).
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 tests/unit tests/contract tests/integration tests/fault tests/soak tests/tenants
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 tests/sim tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 tests/sim tests/e2e
 
 test-fast: install  ## Tests without an engine (about a minute).
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract

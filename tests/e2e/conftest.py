@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.models import Referee, make_adapter, make_model
@@ -20,12 +22,21 @@ _SHARE_ENGINES = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let ``--dist loadgroup`` keep the tests of a file together, and those of these files."""
-    for item in items:
-        group = "engines" if item.path.name in _SHARE_ENGINES else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+class _SharedEngines(LoadFileScheduling):
+    """A process has the tests of a file, and one has those of the files that share engines.
+
+    (``--dist loadgroup`` is for that, and does nothing with xdist 3.8 and pytest 9.2: the former
+    names groups where the latter no longer looks.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "engines" if Path(path).name in _SHARE_ENGINES else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Of ``--dist loadfile``."""
+    return _SharedEngines(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @dataclass(frozen=True)
