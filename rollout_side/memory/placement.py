@@ -9,7 +9,8 @@ import torch
 from rollout_side.config import Staging
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft.contract.capabilities import NCCL, ONE_SIDED
-from weft.transport.group import CPU, Speak, silent
+from weft.transport.group import CPU
+from weft.transport.speaking import Speak, silent
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30

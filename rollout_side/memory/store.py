@@ -37,7 +37,7 @@ from weft.contract.errors import (
     TransferAbortedError,
 )
 from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.transport.group import Speak, silent
+from weft.transport.speaking import Speak, silent
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256

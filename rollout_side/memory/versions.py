@@ -19,7 +19,7 @@ from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.layout.runs import Run
 from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
 from weft.transport.buckets import in_manifest_order, tensor_sums
-from weft.transport.group import Speak
+from weft.transport.speaking import Speak
 
 
 class Carried(NamedTuple):

@@ -34,8 +34,9 @@ from weft.contract.layout.send_plan import SendPlan, check_send_plan
 from weft.contract.names import PolicyVersion, is_replica_sender
 from weft.rpc.codec import send_plan_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer
-from weft.transport.group import Speak, on_device
+from weft.transport.group import on_device
 from weft.transport.member import FetchedManifests, Membership
+from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 

@@ -1,5 +1,4 @@
-"""A lane of a side group: one sender, and all receivers, which its bytes flow to; and how a
-thread that works or waits for long speaks in between (see ``member.Progress``)."""
+"""A lane of a side group: one sender, and all receivers, which its bytes flow to."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
 
 import torch
 
@@ -30,18 +28,14 @@ from weft.transport.backends import (
     works_to_hold,
 )
 from weft.transport.rendezvous_store import RendezvousStore
+from weft.transport.speaking import SPEAK_SECONDS, speaking
 
 __all__ = [
     "SENDER_RANK",
-    "SPEAK_SECONDS",
     "Operation",
     "SideGroup",
-    "Speak",
     "num_parked_groups",
     "on_device",
-    "silent",
-    "speaking",
-    "speaking_time",
     "window",
 ]
 
@@ -362,54 +356,3 @@ atexit.register(_PARKED.abandon)
 def num_parked_groups() -> int:
     """Groups abandoned with operations that had not ended when last looked at."""
     return _PARKED.count()
-
-
-_T = TypeVar("_T")
-
-#: Longest that a thread works or waits before it can speak: at least every 2 s it does.
-SPEAK_SECONDS: Final = 1.0
-
-#: What a step that takes long calls, often, with how far it is and of how much.
-Speak = Callable[[int, int], None]
-
-
-def silent(done: int, total: int) -> None:
-    """A ``Speak`` for steps that nobody watches."""
-
-
-def speaking_time(deadline: float) -> float:
-    """How long a wait until a ``time.monotonic()`` may last before its thread speaks."""
-    return max(0.0, min(SPEAK_SECONDS, deadline - time.monotonic()))
-
-
-def speaking(work: Callable[[], _T], speak: Callable[[], None]) -> _T:
-    """Do what can neither be cut nor speak on a thread of its own, and speak meanwhile.
-
-    For one call into a library whose length is known to be its own affair (a driver that
-    locks pages, communicators that form): it counts as work for as long as it lasts.
-
-    Args:
-        speak: Called at least every ``SPEAK_SECONDS``; what it raises ends the wait, and the
-            work continues unattended.
-
-    Raises:
-        BaseException: What ``work`` raised.
-    """
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001 (raised by the caller's thread)
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="weft-long-call", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(SPEAK_SECONDS)
-        if thread.is_alive():
-            speak()
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -31,8 +31,9 @@ from weft.rpc.channel import open_channel
 from weft.rpc.manifest_codec import manifest_from_chunks
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
-from weft.transport.group import SENDER_RANK, SPEAK_SECONDS, SideGroup, window
+from weft.transport.group import SENDER_RANK, SideGroup, window
 from weft.transport.rendezvous_store import RendezvousStore
+from weft.transport.speaking import SPEAK_SECONDS
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub

@@ -35,8 +35,9 @@ from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.buckets import Sealed
 from weft.transport.digest import content_digest
-from weft.transport.group import Operation, speaking_time
+from weft.transport.group import Operation
 from weft.transport.member import Membership
+from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
 from weft.v1 import types_pb2
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from weft.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft.transport import group as side_group
-from weft.transport import member
+from weft.transport import member, speaking
 from weft.transport.group import CPU, Operation, SideGroup
 from weft.transport.member import Progress
 from weft.v1 import rendezvous_pb2 as pb
@@ -100,7 +99,7 @@ def test_a_wait_ends_with_its_deadline_or_its_group() -> None:
 
 
 def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_group, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(speaking, "SPEAK_SECONDS", 0.001)
     go_on, spoken = threading.Event(), []
 
     def work() -> int:
@@ -112,22 +111,22 @@ def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyP
         if len(spoken) == 3:
             go_on.set()
 
-    assert side_group.speaking(work, speak) == 7
+    assert speaking.speaking(work, speak) == 7
     assert len(spoken) >= 3
     with pytest.raises(ZeroDivisionError):
-        side_group.speaking(lambda: 1 // 0, lambda: None)
+        speaking.speaking(lambda: 1 // 0, lambda: None)
     go_on.clear()
 
     def give_up() -> None:
         raise TransferAbortedError("aborted meanwhile")
 
     with pytest.raises(TransferAbortedError):
-        side_group.speaking(work, give_up)
+        speaking.speaking(work, give_up)
     go_on.set()
 
 
 def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_group, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(speaking, "SPEAK_SECONDS", 0.001)
     formed, spoken = threading.Event(), []
 
     class Backend:

@@ -448,6 +448,29 @@ def test_a_tail_goes_beside_the_buffer_unless_it_is_long(
     assert sent.wait_until(soon())
 
 
+def test_a_receiver_that_is_behind_can_be_told_of_all_that_is_under_way(join: Join) -> None:
+    """Eight buckets at most; nobody waits until it has read of the first."""
+    sender, (receiver,) = join(1)
+    first = receiver.broadcast(empty(), 10.0)
+    sender.broadcast(filled(0), 10.0)
+    assert first.wait_until(soon())
+    with receiver._copying:  # its thread reads nothing from now on
+        held = receiver.broadcast(empty(), 10.0)
+        tail = b"t" * MAX_TAIL_BYTES
+        sender.broadcast(filled(1), 10.0)
+        sent = [
+            sender.broadcast(filled(value), 10.0, tail_bytes=MAX_TAIL_BYTES, tail=tail)
+            for value in range(2, 10)
+        ]
+        assert not any(work.done for work in sent)
+    assert held.wait_until(soon())
+    for _ in sent:
+        work = receiver.broadcast(empty(), 10.0, tail_bytes=MAX_TAIL_BYTES)
+        assert work.wait_until(soon())
+        work.finish()
+        assert work.arrived.tail == tail
+
+
 def test_what_is_lent_stays_mapped_when_the_group_ends(
     join: Join, wait: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
