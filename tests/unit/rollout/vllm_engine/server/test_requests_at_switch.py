@@ -186,4 +186,4 @@ async def test_aborting_closes_what_a_client_leaves(engine: GeneratingEngine) ->
     engine.emit("h1", [10])
     await first
     await outputs.aclose()
-    assert not replica.requests._calls
+    assert not replica.base_switch.requests._calls
