@@ -281,12 +281,13 @@ def check_adapter(place: Place, pushed: Pushed) -> str:
 def test_what_two_ranks_hold_answers_as_a_fresh_engine(
     place: Place, where: str, tmp_path: Path, note: Note
 ) -> None:
-    """FSDP2, the replica beside one of the ranks; the merge may round otherwise than a whole one's
-    (test_merged.py)."""
+    """FSDP2, the replica beside one of the ranks, whose memory is torch's in segments that have no
+    handles; the merge may round otherwise than a whole one's (test_merged.py)."""
     if place.adapter is None or place.kind != "dense":
         pytest.skip("one kind is enough")
     pushed: Pushed = getattr(place, where)
-    env = {} if DRY else {rank: {"WEFT_TEST_DEVICE": f"cuda:{rank}"} for rank in range(2)}
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    env = {} if DRY else {n: {**given, "WEFT_TEST_DEVICE": f"cuda:{n}"} for n in range(2)}
     with running_ranks(tmp_path, pushed.pool.target, 2, env) as trainer:
         trainer.do("open", bucket_bytes=4 * 2**20)
         trainer.do("make", kind="fsdp2", model=str(place.weights))
