@@ -19,7 +19,8 @@ import torch
 from rollout_side.memory import rank_channel, rank_handoff
 from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.rank_handoff import RankHandoff, RankServer
-from rollout_side.receive.in_place import InPlaceBuffers, InPlaceLoad
+from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.in_place_buffers import InPlaceBuffers
 from tests.doubles.wire import seal_wire
 from weft.contract.errors import (
     LoadFailedError,

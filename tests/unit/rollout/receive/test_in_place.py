@@ -9,7 +9,7 @@ import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.receive.in_place import PAUSE_SECONDS, InPlaceBuffers, is_load_due
+from rollout_side.receive.in_place_buffers import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
 from tests.doubles.wire import seal_wire
 from weft.contract.errors import CapacityError
