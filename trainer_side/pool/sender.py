@@ -329,6 +329,8 @@ class Sender:
         if not are_safe:
             held = range(sending.num_released, len(sending.digests))
             buckets.move(held)
+            if self.device.type == "cuda":  # they are sent as whatever was digested: at once
+                torch.cuda.current_stream(self.device).synchronize()
             self._packer = buckets.packer if isinstance(buckets, _PackedBuckets) else None
             self._buffers = buckets.packer.buffers
 
