@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Note
-from trainer_side.params.merged_elements import Factors, MergedElements
+from trainer_side.params.merged_elements import Delta, Factors, MergedElements
 from trainer_side.params.sharding.elements import held_by
 from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.ranks import OneRank
@@ -70,7 +70,7 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
     base = held_by(elements["w"], 0)
     before = weight.clone()
     merged = torch.empty(_OUT * _IN, dtype=served, device=device)
-    MergedElements(base, weight.shape, factors, "a", "b", _SCALING, 0).fill(0, merged)
+    MergedElements(base, Delta(weight.shape, factors, "a", "b", _SCALING), 0).fill(0, merged)
     assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)  # the application's are as they were
     assert torch.equal(weight, before)
 

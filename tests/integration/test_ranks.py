@@ -5,12 +5,13 @@ The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
-from tests.models import make_model
+from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
 from weft.contract.errors import TransferTimeoutError
 
@@ -202,6 +203,29 @@ def test_stacked_experts_are_sent_as_the_ranks_hold_them(tmp_path):
             assert [answer["remarks"] for answer in answers] == [[], []], answers
             assert any(".experts.3." in name for name in saved)
             assert same(engine.base, saved)
+            merged = _with_experts_merged(path, tmp_path)
+            trainer.do("make", kind="fsdp2", model=str(path), adapter=str(tmp_path / "adapter"))
+            answers = trainer.do("push", what="merged")
+            assert [answer["remarks"] for answer in answers] == [[], []], answers
+            assert engine.base.keys() == merged.keys()
+            for name, tensor in merged.items():
+                assert torch.allclose(engine.base[name], tensor, rtol=1e-5, atol=1e-6), name
+            assert not same(engine.base, saved)
+
+
+def _with_experts_merged(path, work):
+    """A checkpoint's tensors with an adapter of its experts merged in by PEFT; it is saved."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts)
+    model = get_peft_model(load_hf(path), settings)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.copy_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(work / "adapter")
+    model.merge_and_unload().save_pretrained(work / "merged")
+    return load_file(work / "merged" / "model.safetensors")
 
 
 # -- failures: the same typed error on every rank, and nobody waits -------------------

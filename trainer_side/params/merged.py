@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from trainer_side.params.merged_elements import (
+    Delta,
     Factors,
     MergedElements,
     in_float32,
@@ -132,19 +133,19 @@ class MergedParams:
 
     def elements(self, name: str) -> Elements | None:
         """A weight as the ranks hold it, each merging its own elements; None where one rank must
-        have it whole: DoRA, experts, embeddings, transposed weights, biases."""
+        have it whole: DoRA, biases."""
         base, merge = held_elements(self._params, self._raw[name]), self._merges.get(name)
         if base is None or merge is None:
             return base
-        width = self.metas[name].shape[-1]
-        if merge.form != "linear" or merge.magnitude or merge.is_transposed:
+        if merge.a not in self._factors:
             return None
-        if merge.a not in self._factors or not merges_in_place(base, width):
-            return None
+        is_transposed = merge.is_transposed or merge.form == "embedding"
+        shape, factors = self.metas[name].shape, self._factors
+        delta = Delta(shape, factors, merge.a, merge.b, merge.scaling, is_transposed)
         assert isinstance(self._params, ShardedParams)
         rank = self._params.ranks.rank
-        shape, factors = self.metas[name].shape, self._factors
-        return MergedElements(base, shape, factors, merge.a, merge.b, merge.scaling, rank)
+        in_place = merges_in_place(base, delta.width)
+        return MergedElements(base, delta, rank) if in_place else None
 
     def prepare(self) -> None:
         """Bring the factors to every rank: collective, before any of ``elements`` is read."""
@@ -160,7 +161,7 @@ class MergedParams:
         held: dict[str, HeldElements] = {}
         for merge in self._merges.values():
             pair = {name: held_elements(self._params, name) for name in (merge.a, merge.b) if name}
-            if merge.form == "linear" and all(pair.values()):
+            if merge.a and not merge.magnitude and all(pair.values()):
                 held.update({name: each for name, each in pair.items() if each is not None})
         assert isinstance(self._params, ShardedParams)
         return Factors(held, self._params.metas, self._params.ranks)

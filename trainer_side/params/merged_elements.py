@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
-from trainer_side.params.sharding.elements import Elements, HeldElements
+from trainer_side.params.sharding.elements import HeldElements
 from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks import Ranks
 
@@ -141,30 +142,58 @@ class Factors:
         return views
 
 
+@dataclass(frozen=True)
+class Delta:
+    """What is added to a weight: a product of factors, or for each expert one."""
+
+    shape: torch.Size
+    """Of the whole weight: (out features, in features), (experts, out, in), or transposed."""
+    factors: Factors
+    """Which hold ``a`` (experts x rank, in features) and ``b`` (out features, rank x experts)."""
+    a: str
+    b: str
+    scaling: float
+    """Of the product."""
+    is_transposed: bool = False
+    """The weight is (in, out): of an embedding, too."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of the weight, whose rows are those of all experts."""
+        return self.shape[-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Of one expert."""
+        return self.shape[-2]
+
+    def of(
+        self, expert: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of an expert, (out features, rank) and (rank, in features)."""
+        b = self.factors.exact(self.b, device, dtype)
+        a = self.factors.exact(self.a, device, dtype)
+        if len(self.shape) == 2:
+            return b, a
+        # As PEFT's ParamWrapper lays them out.
+        by_expert = b.reshape(b.shape[0], -1, self.shape[0])
+        return by_expert[:, :, expert], a.reshape(self.shape[0], -1, a.shape[-1])[expert]
+
+
 class MergedElements:
     """See ``Elements``.
 
     Args:
-        base: The weight's own elements.
-        shape: (out features, in features) of the whole weight.
-        factors: Which hold ``a`` (rank, in features) and ``b`` (out features, rank).
-        a, b: Their names.
-        scaling: Of their product.
+        base: The weight's own elements, or those of whole rows of it.
+        delta: What is added to the weight.
+        rank: This one.
+        first_row: Of the weight, that ``base`` begins with.
     """
 
-    def __init__(
-        self,
-        base: HeldElements,
-        shape: torch.Size,
-        factors: Factors,
-        a: str,
-        b: str,
-        scaling: float,
-        rank: int,
-    ) -> None:
+    def __init__(self, base: HeldElements, delta: Delta, rank: int, first_row: int = 0) -> None:
         self.runs: Sequence[HeldRun] = base.runs
-        self._base, self._width = base, shape[1]
-        self._factors, self._a, self._b, self._scaling = factors, a, b, scaling
+        self._base, self._delta = base, delta
+        self._rank, self._first_row = rank, first_row
         self._own = [run for run in base.runs if run.rank == rank]
 
     def held(self, number: int) -> None:
@@ -173,27 +202,41 @@ class MergedElements:
 
     def fill(self, number: int, out: torch.Tensor) -> None:
         """See ``Elements``; extra memory is that of a chunk of the sums."""
-        run, weight = self._own[number], self._base.held(number)
+        run, weight, delta = self._own[number], self._base.held(number), self._delta
         dtype = torch.float32
-        for tensor in (weight, self._factors[self._a], self._factors[self._b]):
+        for tensor in (weight, delta.factors[delta.a], delta.factors[delta.b]):
             dtype = torch.promote_types(dtype, tensor.dtype)
-        a = self._factors.exact(self._a, weight.device, dtype)
-        b = self._factors.exact(self._b, weight.device, dtype)
-        on_device = weight.device.type != "cpu"
         with torch.no_grad(), in_float32(weight.device):
             done = 0
-            for row, rows, column, columns in _blocks(run, self._width):
-                num = rows * columns
-                of, to = weight[done : done + num], out[done : done + num]
-                merge_block(
-                    of.view(rows, columns),
-                    to.view(rows, columns),
-                    b[row : row + rows],
-                    a[:, column : column + columns],
-                    self._scaling,
-                    on_device=on_device,
-                )
-                done += num
+            for row, rows, column, columns in _blocks(run, delta.width):
+                for expert, first, num in _by_expert(self._first_row + row, rows, delta.num_rows):
+                    b, a = delta.of(expert, weight.device, dtype)
+                    if delta.is_transposed:
+                        b, a = b[column : column + columns], a[:, first : first + num]
+                    else:
+                        b, a = b[first : first + num], a[:, column : column + columns]
+                    end = done + num * columns
+                    merge_block(
+                        weight[done:end].view(num, columns),
+                        out[done:end].view(num, columns),
+                        b,
+                        a,
+                        delta.scaling,
+                        is_transposed=delta.is_transposed,
+                        on_device=weight.device.type != "cpu",
+                    )
+                    done = end
+
+    def cut(self, blocks: Sequence[tuple[int, int]]) -> list[MergedElements | None]:
+        """As ``HeldElements.cut``; None of what is no whole rows."""
+        width, found = self._delta.width, list[MergedElements | None]()
+        for (begin, _), part in zip(blocks, self._base.cut(blocks), strict=True):
+            first_row = self._first_row + begin // width
+            is_rows = begin % width == 0 and merges_in_place(part, width)
+            found.append(
+                MergedElements(part, self._delta, self._rank, first_row) if is_rows else None
+            )
+        return found
 
 
 def merge_block(
@@ -203,6 +246,7 @@ def merge_block(
     a: torch.Tensor,
     scaling: float,
     *,
+    is_transposed: bool = False,
     on_device: bool,
 ) -> None:
     """Merge a block of a weight's rows and columns; extra memory is that of a chunk of the sums.
@@ -213,6 +257,7 @@ def merge_block(
         b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
+        is_transposed: ``b`` is (columns, rank) and ``a`` (rank, rows).
         on_device: Whether an accelerator scales and adds in one pass; on a CPU the sum is that of
             ``merged``, bit by bit.
     """
@@ -220,7 +265,7 @@ def merge_block(
     step = max(1, most // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
-        product = b[rows] @ a
+        product = (b @ a[:, rows]).t() if is_transposed else b[rows] @ a
         if on_device:
             # In the wider dtype of the two, rounded as it is written; nothing else is made.
             torch.add(weight[rows], product, alpha=scaling, out=out[rows])
@@ -228,31 +273,49 @@ def merge_block(
             out[rows].copy_(weight[rows].to(a.dtype) + product * scaling)
 
 
-def merges_in_place(elements: Elements, width: int) -> bool:
+def merges_in_place(elements: HeldElements, width: int) -> bool:
     """Whether every run of a weight is made of blocks of its rows and columns."""
-    return all(run.repeats == 1 or _is_block(run, width) for run in elements.runs)
+    return all(
+        run.repeats == 1 or _is_block(run, width) or _is_rows(run, width) for run in elements.runs
+    )
 
 
 def _is_block(run: HeldRun, width: int) -> bool:
     return run.stride == width and run.begin % width + run.numel <= width
 
 
+def _is_rows(run: HeldRun, width: int) -> bool:
+    """Whole rows, again and again."""
+    return not (run.begin % width or run.numel % width or run.stride % width)
+
+
 def _blocks(run: HeldRun, width: int) -> Iterator[tuple[int, int, int, int]]:
     """First row, rows, first column, columns of the blocks that a run is made of, in order."""
-    row, column = divmod(run.begin, width)
-    if run.repeats > 1:
+    if run.repeats > 1 and _is_block(run, width):
+        row, column = divmod(run.begin, width)
         yield row, run.repeats, column, run.numel
         return
-    left = run.numel
-    if column:
-        head = min(width - column, left)
-        yield row, 1, column, head
-        row, left = row + 1, left - head
-    if rows := left // width:
-        yield row, rows, 0, width
-        row, left = row + rows, left - rows * width
-    if left:
-        yield row, 1, 0, left
+    for repeat in range(run.repeats):
+        row, column = divmod(run.begin + repeat * run.stride, width)
+        left = run.numel
+        if column:
+            head = min(width - column, left)
+            yield row, 1, column, head
+            row, left = row + 1, left - head
+        if rows := left // width:
+            yield row, rows, 0, width
+            row, left = row + rows, left - rows * width
+        if left:
+            yield row, 1, 0, left
+
+
+def _by_expert(row: int, rows: int, num_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Of rows of all experts: the expert, its first row among them, and how many."""
+    while rows:
+        expert, first = divmod(row, num_rows)
+        num = min(rows, num_rows - first)
+        yield expert, first, num
+        row, rows = row + num, rows - num
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer_side.params.merged import MergedParams
+from trainer_side.params.merged_elements import MergedElements
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
 from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
@@ -80,7 +81,7 @@ class ModuleSource:
             blocks.sort()
             whole = self._held(name)
             is_apart = all(a[1] <= b[0] for a, b in pairwise(blocks))
-            if isinstance(whole, HeldElements) and is_apart:
+            if isinstance(whole, HeldElements | MergedElements) and is_apart:
                 parts = whole.cut([(begin, end) for begin, end, _ in blocks])
                 for (_, _, position), part in zip(blocks, parts, strict=True):
                     found[position] = part

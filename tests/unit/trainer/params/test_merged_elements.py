@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.doubles.shards import OneOfSeveral
 from trainer_side.params.merged_elements import (
+    Delta,
     Factors,
     MergedElements,
     merge_block,
@@ -15,23 +17,8 @@ from trainer_side.params.merged_elements import (
 )
 from trainer_side.params.sharding.elements import HeldElements, held_by
 from trainer_side.params.sharding.sharded import HeldRun, Sharded
-from trainer_side.ranks import OneRank
 
 _OUT, _IN, _R = 300, 72, 8
-
-
-class _Ranks(OneRank):
-    """One of several, whose messages are what the others gave before."""
-
-    def __init__(self, rank: int, size: int, given: dict[int, torch.Tensor]) -> None:
-        self.rank, self.size, self._given = rank, size, given
-
-    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
-        for rank, message in enumerate(messages):
-            if rank == self.rank:
-                self._given[rank] = message.clone()
-            elif rank in self._given:
-                message.copy_(self._given[rank])
 
 
 def _held(whole: torch.Tensor, runs: Sequence[HeldRun], rank: int) -> HeldElements:
@@ -71,7 +58,7 @@ def test_each_rank_merges_its_own(runs: list[HeldRun], is_rows: bool, dtype: tor
     given: dict[int, torch.Tensor] = {}
     merged = torch.empty_like(weight)
     for rank in (0, 1, 0):  # the first has now what the second gave
-        ranks = _Ranks(rank, 2, given)
+        ranks = OneOfSeveral(rank, 2, given)
         held = {"a": _held(a, halves["a"], rank), "b": _held(b, halves["b"], rank)}
         factors = Factors(held, metas, ranks)
         assert "a" in factors
@@ -82,7 +69,7 @@ def test_each_rank_merges_its_own(runs: list[HeldRun], is_rows: bool, dtype: tor
         assert torch.equal(factors["b"], b)
         base, before = _held(weight, runs, rank), _held(weight, runs, rank)
         assert merges_in_place(base, _IN)
-        own = MergedElements(base, weight.shape, factors, "a", "b", scaling, rank)
+        own = MergedElements(base, Delta(weight.shape, factors, "a", "b", scaling), rank)
         for number, run in enumerate(run for run in runs if run.rank == rank):
             assert own.held(number) is None
             out = torch.empty(run.size, dtype=dtype)
@@ -131,12 +118,12 @@ def test_factors_come_to_where_the_weight_is() -> None:
     for rank in (1, 0):
         held = {"a": _held(a, runs["a"], rank), "b": _held(b, runs["b"], rank)}
         metas = {"a": a.to("meta"), "b": b.to("meta")}
-        factors = Factors(held, metas, _Ranks(rank, 2, given))
+        factors = Factors(held, metas, OneOfSeveral(rank, 2, given))
         factors.bring()
     assert factors["a"].device.type == "cpu"
     weight = torch.zeros(_OUT, _IN, device="meta")
     base = held_by(Sharded(weight.shape, weight.dtype, (HeldRun(0, 0, _OUT * _IN),), weight), 0)
-    merged = MergedElements(base, weight.shape, factors, "a", "b", 1.0, 0)
+    merged = MergedElements(base, Delta(weight.shape, factors, "a", "b", 1.0), 0)
     out = torch.empty(_OUT * _IN, device="meta")
     merged.fill(0, out)
     assert out.device.type == "meta"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 import transformers
 
+from tests.doubles.shards import sharded
 from trainer_side.params.names import plan_conversions
 from trainer_side.params.params import WholeParams
-from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
-from trainer_side.params.sharding.slices import Split, cells_of
-from trainer_side.ranks import OneRank
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule
 
@@ -34,24 +30,6 @@ def _model(kind: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-class _Rank(OneRank):
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size = rank, _NUM_RANKS
-
-
-def _sharded(whole: Mapping[str, torch.Tensor], dim: int, rank: int) -> ShardedParams:
-    """Cut along ``dim``, or along the last there is."""
-    placed: dict[str, Sharded | Gathered] = {}
-    for name, tensor in whole.items():
-        cells = cells_of(tensor.shape, [_NUM_RANKS], [Split(min(dim, tensor.dim() - 1))])
-        assert cells is not None
-        runs = tuple(HeldRun(cell.places[0], *each) for cell in cells for each in cell.slices)
-        own = [run.of(tensor).reshape(-1) for run in runs if run.rank == rank]
-        local = torch.cat(own) if own else None
-        placed[name] = Sharded(tensor.shape, tensor.dtype, runs, local)
-    return ShardedParams(placed, "test", _Rank(rank))
-
-
 # Whole experts at each rank; rows of each; columns of each.
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
@@ -61,7 +39,7 @@ def test_stacked_experts_lie_where_their_ranks_hold_them(kind: str, dim: int) ->
     reference = ModuleSource(model, WholeParams(whole, "test"), CastRule())
     made = [torch.full(meta.shape, torch.nan) for meta in reference.metas]
     for rank in range(_NUM_RANKS):
-        source = ModuleSource(model, _sharded(whole, dim, rank), CastRule())
+        source = ModuleSource(model, sharded(whole, dim, rank, _NUM_RANKS), CastRule())
         assert source.metas == reference.metas
         for index, out in enumerate(made):
             elements = source.elements(index)
