@@ -293,10 +293,9 @@ class SendingRank:
         speak = partial(self._say, pb.ACTIVITY_PACKING)
         speak()
         nth, buckets = len(sending.digests), sending.buckets
-        sealed = buckets.make(nth, speak)
-        sending.digests.append(sealed.digest)
+        sealed = sending.sealed[nth] = buckets.make(nth, speak)
         sending.sealed.pop(nth - buckets.num_buffers, None)
-        sending.sealed[nth] = sealed
+        sending.digests.append(sealed.digest)
 
     def _await_released(self, sending: Sending, num_wanted: int) -> None:
         direction = self._direction
