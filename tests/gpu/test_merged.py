@@ -60,17 +60,21 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
         return torch.randn(shape, generator=generator).to(device, held)
 
     weight, a, b = draw(_OUT, _IN), draw(_R, _IN), draw(_OUT, _R)
-    elements = {name: _whole(tensor) for name, tensor in {"w": weight, "a": a, "b": b}.items()}
+    held_by_one = {name: _whole(tensor) for name, tensor in {"w": weight, "a": a, "b": b}.items()}
     factors = Factors(
-        {name: held_by(elements[name], 0) for name in "ab"},
+        {name: held_by(held_by_one[name], 0) for name in "ab"},
         {"a": a.to("meta"), "b": b.to("meta")},
         OneRank(),
     )
     factors.bring()
-    base = held_by(elements["w"], 0)
+    base = held_by(held_by_one["w"], 0)
     before = weight.clone()
     merged = torch.empty(_OUT * _IN, dtype=served, device=device)
-    MergedElements(base, Delta(weight.shape, factors, "a", "b", _SCALING), 0).fill(0, merged)
+    elements = MergedElements(base, Delta(weight.shape, factors, "a", "b", _SCALING), 0)
+    elements.fill(0, merged)
+    on_host = torch.empty(_OUT * _IN, dtype=served)
+    elements.fill(0, on_host)  # as for gloo
+    assert torch.equal(on_host, merged.cpu())
     assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)  # the application's are as they were
     assert torch.equal(weight, before)
 

@@ -253,7 +253,7 @@ def merge_block(
 
     Args:
         weight: (rows, columns), read only.
-        out: The same shape; overwritten.
+        out: The same shape, anywhere; overwritten.
         b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
@@ -266,9 +266,11 @@ def merge_block(
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
         product = (b @ a[:, rows]).t() if is_transposed else b[rows] @ a
-        if on_device:
+        if on_device and out.device == weight.device:
             # In the wider dtype of the two, rounded as it is written; nothing else is made.
             torch.add(weight[rows], product, alpha=scaling, out=out[rows])
+        elif on_device:  # to the host, where it is packed for gloo
+            out[rows].copy_(torch.add(weight[rows], product, alpha=scaling).to(out.dtype))
         else:
             out[rows].copy_(weight[rows].to(a.dtype) + product * scaling)
 
