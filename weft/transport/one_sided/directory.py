@@ -26,7 +26,7 @@ _NAME_CHARS = 32
 _MAX_SWEPT = 256
 # Before a socket that does not listen yet, which looks like one of the dead; and how long one may
 # be so.
-_UNBORN, _UNBORN_SECONDS = ".", 60.0
+_STARTING, _STARTING_SECONDS = ".", 60.0
 
 
 def directory() -> Path:
@@ -77,15 +77,15 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
     folder = directory()
     _sweep(folder)
     name = secrets.token_hex(_NAME_CHARS // 2)
-    unborn = folder / f"{_UNBORN}{name}"
+    starting = folder / f"{_STARTING}{name}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(os.fspath(unborn))
+        listener.bind(os.fspath(starting))
         listener.listen(backlog)
-        unborn.rename(folder / name)
+        starting.rename(folder / name)
     except OSError as error:
         listener.close()
-        unborn.unlink(missing_ok=True)
+        starting.unlink(missing_ok=True)
         raise OneSidedError(f"no socket can be made in {folder}: {error}") from error
     return listener, name
 
@@ -119,7 +119,7 @@ def _sweep(folder: Path) -> None:
     """Remove sockets that nobody listens on any more."""
     with contextlib.suppress(OSError):
         for path in [*folder.iterdir()][:_MAX_SWEPT]:
-            if path.name.startswith(_UNBORN) and _age(path) < _UNBORN_SECONDS:
+            if path.name.startswith(_STARTING) and _age(path) < _STARTING_SECONDS:
                 continue
             with (
                 contextlib.suppress(OSError),
