@@ -31,6 +31,7 @@ from benchmarks.machine import describe
 from benchmarks.push import Rows
 from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import WeftError
+from weft.transport.arrived import BucketOptions
 from weft.transport.backends import allocate
 from weft.transport.digest import tensor_digest
 from weft.transport.group import Operation, SideGroup, on_device, window
@@ -135,10 +136,11 @@ def _move(
             tensor_digest(lent)
             operation.give_back()
 
+    options = BucketOptions(borrows=borrows)
     for index in range(num_buckets):
         if len(flight) == ahead:
             end(flight.popleft())
-        flight.append(group.broadcast(buffers[index % len(buffers)], 120.0, borrows=borrows))
+        flight.append(group.broadcast(buffers[index % len(buffers)], 120.0, options=options))
     for operation in flight:
         end(operation)
 

@@ -14,6 +14,7 @@ import torch
 
 from rollout_side.receive.transfer import Prepared, ReceiveBuffers
 from weft.contract.errors import DigestMismatchError, PeerUnavailableError
+from weft.transport.arrived import BucketOptions
 from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.v1 import rendezvous_pb2 as pb
@@ -100,8 +101,8 @@ class _Course:
             # On the host a sender could change what is verified, and used after.
             borrows = wire.is_cuda or buffers.copies_lent
             tail_bytes = wire.numel() - buffers.payload_bytes(self._num_posted)
-            receive = partial(lane.broadcast, wire, seconds, self._forming)
-            self._posted.append(receive(borrows=borrows, tail_bytes=tail_bytes))
+            options = BucketOptions(borrows, tail_bytes)
+            self._posted.append(lane.broadcast(wire, seconds, self._forming, options))
             self._held[sender] += 1
             self._num_posted += 1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.contract.layout.runs import Run
-from weft.transport.arrived import write_tail
+from weft.transport.arrived import BucketOptions, write_tail
 from weft.transport.buckets import Sealed, seal_bucket
 
 
@@ -25,5 +25,5 @@ def seal_wire(
 
 def put_tail(wire: torch.Tensor, sealed: Sealed) -> Sealed:
     """The tail of a bucket in its place, as a backend puts it there."""
-    write_tail(wire, wire.numel() - sealed.payload_bytes, sealed.tail)
+    write_tail(wire, BucketOptions(False, wire.numel() - sealed.payload_bytes, sealed.tail))
     return sealed

@@ -1,11 +1,26 @@
-"""What is known of a bucket that has arrived, beside the buffer that it was received in; and what
-goes beside the buffer that it is sent from."""
+"""How a bucket is to travel, and how it has arrived, beside the buffers at its two ends."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+
+class BucketOptions(NamedTuple):
+    """How a bucket is sent or received; by default whole, from buffer to buffer."""
+
+    borrows: bool = False
+    """Of a receive: whether the bytes may stay in the sender's memory, to be read there."""
+    tail_bytes: int = 0
+    """How many of the last bytes are sent from the host, and wanted there."""
+    tail: bytes = b""
+    """Of a send: how these begin; they are not in the buffer yet. Whoever knows them has waited for
+    all before them, as the digest in them asks for: a backend that carries them beside the buffer
+    waits for nothing more."""
+
+
+WHOLE = BucketOptions()
 
 
 class Arrived(NamedTuple):
@@ -22,8 +37,8 @@ class Arrived(NamedTuple):
 IN_ITS_BUFFER = Arrived()
 
 
-def write_tail(buffer: torch.Tensor, tail_bytes: int, tail: bytes) -> None:
+def write_tail(buffer: torch.Tensor, options: BucketOptions) -> None:
     """Write how the last bytes of a buffer begin; on a GPU the thread waits for its turn there."""
-    if tail:
-        begin = buffer.numel() - tail_bytes
+    if tail := options.tail:
+        begin = buffer.numel() - options.tail_bytes
         buffer[begin : begin + len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft.contract.errors import UnsupportedError
-from weft.transport.arrived import IN_ITS_BUFFER, Arrived, write_tail
+from weft.transport.arrived import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
 from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
 from weft.transport.one_sided.memory_file import allocate as allocate_file
@@ -85,13 +85,7 @@ class Backend(Protocol):
         in it, or ``abort`` is called."""
 
     def broadcast(
-        self,
-        buffer: torch.Tensor,
-        timeout_seconds: float,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> Work:
         """Begin to send or receive; see ``SideGroup.broadcast``."""
 
@@ -241,20 +235,14 @@ class _Gloo:
     is_formed = True
 
     def broadcast(
-        self,
-        buffer: torch.Tensor,
-        timeout_seconds: float,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> Work:
-        write_tail(buffer, tail_bytes, tail)
-        options = BroadcastOptions()
-        options.rootRank = SENDER_RANK
-        options.timeout = timedelta(seconds=timeout_seconds)
+        write_tail(buffer, options)
+        how = BroadcastOptions()
+        how.rootRank = SENDER_RANK
+        how.timeout = timedelta(seconds=timeout_seconds)
         sent = buffer.view_as(buffer)
-        return _GlooWork(self._group.broadcast([sent], options), sent)
+        return _GlooWork(self._group.broadcast([sent], how), sent)
 
     def abort(self) -> None:
         pass
@@ -320,19 +308,13 @@ class _Nccl:
         self.is_formed = False
 
     def broadcast(
-        self,
-        buffer: torch.Tensor,
-        timeout_seconds: float,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> Work:
-        write_tail(buffer, tail_bytes, tail)
-        options = BroadcastOptions()
-        options.rootRank = SENDER_RANK
+        write_tail(buffer, options)
+        how = BroadcastOptions()
+        how.rootRank = SENDER_RANK
         with torch.cuda.device(self._device):
-            work = _NcclWork(self._group.broadcast([buffer], options))
+            work = _NcclWork(self._group.broadcast([buffer], how))
         self.is_formed = True
         return work
 

@@ -19,7 +19,7 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.transport.arrived import Arrived
+from weft.transport.arrived import WHOLE, Arrived, BucketOptions
 from weft.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -188,10 +188,7 @@ class SideGroup:
         buffer: torch.Tensor,
         timeout_seconds: float,
         forming: Callable[[], None] = _silent,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        options: BucketOptions = WHOLE,
     ) -> Operation:
         """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
         first one of a backend that connects its members in it.
@@ -202,12 +199,7 @@ class SideGroup:
 
         Args:
             forming: Called at least every ``SPEAK_SECONDS`` while it connects.
-            borrows: Of a receive: whether the bytes may stay in the sender's memory; see
-                ``Operation.arrived``.
-            tail_bytes: How many of the last bytes are sent from the host, and wanted there.
-            tail: Of a send: how these begin; they are not in the buffer yet. Whoever knows them
-                has waited for all before them, as the digest in them asks for: a backend that
-                carries them beside the buffer waits for nothing more.
+            options: What goes beside the buffer, or may; see ``Operation.arrived``.
 
         Raises:
             PeerUnavailableError: The group could not be formed.
@@ -220,11 +212,9 @@ class SideGroup:
         # Outside the lock: forming may take long, and ``abort`` must get in meanwhile.
         try:
             if backend.is_formed:
-                work = backend.broadcast(
-                    buffer, timeout_seconds, borrows=borrows, tail_bytes=tail_bytes, tail=tail
-                )
+                work = backend.broadcast(buffer, timeout_seconds, options)
             else:
-                work = self._form(backend, buffer, timeout_seconds, forming, tail_bytes, tail)
+                work = self._form(backend, buffer, timeout_seconds, forming, options)
         except RuntimeError as error:
             self.check()
             raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
@@ -242,8 +232,7 @@ class SideGroup:
         buffer: torch.Tensor,
         timeout_seconds: float,
         forming: Callable[[], None],
-        tail_bytes: int,
-        tail: bytes,
+        options: BucketOptions,
     ) -> Work:
         """The first broadcast, which waits inside the library for all members; on another
         thread, with this one's stream, so that this one can speak and be aborted."""
@@ -251,7 +240,7 @@ class SideGroup:
 
         def first() -> Work:
             with with_stream():
-                return backend.broadcast(buffer, timeout_seconds, tail_bytes=tail_bytes, tail=tail)
+                return backend.broadcast(buffer, timeout_seconds, options)
 
         def speak() -> None:
             self.check()

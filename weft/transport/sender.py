@@ -33,6 +33,7 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
+from weft.transport.arrived import BucketOptions
 from weft.transport.buckets import Sealed
 from weft.transport.digest import content_digest
 from weft.transport.group import Operation
@@ -277,13 +278,9 @@ class SendingRank:
             seconds = max(1.0, sending.deadline - time.monotonic())
             forming = partial(self._say, pb.ACTIVITY_FORMING)
             wire, sealed = buckets.wire(nth), sending.sealed[nth]
-            operations[nth] = lane.broadcast(
-                wire,
-                seconds,
-                forming,
-                tail_bytes=wire.numel() - sealed.payload_bytes,
-                tail=sealed.tail,
-            )
+            room = wire.numel() - sealed.payload_bytes
+            options = BucketOptions(tail_bytes=room, tail=sealed.tail)
+            operations[nth] = lane.broadcast(wire, seconds, forming, options)
             self._num_sent = indices[nth] + 1
         for operation in operations.values():
             self._await_sent(operation, sending.deadline)

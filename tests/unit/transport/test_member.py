@@ -10,6 +10,7 @@ import torch
 
 from weft.contract.errors import TransferAbortedError, TransferTimeoutError
 from weft.transport import member, speaking
+from weft.transport.arrived import WHOLE, BucketOptions
 from weft.transport.group import CPU, Operation, SideGroup
 from weft.transport.member import Progress
 from weft.v1 import rendezvous_pb2 as pb
@@ -133,13 +134,7 @@ def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.Monke
         is_formed = False
 
         def broadcast(
-            self,
-            buffer: torch.Tensor,
-            timeout_seconds: float,
-            *,
-            borrows: bool = False,
-            tail_bytes: int = 0,
-            tail: bytes = b"",
+            self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
         ) -> SlowWork:
             assert formed.wait(10.0)
             self.is_formed = True

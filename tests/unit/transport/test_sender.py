@@ -18,6 +18,7 @@ from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.send_plan import WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport import sender
+from weft.transport.arrived import BucketOptions
 from weft.transport.buckets import Sealed
 from weft.transport.digest import content_digest
 from weft.transport.sender import Reformed, Sending, SendingRank
@@ -47,9 +48,9 @@ class Group:
         pass
 
     def broadcast(
-        self, wire: torch.Tensor, seconds: float, speak: Any, *, tail_bytes: int, tail: bytes
+        self, wire: torch.Tensor, seconds: float, speak: Any, options: BucketOptions
     ) -> Any:
-        assert (tail_bytes, tail[0]) == (2, wire[0])  # each goes with its own
+        assert options == (False, 2, bytes([wire[0]]))  # each goes with its own
         self.sent.append(int(wire[0]))
         return self
 

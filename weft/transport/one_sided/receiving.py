@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from weft.transport.arrived import WHOLE, BucketOptions
 from weft.transport.one_sided.device_memory import DeviceMapping
 from weft.transport.one_sided.directory import connect
 from weft.transport.one_sided.errors import OneSidedError
@@ -69,16 +70,10 @@ class Receiving:
         self._thread.start()
 
     def broadcast(
-        self,
-        buffer: torch.Tensor,
-        timeout_seconds: float,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> OneSidedWork:
         """See ``Backend``."""
-        work = OneSidedWork(buffer, borrows=borrows, tail_bytes=tail_bytes)
+        work = OneSidedWork(buffer, options)
         with self._lock:
             if self._error:
                 raise OneSidedError(self._error)
@@ -222,9 +217,12 @@ class Receiving:
                 f"the sender sends {ready.num_bytes:,} bytes where {work.buffer.numel():,} are "
                 "expected"
             )
-        num_bytes = ready.num_bytes - (work.tail_bytes if ready.tail else 0)
-        lent = mapped.lent(ready.first_byte, num_bytes) if work.borrows else None
-        work.tail = _tail(ready, work.tail_bytes, mapped)
+        wanted = work.options.tail_bytes
+        num_bytes = ready.num_bytes - (wanted if ready.tail else 0)
+        # Only what lies where the buffer does is read there as the buffer would be.
+        lends = work.borrows and work.buffer.is_cuda == isinstance(mapped, DeviceMapping)
+        lent = mapped.lent(ready.first_byte, num_bytes) if lends else None
+        work.tail = _tail(ready, wanted, mapped)
         if lent is not None:
             self._lend(channel, ready, work, lent)
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.transport.arrived import write_tail
+from weft.transport.arrived import WHOLE, BucketOptions, write_tail
 from weft.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
 from weft.transport.one_sided.directory import listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
@@ -41,10 +41,9 @@ class SentWork(OneSidedWork):
     """A broadcast, and the receivers that have still to copy it."""
 
     def __init__(
-        self, buffer: torch.Tensor, sequence: int, missing: set[int], tail: bytes = b""
+        self, buffer: torch.Tensor, sequence: int, missing: set[int], options: BucketOptions
     ) -> None:
-        super().__init__(buffer)
-        self.beside = tail
+        super().__init__(buffer, options)
         self.memory: MemoryFile | DeviceView
         self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
         self.sequence, self.missing = sequence, missing
@@ -84,7 +83,7 @@ class _Member:
             if isinstance(memory, DeviceView):
                 self.mapped[memory.export_id] = memory.block
         size = work.buffer.numel()
-        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, size, work.beside))
+        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, size, work.options.tail))
 
     def wait_unmapped(self) -> None:
         """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
@@ -120,28 +119,22 @@ class Sending:
         self._thread.start()
 
     def broadcast(
-        self,
-        buffer: torch.Tensor,
-        timeout_seconds: float,
-        *,
-        borrows: bool = False,
-        tail_bytes: int = 0,
-        tail: bytes = b"",
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
     ) -> OneSidedWork:
         """See ``Backend``.
 
         Args:
             buffer: Of ``backends.allocate``.
         """
-        if len(tail) > MAX_TAIL_BYTES:
-            write_tail(buffer, tail_bytes, tail)
-            tail = b""
-        if buffer.is_cuda and not tail:
+        if len(options.tail) > MAX_TAIL_BYTES:
+            write_tail(buffer, options)
+            options = WHOLE
+        if buffer.is_cuda and not options.tail:
             torch.cuda.current_stream(buffer.device).synchronize()
         with self._lock:
             if self._error:
                 raise OneSidedError(self._error)
-            work = SentWork(buffer, self._num_sent, set(self._ranks), tail)
+            work = SentWork(buffer, self._num_sent, set(self._ranks), options)
             self._num_sent += 1
             self._works[work.sequence] = work
             members = [*self._members.values()]

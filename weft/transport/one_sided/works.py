@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from weft.transport.arrived import Arrived
+from weft.transport.arrived import Arrived, BucketOptions
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import SECRET_BYTES
 
@@ -34,12 +34,11 @@ class OneSidedWork:
 
     Args:
         buffer: What is sent, or where it is received.
-        borrows: Whether a receiver's thread may ``lend`` it the bytes instead.
-        tail_bytes: How many of the last are wanted on the host.
+        options: ``borrows``: whether a receiver's thread may ``lend`` it the bytes instead.
     """
 
-    def __init__(self, buffer: torch.Tensor, *, borrows: bool = False, tail_bytes: int = 0) -> None:
-        self.buffer, self.borrows, self.tail_bytes = buffer, borrows, tail_bytes
+    def __init__(self, buffer: torch.Tensor, options: BucketOptions) -> None:
+        self.buffer, self.options, self.borrows = buffer, options, options.borrows
         self.tail: bytes | None = None
         self._lock = threading.Lock()  # guards what is lent
         self._lent: torch.Tensor | None = None

@@ -19,6 +19,7 @@ import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from weft.contract.errors import UnsupportedError
+from weft.transport.arrived import BucketOptions
 from weft.transport.one_sided.directory import connect, listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
@@ -339,7 +340,7 @@ def test_a_sender_that_lies_is_found_out(
     secret = b"s" * 32
     store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
     receiver = Receiving(store, 1, torch.device("cpu"))
-    work = receiver.broadcast(empty(), 10.0, tail_bytes=32)
+    work = receiver.broadcast(empty(), 10.0, BucketOptions(tail_bytes=32))
     channel = Channel(listener.accept()[0])
     try:
         assert isinstance(channel.receive(5.0)[0], Hello)
@@ -403,7 +404,7 @@ def test_what_is_lent_is_the_senders_until_it_is_given_back(join: Join) -> None:
     buffer = filled(1)
     sent = sender.broadcast(buffer, 10.0)
     into = empty()
-    work = receiver.broadcast(into, 10.0, borrows=True, tail_bytes=3)
+    work = receiver.broadcast(into, 10.0, BucketOptions(True, 3))
     assert work.wait_until(soon())
     work.finish()
     assert work.arrived.tail == b"\1\1\1"
@@ -431,11 +432,11 @@ def test_a_tail_goes_beside_the_buffer_unless_it_is_long(
 ) -> None:
     sender, (receiver, late) = join(2)
     buffer, into = filled(1), empty()
-    sent = sender.broadcast(buffer, 10.0, tail_bytes=room, tail=tail)
+    sent = sender.broadcast(buffer, 10.0, BucketOptions(False, room, tail))
     is_beside = len(tail) <= MAX_TAIL_BYTES
     assert (bytes(buffer[SIZE - room :][: len(tail)].tolist()) != tail) == is_beside
     for each in (receiver, late):  # whoever comes late is told the same
-        work = each.broadcast(into.zero_(), 10.0, borrows=borrows, tail_bytes=room)
+        work = each.broadcast(into.zero_(), 10.0, BucketOptions(borrows, room))
         assert work.wait_until(soon())
         work.finish()
         content, found = work.arrived
@@ -459,13 +460,13 @@ def test_a_receiver_that_is_behind_can_be_told_of_all_that_is_under_way(join: Jo
         tail = b"t" * MAX_TAIL_BYTES
         sender.broadcast(filled(1), 10.0)
         sent = [
-            sender.broadcast(filled(value), 10.0, tail_bytes=MAX_TAIL_BYTES, tail=tail)
+            sender.broadcast(filled(value), 10.0, BucketOptions(False, MAX_TAIL_BYTES, tail))
             for value in range(2, 10)
         ]
         assert not any(work.done for work in sent)
     assert held.wait_until(soon())
     for _ in sent:
-        work = receiver.broadcast(empty(), 10.0, tail_bytes=MAX_TAIL_BYTES)
+        work = receiver.broadcast(empty(), 10.0, BucketOptions(tail_bytes=MAX_TAIL_BYTES))
         assert work.wait_until(soon())
         work.finish()
         assert work.arrived.tail == tail
@@ -478,7 +479,7 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
     monkeypatch.setattr(Mapping, "close", lambda mapping: closed.append(id(mapping)))
     sender, (receiver,) = join(1)
     sender.broadcast(filled(1), 10.0)
-    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     sender.abort()
     time.sleep(0.1)
@@ -503,7 +504,7 @@ def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None
 
 def test_nothing_is_lent_to_whoever_has_stopped_reading(join: Join) -> None:
     sender, (receiver,) = join(1)
-    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     work.give_back()
     sender.broadcast(filled(1), 10.0)
     assert work.wait_until(soon())
@@ -515,7 +516,7 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait)
     sender, (receiver,) = join(1)
     buffer = filled(1)
     sender.broadcast(buffer, 10.0)
-    work = receiver.broadcast(empty(), 10.0, borrows=True)
+    work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     (member,) = sender._members.values()
     member.channel.send(Withdraw(file_of(buffer)[0].export_id))
