@@ -23,7 +23,9 @@ from trainer_side.params.merged_elements import (
     Delta,
     Factors,
     MergedElements,
+    factors_of,
     in_float32,
+    merge_block,
     merges_in_place,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
@@ -44,7 +46,7 @@ class _Merge:
     """What is added to one parameter of the base; names are those of ``Params``."""
 
     form: str
-    """"linear", "embedding", "experts" or "bias"."""
+    """"product", "dora" or "bias"."""
     a: str
     """Empty for a bias."""
     b: str
@@ -52,7 +54,7 @@ class _Merge:
     magnitude: str = ""
     """DoRA's; empty without."""
     is_transposed: bool = False
-    """The base's weight is (in, out), or (experts, in, out)."""
+    """The base's weight is (in, out), as an embedding's, or (experts, in, out)."""
 
     @property
     def needs(self) -> list[str]:
@@ -139,9 +141,8 @@ class MergedParams:
             return base
         if merge.a not in self._factors:
             return None
-        is_transposed = merge.is_transposed or merge.form == "embedding"
         shape, factors = self.metas[name].shape, self._factors
-        delta = Delta(shape, factors, merge.a, merge.b, merge.scaling, is_transposed)
+        delta = Delta(shape, factors, merge.a, merge.b, merge.scaling, merge.is_transposed)
         assert isinstance(self._params, ShardedParams)
         rank = self._params.ranks.rank
         in_place = merges_in_place(base, delta.width)
@@ -161,7 +162,7 @@ class MergedParams:
         held: dict[str, HeldElements] = {}
         for merge in self._merges.values():
             pair = {name: held_elements(self._params, name) for name in (merge.a, merge.b) if name}
-            if merge.a and not merge.magnitude and all(pair.values()):
+            if merge.form == "product" and all(pair.values()):
                 held.update({name: each for name, each in pair.items() if each is not None})
         assert isinstance(self._params, ShardedParams)
         return Factors(held, self._params.metas, self._params.ranks)
@@ -260,20 +261,19 @@ def _merges_of(
     a, b = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"
     if kind in ("Linear", "Linear4bit", "Linear8bitLt"):
         transposed = bool(getattr(layer, "fan_in_fan_out", False))
-        yield _base(path, "weight"), _Merge("linear", a, b, scaling, magnitude, transposed)
+        form = "dora" if is_dora else "product"
+        yield _base(path, "weight"), _Merge(form, a, b, scaling, magnitude, transposed)
         bias = f"{path}.lora_B.{adapter}.bias"
         if bias in metas:
             yield _base(path, "bias"), _Merge("bias", "", bias, scaling)
     elif kind == "Embedding" and not is_dora:
         a, b = f"{path}.lora_embedding_A.{adapter}", f"{path}.lora_embedding_B.{adapter}"
-        yield _base(path, "weight"), _Merge("embedding", a, b, scaling)
+        yield _base(path, "weight"), _Merge("product", a, b, scaling, is_transposed=True)
     elif kind == "ParamWrapper":
         name = _base(path, layer.parameter_name)
-        if layer.num_experts == 1:
-            yield name, _Merge("linear", a, b, scaling)
-        else:
-            is_swapped = bool(getattr(layer, "_did_swap_in_out_features", False))
-            yield name, _Merge("experts", a, b, scaling, is_transposed=not is_swapped)
+        is_swapped = bool(getattr(layer, "_did_swap_in_out_features", False))
+        is_transposed = layer.num_experts > 1 and not is_swapped
+        yield name, _Merge("product", a, b, scaling, is_transposed=is_transposed)
     else:
         raise UnsupportedError(
             f"{path}: LoRA on a layer of kind {kind}{' with DoRA' if is_dora else ''} cannot be "
@@ -317,12 +317,30 @@ def _accumulated(*tensors: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _rows(tensor: torch.Tensor) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[1:].numel()))
-    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
+def _product(
+    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
+) -> None:
+    """``weight`` and ``out``: (out features, in features), or transposed; or of each expert."""
+    a, b = tensors[merge.a], tensors[merge.b]
+    dtype = _accumulated(weight, a, b)
+    a, b = a.to(dtype), b.to(dtype)
+    parts = [(weight, out, b, a)]
+    if weight.dim() == 3:
+        num = len(weight)
+        parts = [(weight[i], out[i], *factors_of(i, num, b, a)) for i in range(num)]
+    for own, to, own_b, own_a in parts:
+        merge_block(
+            own,
+            to,
+            own_b,
+            own_a,
+            merge.scaling,
+            is_transposed=merge.is_transposed,
+            on_device=weight.device.type != "cpu",
+        )
 
 
-def _linear(
+def _dora(
     merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
 ) -> None:
     """``weight`` and ``out``: (out features, in features), or transposed."""
@@ -331,40 +349,13 @@ def _linear(
     a = a.to(dtype)
     if merge.is_transposed:
         weight, out = weight.t(), out.t()
-    for rows in _rows(weight):
+    step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
         total = weight[rows].to(dtype) + (b[rows].to(dtype) @ a) * merge.scaling
-        if merge.magnitude:
-            norm = torch.linalg.vector_norm(total, dim=1)
-            total *= (tensors[merge.magnitude][rows].to(dtype) / norm)[:, None]
+        norm = torch.linalg.vector_norm(total, dim=1)
+        total *= (tensors[merge.magnitude][rows].to(dtype) / norm)[:, None]
         out[rows].copy_(total)
-
-
-def _embedding(
-    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
-) -> None:
-    """``weight`` and ``out``: (vocabulary, hidden)."""
-    a, b = tensors[merge.a], tensors[merge.b]
-    dtype = _accumulated(weight, a, b)
-    b = b.to(dtype)
-    for rows in _rows(weight):
-        delta = (b @ a[:, rows].to(dtype)).t() * merge.scaling
-        out[rows].copy_(weight[rows].to(dtype) + delta)
-
-
-def _experts(
-    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
-) -> None:
-    """``weight`` and ``out``: (experts, in, out), or (experts, out, in)."""
-    num_experts = weight.shape[0]
-    a, b = tensors[merge.a], tensors[merge.b]
-    dtype = _accumulated(weight, a, b)
-    a = a.reshape(num_experts, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, num_experts)
-    for expert in range(num_experts):
-        delta = (b[:, :, expert].to(dtype) @ a[expert].to(dtype)) * merge.scaling
-        if merge.is_transposed:
-            delta = delta.t()
-        out[expert].copy_(weight[expert].to(dtype) + delta)
 
 
 def _bias(
@@ -375,4 +366,4 @@ def _bias(
     out.copy_(weight.to(dtype) + bias.to(dtype) * merge.scaling)
 
 
-_FORMS = {"linear": _linear, "embedding": _embedding, "experts": _experts, "bias": _bias}
+_FORMS = {"product": _product, "dora": _dora, "bias": _bias}

@@ -173,11 +173,7 @@ class Delta:
         """Of an expert, (out features, rank) and (rank, in features)."""
         b = self.factors.exact(self.b, device, dtype)
         a = self.factors.exact(self.a, device, dtype)
-        if len(self.shape) == 2:
-            return b, a
-        # As PEFT's ParamWrapper lays them out.
-        by_expert = b.reshape(b.shape[0], -1, self.shape[0])
-        return by_expert[:, :, expert], a.reshape(self.shape[0], -1, a.shape[-1])[expert]
+        return (b, a) if len(self.shape) == 2 else factors_of(expert, self.shape[0], b, a)
 
 
 class MergedElements:
@@ -239,6 +235,17 @@ class MergedElements:
         return found
 
 
+def factors_of(
+    expert: int, num_experts: int, b: torch.Tensor, a: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of one expert's, (out features, rank) and (rank, in features), of those of all.
+
+    Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight.
+    """
+    by_expert = b.reshape(b.shape[0], -1, num_experts)
+    return by_expert[:, :, expert], a.reshape(num_experts, -1, a.shape[-1])[expert]
+
+
 def merge_block(
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -258,8 +265,8 @@ def merge_block(
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
         is_transposed: ``b`` is (columns, rank) and ``a`` (rank, rows).
-        on_device: Whether an accelerator scales and adds in one pass; on a CPU the sum is that of
-            ``merged``, bit by bit.
+        on_device: Whether an accelerator scales and adds in one pass; on a CPU the product is scaled
+            first, as PEFT's is.
     """
     most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
     step = max(1, most // weight.shape[1])
