@@ -265,8 +265,8 @@ def merge_block(
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
         is_transposed: ``b`` is (columns, rank) and ``a`` (rank, rows).
-        on_device: Whether an accelerator scales and adds in one pass; on a CPU the product is scaled
-            first, as PEFT's is.
+        on_device: Whether an accelerator scales and adds in one pass; on a CPU the product is
+            scaled first, as PEFT's is.
     """
     most = _CHUNK_ELEMENTS_ON_DEVICE if on_device else _CHUNK_ELEMENTS
     step = max(1, most // weight.shape[1])
