@@ -33,7 +33,7 @@ from weft.contract.capabilities import GLOO, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.transport.arrived import BucketOptions
 from weft.transport.backends import allocate
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 from weft.transport.group import Operation, SideGroup, on_device, window
 
 _TIMEOUT = timedelta(seconds=120)

@@ -46,7 +46,7 @@ from weft.contract.push_defaults import (
 )
 from weft.rpc.channel import check_target
 from weft.rpc.security.credentials import Tls, credentials_of
-from weft.transport.digest import warm
+from weft.transport.digests.wsum64 import warm
 
 _T = TypeVar("_T")
 

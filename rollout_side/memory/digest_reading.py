@@ -21,7 +21,7 @@ from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import LoadFailedError, NotFoundError, WeftError
 from weft.contract.layout.manifest import TensorSlot
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 from weft.transport.group import on_device
 
 _log = logging.getLogger(__name__)

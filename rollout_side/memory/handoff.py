@@ -28,7 +28,7 @@ from weft.contract.errors import (
 from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import in_manifest_order
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 from weft.transport.speaking import SPEAK_SECONDS
 
 

@@ -35,7 +35,7 @@ from weft.contract.errors import LoadFailedError, NotReadyError, PeerUnavailable
 from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import in_manifest_order
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 from weft.transport.speaking import SPEAK_SECONDS
 
 _log = logging.getLogger(__name__)

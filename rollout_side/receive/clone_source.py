@@ -23,7 +23,7 @@ from weft.contract.errors import TransferAbortedError, WeftError
 from weft.contract.names import PolicyVersion
 from weft.transport.backends import allocate
 from weft.transport.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
-from weft.transport.digest import part_digests
+from weft.transport.digests.wsum64 import part_digests
 from weft.transport.group import CPU, on_device, window
 from weft.transport.sender import Sending, SendingRank
 

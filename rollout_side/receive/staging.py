@@ -23,7 +23,7 @@ from weft.contract.layout.send_plan import SendPlan
 from weft.contract.names import PolicyVersion
 from weft.transport.arrived import IN_ITS_BUFFER, Arrived
 from weft.transport.buckets import Assembly, start_bucket
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 
 
 class StagingTransfer:

@@ -30,7 +30,7 @@ from weft.contract.layout.manifest import Manifest, TensorSlot
 from weft.contract.names import PolicyVersion
 from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
 from weft.transport.buckets import in_manifest_order, whole_parts
-from weft.transport.digest import content_digest, part_digests
+from weft.transport.digests.wsum64 import content_digest, part_digests
 from weft.v1 import types_pb2
 
 #: Which version the directory holds, of which base model.

@@ -22,7 +22,7 @@ from weft.contract.names import PolicyVersion, check_name, name_in_the_way
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.status import status_from_error
 from weft.transport.buckets import run_parts, tensor_sums
-from weft.transport.digest import content_digest, part_digests, tensor_digest
+from weft.transport.digests.wsum64 import content_digest, part_digests, tensor_digest
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
 

@@ -25,7 +25,7 @@ from weft.rpc.checkpoint_codec import tensors_from_proto
 from weft.rpc.codec import vector_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder
 from weft.rpc.status import error_from_rpc
-from weft.transport.digest import content_digest, tensor_digest
+from weft.transport.digests.wsum64 import content_digest, tensor_digest
 from weft.v1 import publish_pb2, replica_pb2, types_pb2
 
 

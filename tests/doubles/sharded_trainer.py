@@ -26,7 +26,7 @@ from weft.rpc.manifest_codec import manifest_to_chunks
 from weft.rpc.status import error_from_rpc
 from weft.transport.backends import allocate
 from weft.transport.buckets import Sealed, run_parts, seal_bucket, tensor_sums
-from weft.transport.digest import part_digests
+from weft.transport.digests.wsum64 import part_digests
 from weft.transport.group import CPU
 from weft.transport.sender import Reformed, Sending, SendingRank
 from weft.v1 import publish_pb2 as pb

@@ -15,7 +15,7 @@ from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import in_manifest_order
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 
 #: Some tensors share a bucket, and the tensors of some layers lie in several.
 _BUCKET_BYTES = 96 * 2**10

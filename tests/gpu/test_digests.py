@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from weft.transport import digest, digest_kernel
-from weft.transport.copied import Place, copied_words, copy_words, pack_tensors
-from weft.transport.digest import Part, part_digests, tensor_digest
+from weft.transport.digests import kernel, wsum64
+from weft.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
+from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
 pytestmark = [
@@ -22,7 +22,7 @@ MIB = 2**20
 
 def test_a_kernel_of_our_own_is_what_digests() -> None:
     """Without it a push is several times as slow, and right."""
-    assert DRY or digest_kernel.works(torch.device("cuda"))
+    assert DRY or kernel.works(torch.device("cuda"))
 
 
 def test_parts_are_copied_as_they_are_digested() -> None:
@@ -97,7 +97,7 @@ def test_buckets_of_all_kinds_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     there = payload.to(device)
     on_host = part_digests(payload, parts)
     if DRY:
-        monkeypatch.setattr(digest, "_is_host", lambda device: False)
+        monkeypatch.setattr(wsum64, "_is_host", lambda device: False)
     assert part_digests(there, parts) == on_host
     for part in parts[:3] + parts[300:302]:
         own = there[part.at : part.at + part.num_bytes - 3]

@@ -13,7 +13,7 @@ from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
 from weft.contract.checkpoint import StoredTensor
 from weft.rpc.channel import open_channel
-from weft.transport.digest import content_digest, tensor_digest
+from weft.transport.digests.wsum64 import content_digest, tensor_digest
 from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 

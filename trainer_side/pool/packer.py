@@ -12,9 +12,9 @@ from weft.contract.capabilities import GLOO
 from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
 from weft.transport.backends import allocate
 from weft.transport.buckets import Sealed, seal_bucket, whole_parts
-from weft.transport.copied import Place, pack_tensors
-from weft.transport.copied_on_host import PIECE_BYTES, pack_digesting
-from weft.transport.digest import Digests, start_digests
+from weft.transport.digests.copied import Place, pack_tensors
+from weft.transport.digests.copied_on_host import PIECE_BYTES, pack_digesting
+from weft.transport.digests.wsum64 import Digests, start_digests
 from weft.transport.group import CPU, window
 
 

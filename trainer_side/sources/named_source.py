@@ -22,7 +22,7 @@ from weft.contract.layout.manifest import Manifest, TensorSlot, align_up
 from weft.contract.layout.runs import Run
 from weft.contract.layout.tensors import Reference, TensorMeta, check_base
 from weft.transport.buckets import run_parts
-from weft.transport.digest import part_digests, tensor_digest
+from weft.transport.digests.wsum64 import part_digests, tensor_digest
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"

@@ -12,7 +12,7 @@ import torch
 
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import InvalidRequestError
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 
 # safetensors refuses longer headers itself.
 _MAX_HEADER_BYTES = 100_000_000

@@ -34,7 +34,7 @@ class StoredTensor:
     """The element type as safetensors names it (``BF16``)."""
     shape: tuple[int, ...]
     digest: int
-    """What ``weft.transport.digest.tensor_digest`` gives of its bytes."""
+    """What ``weft.transport.digests.wsum64.tensor_digest`` gives of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

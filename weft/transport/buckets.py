@@ -27,11 +27,11 @@ from weft.contract.layout.manifest import (
 from weft.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft.contract.layout.tensors import TensorMeta
 from weft.transport.arrived import IN_ITS_BUFFER, Arrived
-from weft.transport.copied import Place, copied_words, copy_words
-from weft.transport.copied_on_host import copy_digesting
-from weft.transport.digest import Digests, Part, joined, start_digests
-from weft.transport.digest_kernel import Words
-from weft.transport.to_host import Fetched
+from weft.transport.digests.copied import Place, copied_words, copy_words
+from weft.transport.digests.copied_on_host import copy_digesting
+from weft.transport.digests.kernel import Words
+from weft.transport.digests.to_host import Fetched
+from weft.transport.digests.wsum64 import Digests, Part, joined, start_digests
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:

@@ -35,7 +35,7 @@ from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.arrived import BucketOptions
 from weft.transport.buckets import Sealed
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.transport.speaking import speaking_time

@@ -17,7 +17,7 @@ from weft.checkpoints.reader import read_tensors
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import InvalidRequestError
 from weft.contract.layout.tensors import DataType
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"

@@ -22,7 +22,7 @@ import torch
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
 from weft.contract.layout.manifest import Manifest
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from weft import logs
 from weft.contract.capabilities import ONE_SIDED
 from weft.telemetry.traces import open_tracer
 from weft.transport.backends import gpu_uuid
-from weft.transport.digest import warm
+from weft.transport.digests.wsum64 import warm
 from weft.transport.one_sided.trial import TrialAnswerer
 
 

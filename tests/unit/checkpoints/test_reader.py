@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.transport.wsum64 import by_definition
+from tests.unit.transport.digests.reference import by_definition
 from weft.checkpoints import digest_cache, safetensors_file
 from weft.checkpoints.digest_cache import DigestCache, Identity
 from weft.checkpoints.files import local_model_dir, weight_files
@@ -20,7 +20,7 @@ from weft.checkpoints.reader import CheckpointReader, read_checkpoint
 from weft.checkpoints.safetensors_file import Stopped, digest_file
 from weft.contract.checkpoint import Checkpoint, CheckpointState
 from weft.contract.errors import InvalidRequestError
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 
 NO_CACHE = DigestCache(None)
 TENSORS = {

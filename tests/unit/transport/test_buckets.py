@@ -17,7 +17,7 @@ from weft.transport.buckets import (
     verify_runs,
     whole_parts,
 )
-from weft.transport.digest import part_digests, tensor_digest
+from weft.transport.digests.wsum64 import part_digests, tensor_digest
 
 METAS = [
     TensorMeta("a.0.w", DataType.UINT8, (700,)),

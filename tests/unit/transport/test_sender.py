@@ -20,7 +20,7 @@ from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport import sender
 from weft.transport.arrived import BucketOptions
 from weft.transport.buckets import Sealed
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 from weft.transport.sender import Reformed, Sending, SendingRank
 from weft.v1 import publish_pb2, rendezvous_pb2
 

@@ -16,9 +16,9 @@ from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan
 from weft.contract.layout.tensors import TensorMeta
 from weft.transport.buckets import Sealed, run_parts, seal_bucket
-from weft.transport.copied import Place, pack_tensors
-from weft.transport.copied_on_host import pack_digesting
-from weft.transport.digest import Digests, Part, start_digests
+from weft.transport.digests.copied import Place, pack_tensors
+from weft.transport.digests.copied_on_host import pack_digesting
+from weft.transport.digests.wsum64 import Digests, Part, start_digests
 from weft.transport.group import CPU
 
 

@@ -13,7 +13,7 @@ from trainer_side.sources.file_source import CheckpointSource
 from trainer_side.sources.source import CastRule
 from weft.contract.errors import InvalidRequestError
 from weft.contract.layout.tensors import DataType
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 from weft_cli.verify.local import (
     base_dir_of,
     differing_settings,

@@ -27,7 +27,7 @@ from weft.contract.errors import (
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import content_digest
+from weft.transport.digests.wsum64 import content_digest
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
 COUNT = len(MANIFEST.buckets)

@@ -34,7 +34,7 @@ from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import whole_parts
-from weft.transport.digest import part_digests
+from weft.transport.digests.wsum64 import part_digests
 from weft.transport.group import CPU
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)

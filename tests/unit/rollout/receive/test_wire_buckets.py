@@ -19,7 +19,7 @@ from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.transport.buckets import Assembly, run_parts, tensor_sums
-from weft.transport.digest import part_digests, tensor_digest
+from weft.transport.digests.wsum64 import part_digests, tensor_digest
 from weft.transport.group import CPU
 
 NONCE = 7

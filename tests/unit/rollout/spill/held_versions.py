@@ -9,7 +9,7 @@ from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_i
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
 from weft.contract.names import PolicyVersion
-from weft.transport.digest import content_digest, tensor_digest
+from weft.transport.digests.wsum64 import content_digest, tensor_digest
 
 FINGERPRINT = "f" * 64
 CONFIG = '{"peft_type": "LORA", "r": 4}'

@@ -22,7 +22,7 @@ from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.runs import Run, check_coverage
 from weft.contract.layout.tensors import DataType
 from weft.transport.buckets import tensor_sums, verify_runs
-from weft.transport.digest import tensor_digest
+from weft.transport.digests.wsum64 import tensor_digest
 
 _NONCE = 77
 

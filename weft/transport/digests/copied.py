@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.transport import digest_kernel
-from weft.transport.digest import Digests, Part
+from weft.transport.digests import kernel
+from weft.transport.digests.wsum64 import Digests, Part
 
 
 class Place(NamedTuple):
@@ -26,9 +26,7 @@ class Place(NamedTuple):
     """The byte behind the last that is."""
 
 
-def copied_words(
-    parts: Sequence[Part], places: Sequence[Place]
-) -> tuple[digest_kernel.Words, ...] | None:
+def copied_words(parts: Sequence[Part], places: Sequence[Place]) -> tuple[kernel.Words, ...] | None:
     """What ``copy_words`` is to copy; None where it cannot, for it copies whole words that follow
     one another.
 
@@ -40,14 +38,14 @@ def copied_words(
         return None
     return tuple(
         [
-            digest_kernel.Words(*[n // 8 for n in (*part[:3], *place)])
+            kernel.Words(*[n // 8 for n in (*part[:3], *place)])
             for part, place in zip(parts, places, strict=True)
         ]
     )
 
 
 def copy_words(
-    payload: torch.Tensor, words: tuple[digest_kernel.Words, ...] | None, target: torch.Tensor
+    payload: torch.Tensor, words: tuple[kernel.Words, ...] | None, target: torch.Tensor
 ) -> Digests | None:
     """As ``start_digests``, and copies the parts on in the same reading; None, and nothing was
     done, where that cannot be had.
@@ -89,7 +87,7 @@ def pack_tensors(
     words = tuple(
         [
             # From the payload's first word on: all of a GPU's memory has one address space.
-            digest_kernel.Words(
+            kernel.Words(
                 (tensor.data_ptr() - base) // 8, (end - begin) // 8, begin // 8,
                 at // 8, begin // 8, end // 8,
             )
@@ -100,7 +98,7 @@ def pack_tensors(
 
 
 def _has_kernel(device: torch.device) -> bool:
-    return device.type != "cpu" and digest_kernel.works(device)
+    return device.type != "cpu" and kernel.works(device)
 
 
 def _is_odd(places: Sequence[Place]) -> bool:
@@ -108,8 +106,8 @@ def _is_odd(places: Sequence[Place]) -> bool:
 
 
 def _digests(
-    payload: torch.Tensor, words: tuple[digest_kernel.Words, ...], target: torch.Tensor
+    payload: torch.Tensor, words: tuple[kernel.Words, ...], target: torch.Tensor
 ) -> Digests:
     own = target[: target.numel() // 8 * 8].view(torch.int64)
-    found = digest_kernel.sums(payload[: payload.numel() // 8 * 8].view(torch.int64), words, own)
+    found = kernel.sums(payload[: payload.numel() // 8 * 8].view(torch.int64), words, own)
     return Digests([0] * len(words), range(len(words)), found)

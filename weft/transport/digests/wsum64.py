@@ -20,8 +20,9 @@ import torch
 import xxhash
 
 from weft.contract.layout.manifest import ALIGN_BYTES
-from weft.transport import digest_kernel
-from weft.transport.digest_weights import (
+from weft.transport.digests import kernel
+from weft.transport.digests.to_host import Fetched
+from weft.transport.digests.weights import (
     NUM_ROWS,
     NUM_WRITTEN_ROWS,
     WIDTH,
@@ -30,7 +31,6 @@ from weft.transport.digest_weights import (
     rows_at,
     rows_from,
 )
-from weft.transport.to_host import Fetched
 
 _MASK = 2**64 - 1
 # A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
@@ -138,7 +138,7 @@ def warm() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         threading.Thread(
-            target=digest_kernel.works, args=(device,), name="weft-warm-digests", daemon=True
+            target=kernel.works, args=(device,), name="weft-warm-digests", daemon=True
         ).start()
 
 
@@ -193,10 +193,10 @@ def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
         for piece in contiguous:
             own = words[piece.at : piece.at + piece.num]
             digests[piece.part] = int(_contiguous(own, piece.first)) & _MASK
-    elif digest_kernel.works(words.device):
-        places = tuple([digest_kernel.Words(p.at, p.num, p.first) for p in contiguous])
+    elif kernel.works(words.device):
+        places = tuple([kernel.Words(p.at, p.num, p.first) for p in contiguous])
         owners = [piece.part for piece in contiguous]
-        sums = [digest_kernel.sums(words, places)]
+        sums = [kernel.sums(words, places)]
     if is_host or sums:
         pieces = [piece for piece in pieces if piece.row]
     for whole in pieces:

@@ -1,7 +1,7 @@
 """WSUM64 of many parts on a GPU at once: one kernel, which reads them once.
 
 Written in Triton, which comes with torch's builds for CUDA. Without it, or without the C compiler
-that it asks for, ``digest`` sums with torch's own kernels: dozens of launches for each bucket.
+that it asks for, ``wsum64`` sums with torch's own kernels: dozens of launches for each bucket.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from weft.transport.digest_weights import WIDTH, column_weights, first_weights
+from weft.transport.digests.weights import WIDTH, column_weights, first_weights
 
 _log = logging.getLogger(__name__)
 

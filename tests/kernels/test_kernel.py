@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.transport import copied, digest_kernel
-from weft.transport.copied import Place, copied_words, copy_words, pack_tensors
-from weft.transport.digest import Part, part_digests, tensor_digest
+from weft.transport.digests import copied, kernel
+from weft.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
+from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="make kernels sets TRITON_INTERPRET"
@@ -33,7 +33,7 @@ _ROWS_BYTES = 20 * 64 * 1024 + 8 * _BLOCK
 def interpreted() -> Iterator[None]:
     """On the host as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copied, "_has_kernel", digest_kernel.works)
+        patch.setattr(copied, "_has_kernel", kernel.works)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         yield
 
@@ -44,15 +44,15 @@ def drawn(num_bytes: int, seed: int = 1) -> torch.Tensor:
 
 
 def test_it_is_what_digests() -> None:
-    assert digest_kernel.works(_CPU)
+    assert kernel.works(_CPU)
 
 
 def test_parts_are_weighed_at_their_places() -> None:
     parts = [Part(0, _BLOCK, 512), Part(_BLOCK, _ROWS_BYTES, 7 * _BLOCK)]
     parts.append(Part(_BLOCK + _ROWS_BYTES, _BLOCK))
     payload = drawn(_ROWS_BYTES + 2 * _BLOCK)
-    words = tuple(digest_kernel.Words(*[number // 8 for number in part[:3]]) for part in parts)
-    found = digest_kernel.sums(payload.view(torch.int64), words)
+    words = tuple(kernel.Words(*[number // 8 for number in part[:3]]) for part in parts)
+    found = kernel.sums(payload.view(torch.int64), words)
     assert [value % 2**64 for value in found.tolist()] == part_digests(payload, parts)
 
 

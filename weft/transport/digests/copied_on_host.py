@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from weft.transport.digest import Part, filled_digest, part_digests
+from weft.transport.digests.wsum64 import Part, filled_digest, part_digests
 
 #: Of so much, or more, a part is copied in pieces; what is smaller is copied together with its
 #: neighbours, up to as much.
