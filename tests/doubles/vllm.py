@@ -12,8 +12,8 @@ from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage

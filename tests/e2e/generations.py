@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_side.generation import Answer, BaseSpan, FinishReason, GenerateOrder, SampleChunk
-from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from weft.contract.capabilities import RunningRequests
 from weft.contract.errors import WeftError
 

@@ -301,7 +301,7 @@ def _loading(strike: Strike) -> None:
 
 
 def _vllm_replica(strike: Strike) -> None:
-    from rollout_side.vllm_engine.server.base_switch import BaseSwitch
+    from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
 
     match strike.point:
         case "inside commit":  # the workers have loaded, the KV cache is still the old one

@@ -19,13 +19,13 @@ from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.server.answers import Answers
-from rollout_side.vllm_engine.server.base_switch import BaseSwitch
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
-from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.request_gate import RequestGate
-from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
-from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
+from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.contract.capabilities import Capabilities

@@ -9,10 +9,10 @@ from typing import Any
 from rollout_side.engine import SwitchTimes
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.answers import Answers
-from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.request_gate import RequestGate
-from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
-from rollout_side.vllm_engine.server.sleeper import Sleeper
+from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.names import PolicyVersion
 

@@ -16,7 +16,7 @@ from typing import Any
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges, sleep_mode
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.errors import (
     LoadFailedError,
