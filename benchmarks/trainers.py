@@ -29,11 +29,11 @@ from benchmarks.machine import describe
 from tests.trainers.kinds import wrap
 from trainer_side.params.params import WholeParams
 from trainer_side.pool.packer import Packer
-from trainer_side.ranks import SENDER
+from trainer_side.ranks.ranks import SENDER
+from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, ParamsSource
-from trainer_side.torch_ranks import ranks_of
 from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.tensors import DataType
 from weft.rpc.codec import dtype_to_proto

@@ -18,7 +18,7 @@ from trainer_side.arguments import check_choice, check_open
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
 from trainer_side.pushing import Pushing
-from trainer_side.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import NamedBase
 from weft import tracing

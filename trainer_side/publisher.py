@@ -28,11 +28,11 @@ from trainer_side.push_plan import Planner
 from trainer_side.push_report import PushReport
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing
-from trainer_side.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
-from trainer_side.torch_ranks import Together, ranks_of
 from weft.contract.capabilities import BackendChoice
 from weft.contract.group import MAX_SENDERS
 from weft.contract.names import PolicyVersion, check_name

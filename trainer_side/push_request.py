@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer_side.arguments import check_choice, check_model, check_replicas, check_seconds
 from trainer_side.params.choose import Kind
-from trainer_side.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.content import Content, Model, adapter_content, base_content
 from trainer_side.sources.named_source import NamedBase
 from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named

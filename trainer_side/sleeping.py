@@ -12,7 +12,7 @@ import torch
 
 from trainer_side.arguments import check_choice, check_seconds
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from trainer_side.ranks import SENDER, Ranks, agreeing
+from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
 from weft.contract.names import BASE_POLICY
 from weft.contract.sleep import (
     DEFAULT_REQUESTS_SECONDS,

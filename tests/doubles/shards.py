@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.sharding.slices import Split, cells_of
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 
 
 class OneOfSeveral(OneRank):

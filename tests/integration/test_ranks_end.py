@@ -9,7 +9,7 @@ _SECONDS = 60.0
 _RANK = """
 import atexit, sys, time
 import torch.distributed as dist
-from trainer_side.torch_ranks import TorchRanks
+from trainer_side.ranks.torch_ranks import TorchRanks
 
 dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2
@@ -49,7 +49,7 @@ _OF_THREE = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from trainer_side.torch_ranks import TorchRanks
+from trainer_side.ranks.torch_ranks import TorchRanks
 from weft.contract.errors import PeerUnavailableError
 
 rank = int(sys.argv[1])

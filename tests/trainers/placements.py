@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 
 from trainer_side.params.choose import open_model
 from trainer_side.params.sharding.sharded import Sharded, ShardedParams
-from trainer_side.ranks import SENDER, Ranks
-from trainer_side.torch_ranks import ranks_of
+from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.ranks.torch_ranks import ranks_of
 
 #: A model, and its whole parameters by name.
 Case = tuple[nn.Module, dict[str, torch.Tensor]]

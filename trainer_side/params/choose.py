@@ -17,8 +17,8 @@ from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
-from trainer_side.ranks import SENDER, Ranks
-from trainer_side.torch_ranks import TorchRanks
+from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.ranks.torch_ranks import TorchRanks
 from weft.containers.lru import Lru
 from weft.contract.errors import InvalidRequestError
 

@@ -17,7 +17,7 @@ import torch
 
 from trainer_side.params.sharding.elements import HeldElements
 from trainer_side.params.sharding.sharded import HeldRun
-from trainer_side.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.
 _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_DEVICE = 2**19, 2**24

@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
-from trainer_side.ranks import SENDER
+from trainer_side.ranks.ranks import SENDER
 
 
 class HostMemory:

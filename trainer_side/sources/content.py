@@ -13,7 +13,7 @@ from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, snapshot
-from trainer_side.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.adapter_source import (
     Adapter,
     active_remarks,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_side.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import Source
 from weft.contract.layout.manifest import Manifest
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
 from weft.contract.layout.tensors import DataType, TensorMeta, shape_text

@@ -11,7 +11,7 @@ import torch
 from trainer_side.params.params import copy_into
 from trainer_side.params.sharding.elements import Elements
 from trainer_side.params.sharding.sharded import HeldRun
-from trainer_side.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
 from weft.contract.layout.runs import Run, why_not
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.background import Background
 from trainer_side.push_request import PushRequest
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from weft.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
 from weft.contract.names import PolicyVersion
 

@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.push_plan import Planner, checks_finite
 from trainer_side.push_request import PushSettings
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from weft.contract.layout.tensors import Reference
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE
 from weft.v1 import publish_pb2 as pb

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_side import sleeping
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from weft.contract.errors import InvalidRequestError
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import registry_pb2, types_pb2

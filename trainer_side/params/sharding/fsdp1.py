@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainer_side.params.sharding.sharded import HeldRun, Sharded
-from trainer_side.ranks import SENDER
+from trainer_side.ranks.ranks import SENDER
 from weft.contract.errors import UnsupportedError
 
 

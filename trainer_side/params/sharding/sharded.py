@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 import torch
 
 from trainer_side.params.params import copy_into, meta_tensor
-from trainer_side.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, Ranks
 
 #: Of all messages of one chunk; less where the largest parameter is smaller.
 CHUNK_BYTES = 32 * 2**20

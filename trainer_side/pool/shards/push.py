@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.pool.shards.hand_over import Givers, hand_over
 from trainer_side.pool.shards.plan import ShardPlan
-from trainer_side.ranks import Ranks, Sum
+from trainer_side.ranks.ranks import Ranks, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import torch_dtypes
 from weft.contract.layout.runs import Run

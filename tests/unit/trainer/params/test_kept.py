@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_side.params.choose import open_model
 from trainer_side.params.sharding.sharded import Sharded, ShardedParams
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 
 
 @pytest.fixture

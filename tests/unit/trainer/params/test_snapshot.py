@@ -7,7 +7,7 @@ import torch
 from trainer_side.params.sharding.elements import held_elements
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 
 
 def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rollout_side.vllm_engine.compat.bridges import pattern_scaling
 from trainer_side.params.choose import open_model
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model, config_in_names, named_config
 from trainer_side.sources.file_source import adapter_of_dir
 from trainer_side.sources.source import CastRule

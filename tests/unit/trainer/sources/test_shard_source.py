@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.params.sharding.elements import HeldElements
 from trainer_side.params.sharding.sharded import HeldRun
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import shard_source as module
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from weft.contract.layout.runs import Run

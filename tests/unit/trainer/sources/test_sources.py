@@ -12,7 +12,7 @@ from tests.doubles.wire import put_tail
 from trainer_side.params.choose import open_model
 from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.pool.packer import Packer
-from trainer_side.ranks import OneRank
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer_side.pool.shards import hand_over as module
 from trainer_side.pool.shards.hand_over import Givers, hand_over
 from trainer_side.pool.shards.plan import Handed
-from trainer_side.torch_ranks import TorchRanks
+from trainer_side.ranks.torch_ranks import TorchRanks
 from weft.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
 from weft.contract.layout.runs import Run
 

@@ -19,7 +19,7 @@ from trainer_side.pool.shards.plan import plan_shards
 from trainer_side.pool.shards.push import ShardPush
 from trainer_side.push_plan import Planner
 from trainer_side.pushing import Pushing
-from trainer_side.ranks import OneRank, Sum
+from trainer_side.ranks.ranks import OneRank, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft.contract.errors import PeerUnavailableError, TransferAbortedError

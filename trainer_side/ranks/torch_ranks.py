@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore
 
-from trainer_side.mapped_exchange import MappedExchange
-from trainer_side.ranks import (
+from trainer_side.ranks.mapped_exchange import MappedExchange
+from trainer_side.ranks.ranks import (
     ERROR_BYTES,
     FLAGS,
     SENDER,
