@@ -100,8 +100,9 @@ def test_what_never_comes_says_so(rollouts: RolloutClient, publisher: Publisher)
         TransferTimeoutError, match="math@9 or a newer one; the newest of math is @2"
     ):
         rollouts.generate([[1]], policy="math", min_version=9, timeout_seconds=0.5)
+    rollouts.generate([[1]] * 8)  # connected to both: what follows has no time for that
     with pytest.raises(TransferTimeoutError, match=r"math@9 did .*math@9 is not here yet"):
-        rollouts.generate([[1]], policy="math", exact=9, timeout_seconds=0.5)
+        rollouts.generate([[1]], policy="math", exact=9, timeout_seconds=1.0)
     publisher.push_base(Model())
     with pytest.raises(NotFoundError, match="base@0 was retired, rolled back or replaced"):
         rollouts.generate([[1]], exact=0)
