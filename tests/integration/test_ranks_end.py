@@ -1,5 +1,7 @@
 """A trainer of several ranks that has closed its publisher ends by itself, with status 0."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -92,6 +94,62 @@ def test_a_rank_that_leaves_in_the_middle_tells_all_at_once(tmp_path):
     try:
         assert [rank.stdout.readline() for rank in ranks] == ["told\n"] * 3
     finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+_HALF_A_MESSAGE = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from trainer_side.ranks.torch_ranks import TorchRanks
+from weft.contract.errors import PeerUnavailableError
+
+rank, killed, gives = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+link = TorchRanks(None)
+link.open(time.monotonic() + 60)
+child = os.fork() if rank == killed else 0  # it loads data, say
+if rank == killed and not child:
+    time.sleep(30)
+    os._exit(0)
+print(child, flush=True)
+message = torch.zeros(2**29, dtype=torch.uint8)  # a quarter of a second's
+if rank == killed:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+began = time.monotonic()
+try:
+    link.give(1 - rank, message) if rank == gives else link.take(1 - rank, message)
+    link.agree()
+except PeerUnavailableError as error:
+    assert error.reason == "RANK_GONE"
+assert time.monotonic() - began < 10
+print("told", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("gives", [0, 1])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_dies_in_half_a_message_is_gone_at_once(tmp_path, killed, gives):
+    """Also where a child of it lives on."""
+    numbers = [(rank, tmp_path / "store", killed, gives) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _HALF_A_MESSAGE, *map(str, each)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for each in numbers
+    ]
+    child = int(ranks[killed].stdout.readline())
+    try:
+        assert ranks[killed].wait(20) == -signal.SIGKILL
+        assert ranks[1 - killed].communicate(timeout=10)[0] == "0\ntold\n"
+        os.kill(child, 0)  # it was there all the time
+    finally:
+        os.kill(child, signal.SIGKILL)
         for rank in ranks:
             rank.kill()
             rank.communicate()

@@ -5,8 +5,9 @@ to the replicas; the others help to gather. Before each step in which ranks depe
 each other they *agree*: each says whether it can continue, and if one cannot, all raise
 its error instead of waiting in a gather for a rank that will never come.
 
-A gloo group of our own carries this (``torch_ranks``), so that the application's groups are not
-used, every wait ends with the push's deadline, and a push may run beside a training step.
+Connections of our own carry this (``torch_ranks``, ``link``), so that the application's groups are
+not used, a rank that is gone is noticed at once, every wait ends with the push's deadline, and a
+push may run beside a training step.
 """
 
 from __future__ import annotations

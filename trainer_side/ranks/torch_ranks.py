@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
 import itertools
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import Any, Literal
+from enum import IntEnum
+from typing import Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
+from trainer_side.ranks.link import Channel, LinkError, RankLink
 from trainer_side.ranks.mapped_exchange import MappedExchange
+from trainer_side.ranks.meeting import meet
 from trainer_side.ranks.ranks import (
-    ERROR_BYTES,
-    FLAGS,
     SENDER,
     OneRank,
     Ranks,
@@ -37,24 +34,28 @@ from weft.contract.errors import (
     PeerUnavailableError,
 )
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 #: What another rank may take beyond the push's deadline to say how it ended.
 GRACE_SECONDS = 10.0
-# What the end of the process waits for a link to be closed, at most.
-_END_SECONDS = 5.0
-# What two ranks say to each other, beside what all gather.
-_BETWEEN_TWO = 1
-# What nobody ever says.
-_NEVER_SENT = 2
-# What the sender shares: two numbers, and what follows them in the same message.
-_NUMBER_BYTES, _HEAD_BYTES = 16, 8192
+#: Whether a rank can continue, the digest of what must be the same everywhere, its flags; after
+#: it, its error.
+_CLAIM: Final = struct.Struct("<?8sB")
+#: The rank whose error it is or -1, whether ``same`` differs, all ranks' flags; then the error.
+_VERDICT: Final = struct.Struct("<i?B")
 # Publishers of one process, in the order of making, which is that of every rank.
 _NUMBERS = itertools.count()
 
 #: Which ranks push together: all of ``torch.distributed``, only this process, or those
 #: of a group.
 Together = Literal["all", "this"] | dist.ProcessGroup
+
+
+class _Call(IntEnum):
+    """What a message belongs to."""
+
+    AGREE, TELL, COLLECT, EXCHANGE, GIVE, ADD_UP = range(1, 7)
 
 
 def ranks_of(together: Together) -> Ranks:
@@ -77,6 +78,8 @@ def ranks_of(together: Together) -> Ranks:
 class TorchRanks:
     """Ranks of an application that has initialised ``torch.distributed``.
 
+    Rank 0 is in the middle: the others say to it, and it says to all.
+
     Args:
         group: Of the application, to take the ranks from; None is all. It is not used
             otherwise.
@@ -89,7 +92,7 @@ class TorchRanks:
         self._name = f"weft/{self.members}/{next(_NUMBERS)}"
         self._num_links = 0
         self._deadline = 0.0
-        self._link: Any = None
+        self._link: RankLink | None = None
         self._sum: _LinkSum | None = None
         self._over = False
         # None once it was found that not all can.
@@ -98,7 +101,6 @@ class TorchRanks:
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
         self._deadline, self._over = deadline, False
-        self._forget_sum()
         if self._link is not None:
             try:
                 self.agree()
@@ -107,40 +109,39 @@ class TorchRanks:
                 _log.info("forming the link between the trainer's ranks anew: %s", error)
         self._over = False
         self._num_links += 1
+        self._sum = None
         self._mapped = MappedExchange(self)
         # Of the application's store, under a name of our own: these ranks are one job.
         store = PrefixStore(
             f"{self._name}/{self._num_links}", dist.distributed_c10d._get_default_store()
         )
         try:
-            self._link = dist.ProcessGroupGloo(store, self.rank, self.size, self._left())
-        except RuntimeError as error:
+            self._link = meet(store, self.rank, self.size, self._until)
+        except LinkError as error:
+            self.abandon()
             raise self._gone(error) from error
         self.agree()
 
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """See ``Ranks.agree``; the first time it raises ends the push for all."""
         self._check_goes_on(error)
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        options.timeout = self._left()
-        # The lowest rank wins: its number is the largest. A number is the same everywhere if
-        # it is the largest, and so is its complement.
-        claim = 0 if error is None else self.size - self.rank
-        number = _number(same)
-        said = torch.tensor([claim, number, ~number, *(flags & flag for flag in FLAGS)])
-        self._wait(self._start(partial(self._linked.allreduce, [said], options)))
-        claim, most, least, *told = said.tolist()
-        if claim:
+        number = hashlib.blake2b(same, digest_size=8).digest()
+        text = b"" if error is None else encode_error(error)
+        own = _CLAIM.pack(error is not None, number, flags) + text
+        said = self._gather(_Call.AGREE, own)
+        verdict = _verdict([said[rank] for rank in sorted(said)]) if said else b""
+        verdict = self._say_to_all(_Call.AGREE, verdict)
+        failed, differs, told = _VERDICT.unpack_from(verdict)
+        if failed >= 0:
             self._over = True
-            self._raise_claimed(self.size - claim, error)
-        if most != ~least:
+            raise error or decode_error(verdict[_VERDICT.size :], failed)
+        if differs:
             self._over = True
             raise InvalidManifestError(
                 f"the {self.size} ranks of this trainer would push other names or shapes than one "
                 "another: every rank must push the same model"
             )
-        return sum(told)
+        return int(told)
 
     def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
         """See ``Ranks.share``."""
@@ -149,67 +150,35 @@ class TorchRanks:
         if self.rank == SENDER:
             try:
                 payload = produce()
-            except Exception as error:  # kept nowhere else: see _start
+            except Exception as error:
                 if all_wait:
                     self._over = True
-                    self._tell(encode_error(error), failed=True)
+                    self._say_to_all(_Call.TELL, _FAILED + encode_error(error))
                 else:
                     self.agree(error)
                 raise
         if not all_wait:
             self.agree()
-        content, failed = self._tell(payload)
-        if failed:
+        said = self._say_to_all(_Call.TELL, _GOES_ON + payload)
+        if said[:1] == _FAILED:
             self._over = True
-            raise decode_error(content, SENDER)
-        return content
-
-    def _tell(self, payload: bytes, *, failed: bool = False) -> tuple[bytes, bool]:
-        """What the sender says, at every rank, and whether it is an error."""
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-        numbers, room = head[:_NUMBER_BYTES].view(torch.int64), head[_NUMBER_BYTES:]
-        if self.rank == SENDER:
-            numbers.copy_(torch.tensor([len(payload), int(failed)]))
-            _put(payload[: len(room)], room)
-        self._broadcast(head, SENDER)
-        length, has_failed = numbers.tolist()
-        rest = torch.zeros(max(0, length - len(room)), dtype=torch.uint8)
-        if len(rest):
-            _put(payload[len(room) :], rest)
-            self._broadcast(rest, SENDER)
-        return bytes(room[:length].numpy()) + bytes(rest.numpy()), bool(has_failed)
-
-    def _check_goes_on(self, error: BaseException | None) -> None:
-        if self._over:
-            if error is None or (self._link is None and not _is_gone(error)):
-                raise PeerUnavailableError(
-                    "the push has ended at the other ranks", reason="RANK_GONE"
-                ) from error
-            raise error
+            raise decode_error(said[1:], SENDER)
+        return said[1:]
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
         """See ``Ranks.collect``."""
-        if self.rank != SENDER:
-            if mine is not None:
-                self._wait(self._start(partial(self._linked.send, [mine], SENDER, 0)))
-            return
-        self._wait_all(
-            [
-                self._start(partial(self._linked.recv, [buffer], rank, 0))
-                for rank, buffer in theirs.items()
-            ]
-        )
+        if self.rank == SENDER:
+            outs = {rank: _bytes_of(buffer) for rank, buffer in theirs.items()}
+            self._swap(Channel.STAR, _Call.COLLECT, {}, outs)
+        elif mine is not None:
+            self._swap(Channel.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
         """See ``Ranks.exchange``."""
-        works = []
-        for root, message in enumerate(messages):
-            options = BroadcastOptions()
-            options.rootRank = root
-            options.timeout = self._left()
-            if message.numel():
-                works.append(self._start(partial(self._linked.broadcast, [message], options)))
-        self._wait_all(works)
+        contents = {rank: _bytes_of(each) for rank, each in enumerate(messages) if each.numel()}
+        own = contents.pop(self.rank, None)
+        to_all = {} if own is None else dict.fromkeys(self._others, own)
+        self._swap(Channel.PAIRS, _Call.EXCHANGE, to_all, contents)
 
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
@@ -224,154 +193,175 @@ class TorchRanks:
 
     def add_up(self, values: torch.Tensor) -> Sum:
         """See ``Ranks.add_up``."""
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        options.timeout = self._left()
-        work = self._start(partial(self._linked.allreduce, [values], options))
-        self._sum = _LinkSum(self, work, values)
+        self._sum = _LinkSum(self._linked, self, values, after=self._sum)
         return self._sum
 
     def give(self, rank: int, message: torch.Tensor) -> None:
         """See ``Ranks.give``."""
-        self._wait(self._start(partial(self._linked.send, [message], rank, _BETWEEN_TWO)))
+        self._swap(Channel.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
 
     def take(self, rank: int, out: torch.Tensor) -> None:
         """See ``Ranks.take``."""
-        self._wait(self._start(partial(self._linked.recv, [out], rank, _BETWEEN_TWO)))
+        self._swap(Channel.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
 
     def abandon(self) -> None:
         """See ``Ranks.abandon``."""
         link, self._link, self._over = self._link, None, True
         if self._mapped is not None:
             self._mapped.close()
-        self._forget_sum()
         if link is not None:
-            _close_connections(link, (self.rank + 1) % self.size)
-            # Dropping it waits for what is in flight.
-            doomed = [link]
-            del link
-            ending = threading.Thread(target=doomed.clear, name="weft-ranks-end", daemon=True)
-            ending.start()
-            # A thread that the end of Python overtakes in there aborts the process.
-            if threading.main_thread().is_alive():
-                atexit.register(ending.join, _END_SECONDS)
-            else:  # the end has begun: what is registered by now is not called
-                ending.join(_END_SECONDS)
-
-    def _forget_sum(self) -> None:
-        """Of a push that has ended: its error may be kept, and with it this, which keeps the
-        link's connections open even when it is done."""
-        if self._sum is not None:
-            self._sum.work, self._sum = None, None
-
-    def _raise_claimed(self, rank: int, own: BaseException | None) -> None:
-        text = b""
-        if own is not None and rank == self.rank:
-            text = encode_error(own)
-        buffer = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
-        buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-        said = bytes(self._broadcast(buffer, rank).numpy()).rstrip(b"\0")
-        if own is not None:
-            raise own
-        raise decode_error(said, rank)
-
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        options = BroadcastOptions()
-        options.rootRank = root
-        options.timeout = self._left()
-        self._wait(self._start(partial(self._linked.broadcast, [tensor], options)))
-        return tensor
+            link.close()
 
     @property
-    def _linked(self) -> Any:
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    @property
+    def _until(self) -> float:
+        return max(self._deadline, time.monotonic()) + GRACE_SECONDS
+
+    def _check_goes_on(self, error: BaseException | None) -> None:
+        if self._over:
+            if error is None or (self._link is None and not _is_gone(error)):
+                raise PeerUnavailableError(
+                    "the push has ended at the other ranks", reason="RANK_GONE"
+                ) from error
+            raise error
+
+    def _gather(self, call: _Call, own: bytes) -> dict[int, bytes]:
+        """What every rank says, at the sender; elsewhere nothing. Whoever has died since it spoke
+        is gone for all, too."""
+        if self.rank != SENDER:
+            self._swap(Channel.STAR, call, {SENDER: memoryview(own)}, {})
+            return {}
+        said = self._swap(Channel.STAR, call, {}, dict.fromkeys(self._others))
+        self._guarded(lambda link: link.check(Channel.STAR))
+        return {SENDER: own} | {rank: bytes(each) for rank, each in said.items()}
+
+    def _say_to_all(self, call: _Call, content: bytes) -> bytes:
+        """What the sender says, at every rank. It has been said even if one has died that would
+        hear it: all others have, and come to the next agreement without it."""
+        if self.rank == SENDER:
+            to_all = dict.fromkeys(self._others, memoryview(content))
+            self._swap(Channel.STAR, call, to_all, {}, whoever_is_there=True)
+            return content
+        return bytes(self._swap(Channel.STAR, call, {}, {SENDER: None})[SENDER])
+
+    def _swap(
+        self,
+        channel: Channel,
+        call: _Call,
+        outgoing: Mapping[int, memoryview],
+        incoming: Mapping[int, memoryview | None],
+        *,
+        whoever_is_there: bool = False,
+    ) -> dict[int, memoryview]:
+        """See ``RankLink.swap``."""
+        return self._guarded(
+            lambda link: link.swap(
+                channel, call, outgoing, incoming, self._until, whoever_is_there=whoever_is_there
+            )
+        )
+
+    def _guarded(self, use: Callable[[RankLink], _T]) -> _T:
+        try:
+            return use(self._linked)
+        except LinkError as error:
+            self.abandon()
+            raise self._gone(error) from error
+
+    @property
+    def _linked(self) -> RankLink:
         if self._link is None:
             raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
         return self._link
 
-    # What is under way keeps the link's connections open, and a traceback keeps what its frames
-    # know: an error that somebody holds would leave the other ranks waiting.
-
-    def _start(self, start: Callable[[], Any]) -> Any:
-        try:
-            return start()
-        except RuntimeError as error:
-            del start
-            raise self._gone(error) from error
-
-    def _wait(self, work: Any) -> None:
-        if work is None:
-            raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
-        try:
-            work.wait(self._left())
-        except RuntimeError as error:
-            del work
-            raise self._gone(error) from error
-
-    def _wait_all(self, works: list[Any]) -> None:
-        try:
-            while works:
-                self._wait(works.pop())
-        finally:
-            works.clear()
-
-    def _left(self) -> timedelta:
-        return timedelta(seconds=max(0.0, self._deadline - time.monotonic()) + GRACE_SECONDS)
-
-    def _gone(self, error: RuntimeError) -> PeerUnavailableError:
-        self.abandon()
+    def _gone(self, error: LinkError) -> PeerUnavailableError:
         return PeerUnavailableError(
             f"another of this trainer's {self.size} ranks is gone or did not take part in the "
             "push in time: every rank must call it (or none but one, with "
-            f"Publisher(ranks='this')): {str(error).partition('. This is typically')[0]}",
+            f"Publisher(ranks='this')): {error}",
             reason="RANK_GONE",
         )
 
 
-def _close_connections(link: Any, other: int) -> None:
-    """Close a link's connections at once, whatever is in flight and whoever refers to it: all who
-    wait for this rank are told, all that waits here ends.
+_GOES_ON, _FAILED = b"\0", b"\1"
 
-    Gloo does so when a receive times out, and at no other word (``ProcessGroupGloo.abort`` does
-    nothing in torch 2.13). Without it what is in flight here may wait for a rank that waits for
-    this one, until the push's deadline.
+
+def _verdict(claims: Sequence[bytes]) -> bytes:
+    """What all ranks are told of their claims, in their order: the lowest that fails wins."""
+    failed, told, text = -1, 0, b""
+    numbers = set()
+    for rank, claim in enumerate(claims):
+        fails, number, flags = _CLAIM.unpack_from(claim)
+        if fails and failed < 0:
+            failed, text = rank, claim[_CLAIM.size :]
+        numbers.add(number)
+        told |= flags
+    return _VERDICT.pack(failed, len(numbers) > 1, told) + text
+
+
+class _LinkSum:
+    """A sum over the link, on a thread of its own: it goes on whether anybody asks for it or not.
 
     Args:
-        other: A rank that never sends what is asked for.
+        link: It belongs to, whatever becomes of the push.
+        ranks: Who adds up.
+        values: What this rank adds; overwritten by the sum.
+        after: The one before it over the same link, if there was any.
     """
-    with contextlib.suppress(RuntimeError):
-        nothing = torch.empty(1, dtype=torch.uint8)
-        link.recv([nothing], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
-
-@dataclass
-class _LinkSum:
-    """A sum over the link."""
-
-    ranks: TorchRanks
-    work: Any
-    """None once this rank has left the link."""
-    values: torch.Tensor
+    def __init__(
+        self, link: RankLink, ranks: TorchRanks, values: torch.Tensor, after: _LinkSum | None
+    ) -> None:
+        self._link, self._ranks, self._values = link, ranks, values
+        self._until = ranks._until
+        self._error: LinkError | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(after,), name="weft-ranks-sum", daemon=True
+        )
+        self._thread.start()
 
     @property
     def done(self) -> bool:
         """See ``Sum``."""
-        work = self.work
-        return work is None or bool(work.is_completed())
+        return self._link.closed or not self._thread.is_alive()
 
     def result(self) -> list[int]:
         """See ``Sum``."""
-        self.ranks._wait(self.work)
-        return [int(value) for value in self.values.tolist()]
+        self._thread.join()
+        if self._error is not None:
+            raise self._ranks._gone(self._error) from self._error
+        return [int(value) for value in self._values.tolist()]
+
+    def _run(self, after: _LinkSum | None) -> None:
+        if after is not None:
+            after._thread.join()
+        try:
+            self._add_up(_bytes_of(self._values))
+        except LinkError as error:  # the link is closed: all others are told
+            self._error = error
+
+    def _add_up(self, own: memoryview) -> None:
+        if self._ranks.rank != SENDER:
+            self._swap({SENDER: own}, {})
+            self._swap({}, {SENDER: own})
+            return
+        theirs = {rank: torch.empty_like(self._values) for rank in self._ranks._others}
+        self._swap({}, {rank: _bytes_of(each) for rank, each in theirs.items()})
+        for each in theirs.values():
+            self._values += each
+        self._swap(dict.fromkeys(theirs, own), {})
+
+    def _swap(
+        self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview | None]
+    ) -> None:
+        self._link.swap(Channel.SUM, _Call.ADD_UP, outgoing, incoming, self._until)
 
 
-def _number(same: bytes) -> int:
-    """Of 63 bits; another for other bytes, but for odds that nobody lives to see."""
-    return int.from_bytes(hashlib.blake2b(same, digest_size=8).digest(), "little") >> 1
-
-
-def _put(content: bytes, out: torch.Tensor) -> None:
-    if content:
-        out[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _is_gone(error: BaseException) -> bool:

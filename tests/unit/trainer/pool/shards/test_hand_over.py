@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.pool.shards import hand_over as module
 from trainer_side.pool.shards.hand_over import Givers, hand_over
 from trainer_side.pool.shards.plan import Handed
@@ -51,23 +50,9 @@ class _Source:
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchRanks]]:
-    """A real link of three ranks, which are threads of this process."""
-    store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    ranks = []
-    for rank in range(_NUM_RANKS):
-        each = TorchRanks.__new__(TorchRanks)
-        each.members, each.rank, each.size = list(range(_NUM_RANKS)), rank, _NUM_RANKS
-        each._name, each._num_links, each._deadline = "hand-over", 0, 0.0
-        each._link, each._sum, each._over = None, None, False
-        ranks.append(each)
-    deadline = time.monotonic() + 20
-    with ThreadPoolExecutor(_NUM_RANKS) as pool:
-        list(pool.map(lambda each: each.open(deadline), ranks))
-    yield ranks
-    for each in ranks:
-        each.abandon()
+def links() -> Iterator[list[TorchRanks]]:
+    with linked_ranks(_NUM_RANKS) as ranks:
+        yield ranks
 
 
 def _give(links: list[TorchRanks], sources: dict[int, _Source]) -> list[Future[None]]:
