@@ -43,14 +43,14 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
         deadline: ``time.monotonic()`` seconds.
 
     Raises:
-        LinkError: Not all came in time, or one cannot be reached.
+        LinkError: Not all came in time, one cannot be reached, or the store is gone.
     """
     sockets: dict[tuple[Channel, int], socket.socket] = {}
     try:
         with closing(_listen(store)) as listener:
-            store.set(str(rank), json.dumps(listener.getsockname()[:2]))
+            _write(store, str(rank), json.dumps(listener.getsockname()[:2]))
             if rank == 0:
-                store.set("secret", secrets.token_hex(_SECRET_BYTES))
+                _write(store, "secret", secrets.token_hex(_SECRET_BYTES))
             secret = bytes.fromhex(_read(store, "secret", deadline))
             for other in range(rank):
                 address = tuple(json.loads(_read(store, str(other), deadline)))
@@ -67,9 +67,11 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A host that vanished says nothing.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    except BaseException:
+    except BaseException as error:
         for each in sockets.values():
             each.close()
+        if isinstance(error, OSError):
+            raise LinkError(f"this rank cannot connect to the others: {error}") from error
         raise
     return RankLink(sockets)
 
@@ -77,6 +79,13 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
 def _channels(lower: int) -> tuple[Channel, ...]:
     """Between a rank and any higher one."""
     return tuple(Channel) if lower == 0 else (Channel.PAIRS,)
+
+
+def _write(store: Any, key: str, value: str) -> None:
+    try:
+        store.set(key, value)
+    except RuntimeError as error:
+        raise LinkError(f"the store of torch.distributed fails: {error}") from error
 
 
 def _read(store: Any, key: str, deadline: float) -> str:
@@ -132,7 +141,7 @@ def _accepted(
                     expected.discard(key)
                     yield key, arrival
                 else:
-                    _log.warning("turned away %s, which is no rank of this trainer", number)
+                    _log.warning("turned away a connection that is no rank's of this trainer")
                     arrival.close()
 
 
@@ -178,7 +187,7 @@ def _listen(store: Any) -> socket.socket:
             if spans_hosts and ipaddress.ip_address(address[0]).is_loopback:
                 continue
             return socket.create_server((str(address[0]), 0), family=family, backlog=1024)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that is none is a ValueError
             _log.info("cannot listen at %s: %s", host, error)
     raise LinkError(
         "this rank found no address that the others may reach it at; GLOO_SOCKET_IFNAME names the "

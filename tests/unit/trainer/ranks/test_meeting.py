@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -80,6 +81,31 @@ def test_a_rank_that_does_not_come_is_named(pool):
     assert reasons[1].startswith("rank 1 did not come in time")
 
 
+def test_a_store_that_is_gone_is_told():
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+    with pytest.raises(LinkError, match=r"the store of torch\.distributed fails: Broken pipe"):
+        meet(Gone(), 0, 2, _soon())
+
+
+def test_a_machine_that_takes_no_more_connections_is_told(monkeypatch):
+    class Full(socket.socket):
+        def accept(self) -> Any:
+            raise OSError(24, "Too many open files")
+
+    listener = Full()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    monkeypatch.setattr(meeting, "_listen", lambda store: listener)
+    with (
+        socket.create_connection(listener.getsockname()),
+        pytest.raises(LinkError, match=r"cannot connect to the others: .*Too many open files"),
+    ):
+        meet(dist.HashStore(), 0, 2, _soon())
+
+
 def test_a_rank_that_has_gone_again_is_named():
     store = dist.HashStore()
     store.set("secret", "00" * 32)
@@ -115,7 +141,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(pool, caplog):
         assert each.recv(1) == b""
     for each in strangers:
         each.close()
-    assert "which is no rank of this trainer" in caplog.text
+    assert "turned away a connection" in caplog.text
     assert secret.hex() not in caplog.text
     _close(links)
 
@@ -156,7 +182,7 @@ def test_where_ranks_are_on_several_hosts_none_listens_at_loopback(monkeypatch):
 
 
 def test_what_cannot_be_resolved_is_left_out(monkeypatch):
-    hosts = ["no.such.host.invalid", "192.0.2.7", "127.0.0.1"]
+    hosts = ["no.such.host.invalid", "a" * 70, "192.0.2.7", "127.0.0.1"]
     monkeypatch.setattr(meeting, "_hosts", lambda store: iter(hosts))
     with meeting._listen(dist.HashStore()) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
