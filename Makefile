@@ -134,7 +134,7 @@ integrations-verl: install .venv-verl/.installed  ## verl trains over real repli
 	$(VERL)/pip install -q verl==0.9.1 cachetools fastapi uvicorn 'pytest>=9' 'pytest-timeout>=2.4' -e '.[trainer]'
 	@touch $@
 
-gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there are less than two).
+gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there is none; where there is one, what needs two).
 	$(BIN)/python -m pytest tests/gpu
 
 bench-gpu: install  ## Measure them: 1 GPU for the trainer, 3 for replicas; vLLM's own way beside ours.

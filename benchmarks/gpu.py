@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu``: pushes from a trainer's GPU to replicas on other GPUs.
 
-The trainer is this process, on GPU 0; replica ``i`` is ``weft rollout`` on GPU ``i + 1``,
-with vLLM's own server and clients that stream tokens all the time.
+The trainer is this process, on GPU 0; replica ``i`` is ``weft rollout`` on GPU ``i + 1``, or all
+on the trainer's, with vLLM's own server and clients that stream tokens all the time.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument(
         "--one-sided", action="store_true", help="replicas see the trainer's GPU, and read it"
     )
+    parser.add_argument("--share", action="store_true", help="replicas are on the trainer's GPU")
     parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
@@ -170,6 +171,7 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     for number, name in enumerate(names):
         options = ("--staging", args.staging, "--running-requests", args.running_requests)
         gpus = f"{number + 1},0" if args.one_sided else str(number + 1)
+        gpus = "0" if args.share else gpus
         pool.launch(name, gpus, model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}

@@ -2,8 +2,8 @@
 that shares its one GPU with the replica.
 
 The replica is ``weft rollout`` on the GPU named by ``--replica-gpu``, with memory to spare for a
-trainer there; each rank of the trainer is a process on a GPU of its own, from 0. ``--dry`` runs the
-same on CPUs over gloo, with a tiny model: for writing this file.
+trainer there; each rank of the trainer is a process on a GPU of its own, from 0, where there are so
+many. ``--dry`` runs the same on CPUs over gloo, with a tiny model: for writing this file.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def trainer(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu" if args.dry else f"cuda:{rank}")
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cpu" if args.dry else f"cuda:{rank % num_gpus}")
     if not args.dry:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.dry else "nccl")
+    dist.init_process_group("gloo" if args.dry or size > num_gpus else "nccl")
     config = AutoConfig.from_pretrained(args.model)
     with device:
         torch.manual_seed(3)
@@ -116,7 +117,7 @@ def trainer(args: argparse.Namespace) -> None:
         print(f"RESULT {name}: {size_gb:.3f} GB, first {seconds[0] * 1e3:.0f} ms, then median "
               f"{statistics.median(kept) * 1e3:.1f} of {len(kept)}, min {min(kept) * 1e3:.1f} ms",
               flush=True)  # fmt: skip
-    if size > 1 and args.what == "full":
+    if 1 < size <= num_gpus and args.what == "full":
         for _ in range(2):
             settle()
             began = time.perf_counter()

@@ -2,7 +2,8 @@
 
 The trainer is this process, on GPU 0, which also has the fresh engines; the replicas that
 are pushed to have the other GPUs, those of two ranks GPU 0, too, where there are only two.
-Everything is bfloat16, as it is used.
+Where there is one, all share it, and what needs two is skipped. Everything is bfloat16, as it
+is used.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from tests.gpu.conftest import Note
 from tests.models import draw_adapter, draw_base, make_tokenizer
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
+from weft.contract.errors import NotReadyError
 
 NUM_GPUS = torch.cuda.device_count()
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on CPUs over gloo: for writing this file
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2 and not DRY, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(400),
 ]
 VLLM = ("--max-model-len", "512", "--gpu-memory-utilization", "0.2", "--enforce-eager",
@@ -165,7 +167,8 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         adapter = work / "adapter"
         wrapped.to(torch.bfloat16).save_pretrained(adapter)
         fresh_lora = ["--lora-modules", f"math={adapter}"]
-    gpus, own = "1,0", "0"  # a replica sees the trainer's, and reads its memory
+    # A replica sees the trainer's, and reads its memory.
+    gpus, own = ("1,0", "0") if NUM_GPUS > 1 or DRY else ("0", "0")
     if tp == 2:
         # With two GPUs the first rank, which receives, has another one than the trainer.
         gpus, own = ("1,2", "2,3") if NUM_GPUS >= 4 else ("1,0", "1,0")
@@ -186,9 +189,10 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         fresh = pools[1].url("fresh")
         options = ("--staging", "in-place", *verbose)
         pools[2].launch("pushed", gpus, began_with, *args, options=options)
+        url = pools[2].url("pushed") if gpus == own else ""
         if kind == "dense" and tp == 1 and not DRY:
             pools[2].launch("late", "0", began_with, *args, options=options)
-        in_place = Pushed(pools[2], pools[2].url("pushed"))
+        in_place = Pushed(pools[2], url or pools[2].url("pushed"))
         late = pools[2].url("late") if "late" in pools[2].replicas else ""
         if late:
             pools[2].set_apart("late")
@@ -207,6 +211,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pla
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: Any) -> Iterator[Place]:
     """Of two GPUs each."""
+    if NUM_GPUS < 2 and not DRY:
+        pytest.skip("needs two NVIDIA GPUs")
     yield from _place("dense", 2, tmp_path_factory.mktemp("wide"))
 
 
@@ -287,7 +293,8 @@ def test_what_two_ranks_hold_answers_as_a_fresh_engine(
         pytest.skip("one kind is enough")
     pushed: Pushed = getattr(place, where)
     given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    env = {} if DRY else {n: {**given, "WEFT_TEST_DEVICE": f"cuda:{n}"} for n in range(2)}
+    on = "" if DRY else "cuda:{}" if NUM_GPUS > 1 else "cuda:0"
+    env = {n: {**given, "WEFT_TEST_DEVICE": on.format(n)} for n in range(2) if on}
     with running_ranks(tmp_path, pushed.pool.target, 2, env) as trainer:
         trainer.do("open", bucket_bytes=4 * 2**20)
         trainer.do("make", kind="fsdp2", model=str(place.weights))
@@ -334,15 +341,19 @@ def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
     if DRY:
         pytest.skip("no GPU")
     assert re.search(r"staged base@\d+", place.pushed.log())
+    shares = NUM_GPUS == 1
+    if shares:
+        refused = pytest.raises(NotReadyError, match="two members share a GPU")
+        with place.pushed.publisher(backend="nccl") as publisher, refused:
+            publisher.push_base(place.model)
     chosen = []
-    for backend in ("auto", "nccl", "gloo"):
+    for backend in ("auto", "gloo") if shares else ("auto", "nccl", "gloo"):
         with place.pushed.publisher(backend=backend) as publisher:
             publisher.push_base(place.model)
             assert publisher.last_report is not None
             chosen.append(publisher.last_report.backend)
         assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
-    assert chosen[1:] == ["nccl", "gloo"]
-    assert chosen[0] in ("one-sided", "nccl")  # whether it sees the trainer's GPU
+    assert chosen == ["one-sided", *([] if shares else ["nccl"]), "gloo"]
     note(place.kind, f"a base over {', '.join(chosen)}", "bitwise a fresh engine's")
 
 

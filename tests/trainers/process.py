@@ -310,7 +310,8 @@ def main() -> None:
     backend = "gloo"
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-        backend = "cpu:gloo,cuda:nccl"
+        if torch.cuda.device_count() >= size:  # NCCL refuses two on one
+            backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     strikes.install("trainer rank" if rank else "trainer sender")
     served = Rank(target)
