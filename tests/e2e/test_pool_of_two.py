@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from tests.e2e.replicas import (
 )
 from tests.integration.models import until
 from tests.models import Referee
-from trainer_side import Publisher, RolloutClient, Sampling
+from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
 from weft_cli.demo.processes import Process
 from weft_cli.main import app
 from weft_cli.orders.replicas import drain
@@ -271,7 +272,8 @@ def test_a_replica_that_is_killed_loses_no_sample(
     how = Sampling(num_samples=2, max_tokens=_NUM_TOKENS, ignore_eos=True)
     with (
         Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
-        # Prompts wait in the client: one that is slow to be listed, or to answer, has some, too.
+        # Prompts wait in the client: one that is slow to be listed, or to answer, has some, too,
+        # if they last till then.
         RolloutClient(
             pool.target, timeout_seconds=_SECONDS, max_requests_per_replica=2
         ) as rollouts,
@@ -279,13 +281,24 @@ def test_a_replica_that_is_killed_loses_no_sample(
     ):
         publisher.push_base(qwen2.base)
         version = publisher.push_adapter(qwen2.adapters[0], "kept")
-        asked = threads.submit(rollouts.generate, [PROMPT] * 24, policy="kept", sampling=how)
-        until(lambda: asked.done() or _num_running(pool.urls[2]) > 0, _SECONDS)
-        assert not asked.done(), "the new replica was asked for nothing"
-        pool.processes.pop().kill()
-        pool.urls.pop()
-        groups = asked.result(_SECONDS)
-    assert len(groups) == 24
+        is_killed = threading.Event()
+
+        def ask_till_then() -> tuple[int, list[SampleGroup]]:
+            prompts, groups = 0, []
+            while not prompts or not is_killed.is_set():
+                groups += rollouts.generate([PROMPT] * 24, policy="kept", sampling=how)
+                prompts += 24
+            return prompts, groups
+
+        asked = threads.submit(ask_till_then)
+        try:
+            until(lambda: asked.done() or _num_running(pool.urls[2]) > 0, _SECONDS)
+            pool.processes.pop().kill()
+            pool.urls.pop()
+        finally:
+            is_killed.set()
+        num_prompts, groups = asked.result(_SECONDS)
+    assert len(groups) == num_prompts
     for group in groups:
         assert set(group.replica_ids) <= {"replica-0", "replica-1"}
         for sample in group.samples:
