@@ -139,9 +139,10 @@ def plan_conversions(
     if revert is None:
         return [Conversion((name,), (name,), True) for name in meta], meta
     whole = _reverted(meta, revert)
+    kept = _kept_names(meta, whole)
     groups: list[Conversion] = []
     for _, layer in groupby(meta, key=layer_of):
-        groups += _plan_layer(list(layer), meta, whole, revert)
+        groups += _plan_layer(list(layer), meta, whole, kept, revert)
     if {target for group in groups for target in group.targets} != set(whole):
         # A conversion across layers: rare, and right only when done at once.
         _log.warning("this model's checkpoint names need all its tensors at once: more memory")
@@ -187,13 +188,34 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _kept_names(
+    meta: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Parameters that came out as they are, and nothing else of them, to their names in the
+    checkpoint. To ask for each by itself would take milliseconds a layer."""
+    of_storage: dict[int, list[str]] = {}
+    for target, tensor in whole.items():
+        of_storage.setdefault(_storage(tensor), []).append(target)
+    return {
+        name: targets[0]
+        for name, tensor in meta.items()
+        if len(targets := of_storage.get(_storage(tensor), [])) == 1
+        and whole[targets[0]] is tensor
+        and not tensor._version  # or it was computed in its own place
+    }
+
+
 def _plan_layer(
     names: Sequence[str],
     meta: Mapping[str, torch.Tensor],
     whole: Mapping[str, torch.Tensor],
+    kept: Mapping[str, str],
     revert: Revert,
 ) -> list[Conversion]:
     """One group a parameter where that agrees with the whole; the rest together.
+
+    Args:
+        kept: See ``_kept_names``.
 
     A parameter that only converts with others (many-to-one) comes out under a name
     or shape that the whole does not have, or not at all.
@@ -201,10 +223,12 @@ def _plan_layer(
     groups: list[Conversion] = []
     rest: list[str] = []
     for name in names:
+        if name in kept:
+            groups.append(Conversion((name,), (kept[name],), True))
+            continue
         out = _try(revert, {name: meta[name]})
         if out and all(k in whole and whole[k].shape == t.shape for k, t in out.items()):
-            is_identity = len(out) == 1 and next(iter(out.values())) is meta[name]
-            groups.append(Conversion((name,), tuple(out), is_identity))
+            groups.append(Conversion((name,), tuple(out), False))
         else:
             rest.append(name)
     if rest:

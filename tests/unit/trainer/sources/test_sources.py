@@ -171,6 +171,30 @@ def test_conversions_that_need_several_parameters_are_grouped_by_layer():
     assert outputs["l.1.qk"].shape == (8, 2)
 
 
+def test_what_comes_out_as_it_went_in_is_asked_for_once():
+    calls = []
+
+    def revert(tensors):
+        calls.append([*tensors])
+        out = {}
+        for name, tensor in tensors.items():
+            if name.endswith("scaled"):  # in its own place: another content under its name
+                out[name] = tensor.mul_(2)
+            elif name.endswith("split"):
+                out[name + ".a"], out[name + ".b"] = tensor[:2], tensor[2:]
+            else:
+                out["model." + name] = tensor
+        return out
+
+    params = {f"l.{i}.{n}": torch.ones(4, 2) for i in range(3) for n in ("q", "scaled", "split")}
+    groups, _ = plan_conversions(params, revert)
+    assert calls == [[*params], *[[f"l.{i}.{n}"] for i in range(3) for n in ("scaled", "split")]]
+    found = {group.sources[0]: (group.targets, group.is_identity) for group in groups}
+    assert found["l.1.q"] == (("model.l.1.q",), True)
+    assert found["l.1.scaled"] == (("l.1.scaled",), False)
+    assert found["l.1.split"] == (("l.1.split.a", "l.1.split.b"), False)
+
+
 def test_adapter_of_a_model_and_of_its_directory_are_the_same(tmp_path):
     path = models.make_model("qwen2", tmp_path / "base")
     saved = models.make_adapter(path, tmp_path / "adapter", seed=1)
