@@ -69,6 +69,7 @@ class Planner:
         self._max_senders = max_senders
         self._shard_plans = ShardPlans(max_senders)
         self._manifests: Lru[tuple[int, tuple[TensorMeta, ...]], Manifest] = Lru(_MAX_MANIFESTS)
+        self._last: tuple[int, tuple[TensorMeta, ...], Manifest] | None = None
 
     def plan(
         self,
@@ -101,10 +102,14 @@ class Planner:
     def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
         """The manifest of a source's tensors, which is kept: the next push has the same."""
         capacity, metas = bucket_capacity(backend, self._bucket_bytes), source.metas
+        last = self._last
+        if last is not None and last[0] == capacity and last[1] is metas:
+            return last[2]  # without a look at thousands of tensors
         manifest = self._manifests.get((capacity, metas))
         if manifest is None:
             manifest = plan_buckets(metas, capacity)
             self._manifests.put((capacity, metas), manifest)
+        self._last = capacity, metas, manifest
         return manifest
 
     def _shards(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -64,43 +66,43 @@ def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Ope
 def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
-    modules, parameters = _walked(module)
-    if wrapper == "FSDP1" or _has_fsdp1(modules):
+    found = walk(module)
+    if wrapper == "FSDP1" or _has_fsdp1(found.modules):
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
-    if _has_fsdp2(modules):
+    state = None
+    if _has_fsdp2(found.modules):
         from trainer_side.params.sharding.dtensor import reshard
 
-        reshard(modules)
-        _, parameters = _walked(module)
-        return _kept_of(module, parameters, ranks, wrapper, rank_of)
-    return _opened(module, parameters, ranks, wrapper, rank_of)
-
-
-def _kept_of(
-    module: torch.nn.Module,
-    parameters: Mapping[str, torch.nn.Parameter],
-    ranks: Ranks,
-    wrapper: str,
-    rank_of: Mapping[int, int],
-) -> Opened:
-    """A model of FSDP2, as the push before found it if every parameter still has the same
-    elements, placed alike: to find out takes longer than to send it."""
-    found, state = walk(module), _state(parameters.values())
-    kept = found.kept
-    if isinstance(kept, _Kept) and kept.ranks is ranks and kept.state == state:
+        reshard(found.modules)
+        found = walk(module)
+        state = _state(found.named.values())
+    else:
+        state = _whole_state(found.named.values())
+    kept, key = found.kept, (wrapper, ranks, state)
+    if state is not None and isinstance(kept, _Kept) and kept.key == key:
         return kept.opened
-    opened = _opened(module, parameters, ranks, wrapper, rank_of)
-    found.kept = None if state is None else _Kept(opened, ranks, state)
+    opened = _opened(module, found.named, ranks, wrapper, rank_of)
+    found.kept = None if state is None else _Kept(opened, key)
     return opened
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A model as it was found; its parameters are referred to, so that identities hold."""
+    """A model as a push has found it, for the next if every parameter still has the same elements,
+    placed alike: to find out takes longer than to send it. Its parameters are referred to, so
+    that identities hold."""
 
     opened: Opened
-    ranks: Ranks
-    state: list[object]
+    key: tuple[str, Ranks, list[object] | None]
+
+
+def _whole_state(parameters: Collection[torch.nn.Parameter]) -> list[object] | None:
+    """What tells how parameters are held that are whole here and no library packs; None where
+    there are others."""
+    has_zero3 = _is_loaded("deepspeed") and any(map(is_zero3, parameters))
+    if has_zero3 or {*map(type, parameters)} - {torch.nn.Parameter}:
+        return None
+    return [*chain.from_iterable(map(attrgetter("shape", "dtype", "device"), parameters))]
 
 
 def _state(parameters: Iterable[torch.nn.Parameter]) -> list[object] | None:
@@ -172,13 +174,6 @@ class _Places:
         return Sharded(param.shape, param.dtype, (HeldRun(SENDER, 0, param.numel()),), param)
 
 
-def _walked(
-    module: torch.nn.Module,
-) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter]]:
-    found = walk(module)
-    return found.modules, found.named
-
-
 def _is_dtensor(param: torch.nn.Parameter) -> bool:
     if not _is_loaded("torch.distributed.tensor"):
         return False
@@ -192,7 +187,7 @@ def _has_fsdp2(modules: Iterable[torch.nn.Module]) -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(part, FSDPModule) for part in modules)
+    return _has(modules, FSDPModule)
 
 
 def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:
@@ -200,7 +195,12 @@ def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(part, FullyShardedDataParallel) for part in modules)
+    return _has(modules, FullyShardedDataParallel)
+
+
+def _has(modules: Iterable[torch.nn.Module], kind: type) -> bool:
+    """Whether one is of that kind; there are thousands of modules, and few classes."""
+    return any(issubclass(own, kind) for own in set(map(type, modules)))
 
 
 def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:

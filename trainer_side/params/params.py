@@ -125,4 +125,4 @@ class WholeParams:
 def lying_param(params: Params, name: str) -> torch.Tensor | None:
     """A parameter that lies whole in this process as it is, by reference; None where it is put
     together or computed."""
-    return params.whole(name).detach() if type(params) is WholeParams else None
+    return params.whole(name) if type(params) is WholeParams else None

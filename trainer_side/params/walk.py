@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 from typing import cast
 
 import torch
@@ -18,13 +19,15 @@ class Walk:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.modules, self.named, self._tables = _walk(module)
-        self._seen = _state(self._tables)
+        self._sizes, self._keys, self._entries = _state(self._tables)
         #: What was found out about these parameters, by whoever did.
         self.kept: object = None
 
     def is_true(self) -> bool:
         """Whether every module still has the same children and parameters, by the same names."""
-        return _state(self._tables) == self._seen
+        sizes, keys, entries = _state(self._tables)
+        is_shaped_alike = sizes == self._sizes and keys == self._keys
+        return is_shaped_alike and all(map(is_, entries, self._entries))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -73,10 +76,10 @@ def _walk(
     return modules, named, tables
 
 
-def _state(tables: Sequence[Table]) -> tuple[list[int], list[str], list[int]]:
-    """Sizes, keys and identities of all entries; without a step of Python for each."""
+def _state(tables: Sequence[Table]) -> tuple[list[int], list[str], list[object]]:
+    """Sizes, keys and values of all entries; without a step of Python for each."""
     return (
         [*map(len, tables)],
         [*chain.from_iterable(tables)],
-        [*map(id, chain.from_iterable(map(dict.values, tables)))],
+        [*chain.from_iterable(map(dict.values, tables))],
     )

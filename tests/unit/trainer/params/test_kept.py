@@ -1,14 +1,19 @@
-"""A model of FSDP2 is looked at once, and again when its parameters are others."""
+"""A model of FSDP2, or a plain one, is looked at once, and again when its parameters are others."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DataParallel
 
+from trainer_side.params import choose
 from trainer_side.params.choose import open_model
 from trainer_side.params.sharding.sharded import Sharded, ShardedParams
 from trainer_side.ranks.ranks import OneRank
@@ -99,3 +104,78 @@ def test_other_ranks_look_for_themselves(model: nn.Module) -> None:
     opened = open_model(model, second).params
     assert isinstance(opened, ShardedParams)
     assert opened.ranks is second
+
+
+def _other_values(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.full((6, 4), 7.0)
+
+
+def _other_shape(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.full((6, 8), 7.0)
+
+
+def _other_dtype(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.full((6, 4), 7.0, dtype=torch.bfloat16)
+
+
+def _other_device(model: nn.Sequential) -> None:
+    model.to("meta")
+
+
+def _other_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.full((6, 4), 7.0))
+
+
+def _other_class(model: nn.Sequential) -> None:
+    class Packed(nn.Parameter):
+        pass
+
+    model[0].weight.__class__ = Packed
+
+
+@pytest.mark.parametrize(
+    ("change", "is_seen"),
+    [
+        (_other_values, False),
+        (_other_shape, True),
+        (_other_dtype, True),
+        (_other_device, True),
+        (_other_parameter, True),
+        (_other_class, True),
+    ],
+)
+def test_a_plain_model_is_looked_at_again_when_it_is_held_otherwise(
+    change: Callable[[nn.Sequential], None], is_seen: bool
+) -> None:
+    ranks, model = OneRank(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    before = open_model(model, ranks)
+    assert open_model(model, ranks) is before
+    change(model)
+    after = open_model(model, ranks)
+    assert (after is before) is not is_seen
+    weight = model[0].weight
+    assert (after.params.metas["0.weight"].shape, after.params.whole("0.weight").dtype) == (
+        weight.shape,
+        weight.dtype,
+    )
+    if not weight.is_meta:
+        assert torch.equal(after.params.whole("0.weight"), weight)
+
+
+def test_a_plain_model_in_another_wrapper_is_another() -> None:
+    ranks, model = OneRank(), nn.Sequential(nn.Linear(4, 6))
+    plain = open_model(model, ranks)
+    assert open_model(DataParallel(model), ranks).params.kind == "DataParallel"
+    assert open_model(model, ranks).params.kind == plain.params.kind == "plain"
+
+
+def test_parameters_that_zero3_has_taken_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes their elements away, and leaves the objects."""
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    ranks, model = OneRank(), nn.Sequential(nn.Linear(4, 6))
+    assert open_model(model, ranks) is open_model(model, ranks)
+    taken: Any = model[0].weight
+    taken.ds_id = 0
+    held = Sharded(taken.shape, taken.dtype, (), None)
+    monkeypatch.setattr(choose, "of_zero3", lambda param, rank_of: held)
+    assert "ZeRO-3" in open_model(model, ranks).params.kind
