@@ -46,6 +46,7 @@ class Packer:
         self._firsts: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._paddings: list[list[torch.Tensor]] = []
+        self._places: list[tuple[Place, ...]] = []
         position = 0
         for index, bucket in enumerate(manifest.buckets):
             buffer = self._buffer(index)
@@ -59,6 +60,9 @@ class Packer:
                     .view(slot.meta.shape)
                     for slot in slots
                 ]
+            )
+            self._places.append(
+                tuple([Place(slot.offset_bytes, 0, slot.meta.num_bytes) for slot in slots])
             )
             ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
             self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
@@ -113,9 +117,7 @@ class Packer:
         if found is not None and not payload.is_cuda:
             digests = pack_digesting(found, views, payload, whole_parts(self.manifest, index))
             return None if digests is None else Digests(digests)
-        slots = self.manifest.tensors[first : first + len(views)]
-        places = [Place(slot.offset_bytes, 0, slot.meta.num_bytes) for slot in slots]
-        return None if found is None else pack_tensors(found, places, payload)
+        return None if found is None else pack_tensors(found, self._places[index], payload)
 
     def wire(self, index: int) -> torch.Tensor:
         """The uint8 bytes of a bucket that was packed and is still held, with room for its

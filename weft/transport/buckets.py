@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -38,6 +40,30 @@ def whole_parts(manifest: Manifest, index: int) -> list[Part]:
     """The tensors of a layout's bucket, where they lie in its payload."""
     slots = [manifest.tensors[i] for i in manifest.tensors_by_bucket[index]]
     return [Part(slot.offset_bytes, align_up(slot.meta.num_bytes)) for slot in slots]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A bucket of a layout as it travels whole."""
+
+    parts: list[Part]
+
+    @cached_property
+    def words(self) -> tuple[Words, ...] | None:
+        """Its tensors at the places that they have; see ``copied_words``."""
+        return copied_words(self.parts, [Place(p.at, 0, p.num_bytes) for p in self.parts])
+
+
+def _whole(manifest: Manifest, index: int) -> _Whole:
+    """Kept, for the next version has the same: to make it takes as long as to copy an adapter."""
+    key = manifest.layout_digest, index
+    with _known_lock:
+        known = _known_wholes.get(key)
+    if known is None:
+        known = _Whole(whole_parts(manifest, index))
+        with _known_lock:
+            _known_wholes.put(key, known)
+    return known
 
 
 def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
@@ -114,16 +140,15 @@ def start_bucket(
     """
     lent = arrived.lent
     size = manifest.buckets[index].payload_bytes
-    parts, digests = whole_parts(manifest, index), None
+    whole, digests = _whole(manifest, index), None
     if lent is not None:
         if lent.is_cuda:
-            places = [Place(part.at, 0, part.num_bytes) for part in parts]
-            digests = copy_words(lent[:size], copied_words(parts, places), wire)
+            digests = copy_words(lent[:size], whole.words, wire)
         else:
-            digests = Digests(copy_digesting(lent[:size], parts, wire[:size]))
+            digests = Digests(copy_digesting(lent[:size], whole.parts, wire[:size]))
         rest = 0 if digests is None else size
         wire[rest:size].copy_(lent[rest:size], non_blocking=True)
-    digests = digests or start_digests(wire[:size], parts)
+    digests = digests or start_digests(wire[:size], whole.parts)
     tail = _start_tail(wire, size, arrived)
 
     def end() -> list[int]:
@@ -270,6 +295,7 @@ def _listed(
 # Targets that buckets are put together in at a time: a segment, or memory for one bucket each.
 _MAX_STARTS = 4
 _known: Lru[tuple[bytes, bytes, int, int, int | None], _Listed] = Lru(128)
+_known_wholes: Lru[tuple[bytes, int], _Whole] = Lru(128)
 _known_lock = threading.Lock()
 
 

@@ -7,6 +7,7 @@ in its turn: what reads memory once less there is faster by as much.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -74,27 +75,31 @@ def pack_tensors(
         payload: uint8, 1-D, contiguous.
     """
     device = payload.device
-    if (
-        _is_odd(places)
-        or any(
-            tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 8
-            for tensor in tensors
-        )
-        or not _has_kernel(device)
-    ):
+    if any(t.device != device or not t.is_contiguous() for t in tensors) or not _has_kernel(device):
         return None
-    base = payload.data_ptr()
-    words = tuple(
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    words = _packed_words(addresses, tuple(places), payload.data_ptr())
+    return None if words is None else _digests(payload, words, payload)
+
+
+# The next push packs what lies where it lay.
+@lru_cache(maxsize=128)
+def _packed_words(
+    addresses: tuple[int, ...], places: tuple[Place, ...], base: int
+) -> tuple[kernel.Words, ...] | None:
+    """As ``copied_words``, of tensors that begin there; from a payload's first word on, for all of
+    a GPU's memory has one address space."""
+    if any(address % 8 for address in addresses) or _is_odd(places):
+        return None
+    return tuple(
         [
-            # From the payload's first word on: all of a GPU's memory has one address space.
             kernel.Words(
-                (tensor.data_ptr() - base) // 8, (end - begin) // 8, begin // 8,
+                (address - base) // 8, (end - begin) // 8, begin // 8,
                 at // 8, begin // 8, end // 8,
             )
-            for tensor, (at, begin, end) in zip(tensors, places, strict=True)
+            for address, (at, begin, end) in zip(addresses, places, strict=True)
         ]
     )  # fmt: skip
-    return _digests(payload, words, payload)
 
 
 def _has_kernel(device: torch.device) -> bool:
