@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -34,15 +35,23 @@ class Segment(Protocol):
     """Writable bytes; the memory lives as long as this object or any tensor viewing
     ``data``."""
 
-    data: torch.Tensor
-    """uint8, shape (num_bytes,), contiguous."""
     num_bytes: int
     owned: bool
     """Whether this process allocated it; others' memory is not ours to reuse."""
 
     @property
+    def data(self) -> torch.Tensor:
+        """uint8, shape (num_bytes,), contiguous; blocks until ``fill`` is done."""
+
+    @property
     def ref(self) -> SegmentRef:
-        """What another process attaches it by, while this object lives; picklable."""
+        """What another process attaches it by, while this object lives; picklable. Blocks as
+        ``data``."""
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy bytes to the beginning; from an accelerator without blocking, once the calling
+        thread's current stream has made them. They must stay as they are meanwhile; their memory
+        may be given back to torch."""
 
 
 class SegmentRef(Protocol):
@@ -102,13 +111,14 @@ class HostSegment:
         self.num_bytes = num_bytes
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if owned else 0)
         self._map = mmap.mmap(fd, num_bytes, flags=flags)
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._filled: torch.cuda.Event | None = None
         self._pinned_at = 0
         if pinned:
             # One call, however long it takes: a copy may not span two locked ranges.
             device = torch.cuda.current_device()
             self._pinned_at = speaking(
-                lambda: _pin(self.data, device), lambda: speak(num_bytes, num_bytes)
+                lambda: _pin(self._data, device), lambda: speak(num_bytes, num_bytes)
             )
 
     @classmethod
@@ -132,11 +142,41 @@ class HostSegment:
             raise
 
     @property
+    def data(self) -> torch.Tensor:
+        """See ``Segment``."""
+        self._settle()
+        return self._data
+
+    @property
     def ref(self) -> SegmentRef:
         """See ``Segment``."""
+        self._settle()
         return HostRef(self._pid, self._fd, self.num_bytes)
 
+    def fill(self, source: torch.Tensor) -> None:
+        """See ``Segment``."""
+        target = self.data[: source.numel()]
+        if not source.is_cuda:
+            target.copy_(source)
+            return
+        stream = _aside(source.device)
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+        filled = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        filled.record(stream)
+        self._filled = filled
+
+    def _settle(self) -> None:
+        """Block until nothing is written here any more."""
+        if (filled := self._filled) is not None:
+            filled.synchronize()
+            self._filled = None
+
     def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process, or half made
+            self._settle()
         if at := getattr(self, "_pinned_at", 0):
             with contextlib.suppress(Exception):  # at the end of the process
                 _cudart().cudaHostUnregister(at)
@@ -165,6 +205,11 @@ def _pin(data: torch.Tensor, device: int) -> int:
     with torch.cuda.device(device):
         status = _cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
     return data.data_ptr() if int(status) == 0 else 0
+
+
+@lru_cache(maxsize=16)
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _cudart() -> Any:
@@ -217,6 +262,10 @@ class DeviceSegment:
         """See ``Segment``."""
         rebuild, arguments = reductions.reduce_tensor(self.data)  # type: ignore[no-untyped-call]
         return DeviceRef(rebuild, arguments)
+
+    def fill(self, source: torch.Tensor) -> None:
+        """See ``Segment``; ordered on the calling thread's current stream."""
+        self.data[: source.numel()].copy_(source)
 
 
 #: Segments up to this size are kept twice, as adapters' are: where each push takes one and

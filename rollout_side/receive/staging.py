@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollout_side.memory.segment import Segment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import (
     Carried,
@@ -66,22 +65,19 @@ class StagingTransfer:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest = self._partial, self.manifest
         partial.forget(first_bucket)
-        if is_adapter(self._version) and device.type != "cpu" and not partial.digests:
-            # What the engine's slot is filled from.
+        data = partial.segment.data
+        if is_adapter(self._version) and device.type != "cpu":
+            # What the engine's slot is filled from, while it is copied to the host.
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
-            if partial.carried:
-                copy.copy_(partial.segment.data[: len(copy)])
-            self._device_copy = [copy]
+            if partial.num_verified:
+                copy.copy_(data[: len(copy)])
+            data, self._device_copy = copy, [copy]
         if partial.carried is not None:
-            # Many small runs are put together on the device, and copied to the host at once.
-            data = self._device_copy[0] if self._device_copy else partial.segment.data
             given = (manifest, partial.carried, Assembly(data, bucket_starts(manifest)))
             if self._plan is not None:
                 return PlannedBuffers(*given, self._plan, device, num_in_flight)
             return RunBuffers(*given, device, num_in_flight)
-        return StagingBuffers(
-            manifest, partial.digests, partial.segment, device, num_in_flight, *self._device_copy
-        )
+        return StagingBuffers(manifest, partial.digests, data, device, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
@@ -104,14 +100,14 @@ class StagingTransfer:
 
     def keep(self) -> None:
         """See ``IncomingTransfer``."""
-        self._copy_to_segment()
+        if self._partial.num_verified:
+            self._copy_to_segment()
         self._store.put_partial(self._partial)
 
     def _copy_to_segment(self) -> None:
-        """Bring what was put together on the device to where it is kept; blocks."""
-        if self._partial.carried and self._device_copy:
-            copy = self._device_copy[0]
-            self._partial.segment.data[: len(copy)].copy_(copy)
+        """Have what was received on the device copied to where it is kept."""
+        for copy in self._device_copy:
+            self._partial.segment.fill(copy)
 
     def drop(self) -> None:
         """See ``IncomingTransfer``."""
@@ -122,18 +118,17 @@ class StagingTransfer:
 
 
 class StagingBuffers:
-    """``ReceiveBuffers`` of a segment: buckets arrive straight there where it lies on the
-    group's device, else in buffers on the device that are copied from.
+    """``ReceiveBuffers`` of a version in one piece: buckets arrive straight there where it lies on
+    the group's device, else in buffers on the device that are copied from.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
         manifest: Of the version.
         digests: Of the tensors of each bucket verified so far; grows.
-        segment: For all its buckets, one after the other with their trailers.
+        data: uint8, for all its buckets, one after the other with their trailers.
         device: Where the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
-        second: Memory on that device for another copy, of the same layout as the segment.
     """
 
     copies_lent = True
@@ -142,17 +137,15 @@ class StagingBuffers:
         self,
         manifest: Manifest,
         digests: list[list[int]],
-        segment: Segment,
+        data: torch.Tensor,
         device: torch.device,
         ahead: int,
-        second: torch.Tensor | None = None,
     ) -> None:
-        self._second, self._digests = second, digests
-        self._manifest, self._data = manifest, segment.data
+        self._manifest, self._digests, self._data = manifest, digests, data
         self._starts = bucket_starts(manifest)
         self._buffers: Sequence[torch.Tensor] = ()
         self.ahead = ahead
-        if segment.data.device != device:
+        if data.device != device:
             self._buffers = make_buffers([b.wire_bytes for b in manifest.buckets], ahead, device)
 
     @property
@@ -184,11 +177,9 @@ class StagingBuffers:
 
         def end() -> None:
             digests = verified()
-            place = slice(self._starts[index], self._starts[index] + wire.numel())
-            if self._second is not None:
-                self._second[place].copy_(wire)
             if self._buffers:
-                self._data[place].copy_(wire)  # blocks till both are done
+                start = self._starts[index]
+                self._data[start : start + wire.numel()].copy_(wire)  # blocks
             self._digests.append(digests)
 
         return end
