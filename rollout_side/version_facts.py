@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.contract.layout.manifest import Manifest
+from weft.rpc.codec import content_to_proto
 from weft.v1 import types_pb2
 
 
@@ -24,13 +25,10 @@ class VersionFacts:
 
 def spilled_facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
     """What the files of a spilled version say; ``config_json`` is empty for a base."""
-    content = types_pb2.ContentDigest(
-        algorithm=types_pb2.DigestAlgorithm.ValueType(int(manifest.digest_algorithm)),
-        value=digest,
-        size_bytes=manifest.total_bytes,
-    )
     adapter = types_pb2.AdapterSpec(config_json=config_json) if config_json else None
     facts = types_pb2.VersionFacts(
-        content_digest=content, layout_digest=manifest.layout_digest, adapter=adapter
+        content_digest=content_to_proto(manifest, digest),
+        layout_digest=manifest.layout_digest,
+        adapter=adapter,
     )
     return VersionFacts(digest, facts.SerializeToString())

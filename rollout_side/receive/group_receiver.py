@@ -32,13 +32,12 @@ from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan, check_send_plan
 from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.rpc.codec import send_plan_from_proto
+from weft.rpc.codec import content_to_proto, send_plan_from_proto
 from weft.tracing import NO_TRACER, Span, Tracer
 from weft.transport.group import on_device
 from weft.transport.member import FetchedManifests, Membership
 from weft.transport.speaking import Speak
 from weft.v1 import rendezvous_pb2 as pb
-from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -353,11 +352,7 @@ class GroupReceiver:
         self._prepared = None
         prepared.span.set(bytes=manifest.total_bytes, buckets=prepared.num_buckets)
         prepared.span.end()  # before the coordinator hears of it, and may end the transfer
-        content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
-            value=digest,
-            size_bytes=manifest.total_bytes,
-        )
+        content = content_to_proto(manifest, digest)
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
         _log.debug(

@@ -86,14 +86,16 @@ class _Link:
     def __init__(self, manifest: Manifest, num_ranks: int) -> None:
         self._manifest, self._num_ranks = manifest, num_ranks
         self._given: dict[int, tuple[list[Run], list[int]]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
-    def sum(self, rank: int, runs: list[Run], digests: list[int]) -> list[int]:
-        with self._changed:
+    def give(self, rank: int, runs: list[Run], digests: list[int]) -> bool:
+        """Add a rank's part; whether all are there."""
+        with self._lock:
             self._given[rank] = runs, digests
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: len(self._given) == self._num_ranks, 20)
-            given = list(self._given.values())
+            return len(self._given) == self._num_ranks
+
+    def sum(self) -> list[int]:
+        given = list(self._given.values())
         all_runs = [run for of, _ in given for run in of]
         return tensor_sums(self._manifest, all_runs, [d for _, of in given for d in of])
 
@@ -136,10 +138,10 @@ class ShardBuckets:
         return seal_bucket(payload_bytes, push.nonce, wire_index, digests, runs)
 
     def are_summed(self) -> bool:
-        return True
+        return self._push.link.give(self._rank, self._runs, self._digests)
 
     def digests(self, made: list[int]) -> list[int]:
-        return self._push.link.sum(self._rank, self._runs, self._digests)
+        return self._push.link.sum()
 
     def wire(self, index: int) -> torch.Tensor:
         size = self._push.plan.wire_bytes(self._indices[index])

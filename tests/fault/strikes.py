@@ -160,7 +160,7 @@ def _trainer(strike: Strike) -> None:
         case "before begin":
             _before(PoolClient, "begin", strike)
         case "in rendezvous":
-            _before(SendingRank, "_send_buckets", strike)
+            _before(SendingRank, "_hand_over", strike)
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, index, *rest: index >= BUCKET)
         case "before commit":
@@ -184,7 +184,7 @@ def _sending_rank(strike: Strike) -> None:
         case "before begin":
             _before(Planner, "_manifest", strike)
         case "in rendezvous":
-            _before(SendingRank, "_send_buckets", strike)
+            _before(SendingRank, "_hand_over", strike)
         case "at a bucket":
             _before(ShardPacker, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import InvalidRequestError
 from weft.contract.group import GroupTicket
+from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
@@ -145,6 +146,15 @@ def version_from_proto(message: types_pb2.PolicyVersion) -> PolicyVersion:
 def versions_from_proto(messages: Iterable[types_pb2.PolicyVersion]) -> list[PolicyVersion]:
     """Several of them."""
     return [version_from_proto(message) for message in messages]
+
+
+def content_to_proto(manifest: Manifest, digest: bytes) -> types_pb2.ContentDigest:
+    """The digest of a version of that layout."""
+    return types_pb2.ContentDigest(
+        algorithm=types_pb2.DigestAlgorithm.ValueType(int(manifest.digest_algorithm)),
+        value=digest,
+        size_bytes=manifest.total_bytes,
+    )
 
 
 def duration_to_proto(seconds: float) -> Duration:

@@ -31,7 +31,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
-from weft.rpc.codec import ticket_from_proto
+from weft.rpc.codec import content_to_proto, ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.arrived import BucketOptions
 from weft.transport.buckets import Sealed
@@ -40,7 +40,6 @@ from weft.transport.group import Operation
 from weft.transport.member import Membership
 from weft.transport.speaking import speaking_time
 from weft.v1 import rendezvous_pb2 as pb
-from weft.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +182,8 @@ class SendingRank:
     def send(self, sending: Sending) -> bytes:
         """Send every bucket that the receivers lack, each kept until all have verified it.
 
-        Blocks until the last bucket was released, and says so. Where the receivers have a
+        Blocks until the last bucket was released. Says what it sent as soon as all is handed
+        over, so that nobody waits for it once all have verified. Where the receivers have a
         beginning of the transfer already, it is made for its digests and not sent again. The
         first bucket is made before the receivers are ready: its work overlaps their
         allocation.
@@ -198,17 +198,14 @@ class SendingRank:
                 failed. Nobody was told: ``give_up`` does.
         """
         self._follow(sending.transfer_id)
-        self._send_buckets(sending)
-        self._await_sum(sending)
-        digest = content_digest(sending.buckets.digests(sending.digests))
-        manifest = sending.buckets.manifest
-        content = types_pb2.ContentDigest(
-            algorithm=types_pb2.DigestAlgorithm.ValueType(manifest.digest_algorithm),
-            value=digest,
-            size_bytes=manifest.total_bytes,
-        )
-        staged = pb.Staged(transfer_id=sending.transfer_id, content_digest=content)
-        self._membership.attendance.send(pb.AttendRequest(staged=staged))
+        operations = self._hand_over(sending)
+        digest = self._stage(sending) if sending.buckets.are_summed() else b""
+        for operation in operations:
+            self._await_sent(operation, sending.deadline)
+        self._await_released(sending, sending.num_buckets)
+        if not digest:
+            self._await_sum(sending)
+            digest = self._stage(sending)
         return digest
 
     def give_up(self, transfer_id: str, error: Exception) -> None:
@@ -249,25 +246,24 @@ class SendingRank:
         self._broken = self._broken or WeftError("the sender has left the group")
         return self._membership.leave()
 
-    def _send_buckets(self, sending: Sending) -> None:
-        buckets, num_buffers = sending.buckets, sending.buckets.num_buffers
+    def _hand_over(self, sending: Sending) -> list[Operation]:
+        """Hand over every bucket that is lacked; what is under way at the end."""
+        buckets = sending.buckets
         if not sending.digests:
             self._make(sending)  # while the group still forms
         direction = self._direction
         self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
         first = direction.first_bucket
         if first < sending.num_released:
-            raise PeerUnavailableError(
-                f"a receiver lost bucket {first}, which it had verified and which is no longer "
-                "held here; push again"
-            )
+            what = f"bucket {first}, which it had verified and which is no longer held here"
+            raise PeerUnavailableError(f"a receiver lost {what}; push again")
         self._num_sent = first
         indices, lane = sending.indices, self._membership.lanes[self.ticket.rank]
         to_send = bisect_left(indices, first)
         operations: dict[int, Operation] = {}
         for nth in range(min(to_send, len(sending.digests)), len(indices)):
             if nth >= len(sending.digests):
-                reused = nth - num_buffers
+                reused = nth - buckets.num_buffers
                 if reused >= to_send:
                     self._await_released(sending, indices[reused] + 1)
                     self._await_sent(operations.pop(reused), sending.deadline)
@@ -282,9 +278,15 @@ class SendingRank:
             options = BucketOptions(tail_bytes=room, tail=sealed.tail)
             operations[nth] = lane.broadcast(wire, seconds, forming, options)
             self._num_sent = indices[nth] + 1
-        for operation in operations.values():
-            self._await_sent(operation, sending.deadline)
-        self._await_released(sending, sending.num_buckets)
+        return [*operations.values()]
+
+    def _stage(self, sending: Sending) -> bytes:
+        """Say what was handed over; its content digest."""
+        digest = content_digest(sending.buckets.digests(sending.digests))
+        content = content_to_proto(sending.buckets.manifest, digest)
+        staged = pb.Staged(transfer_id=sending.transfer_id, content_digest=content)
+        self._membership.attendance.send(pb.AttendRequest(staged=staged))
+        return digest
 
     def _make(self, sending: Sending) -> None:
         speak = partial(self._say, pb.ACTIVITY_PACKING)

@@ -126,13 +126,30 @@ def test_a_buffer_is_used_again_once_its_bucket_is_released(rank: SendingRank) -
     for released in range(NUM_BUCKETS - 1):
         _until(lambda n=released: group.sent == [*range(min(n + 2, NUM_BUCKETS))])  # type: ignore[misc]
         group.release(released + 1)
+    digest = content_digest([10, 11, 12, 13, 14])
+    _until(lambda: group.reports)  # as soon as all is handed over: nobody waits for it then
+    (told,) = group.reports
     assert not future.done()
     group.release(NUM_BUCKETS)
-    digest = content_digest([10, 11, 12, 13, 14])
     assert future.result(10) == digest
-    (told,) = group.reports
+    assert group.reports == [told]
     assert (told.staged.transfer_id, told.staged.content_digest.value) == ("t1", digest)
     assert sending.digests == [10, 11, 12, 13, 14]
+
+
+def test_the_digest_is_said_once_the_other_senders_parts_are_known(rank: SendingRank) -> None:
+    known = threading.Event()
+    buckets = Buckets()
+    buckets.are_summed = known.is_set  # type: ignore[method-assign]
+    group, _, future = _send(rank, buckets)
+    group.start()
+    group.release(NUM_BUCKETS)
+    _until(lambda: group.sent == [*range(NUM_BUCKETS)])
+    time.sleep(0.05)
+    assert (group.reports, future.done()) == ([], False)
+    known.set()
+    assert future.result(10) == content_digest([10, 11, 12, 13, 14])
+    assert len(group.reports) == 1
 
 
 def test_what_receivers_have_is_made_for_its_digest_and_not_sent(rank: SendingRank) -> None:

@@ -62,6 +62,7 @@ def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
     least, most = min(verified.values()), max(verified.values())
     # Each has handed over its own buckets below this.
     num_sent = {r: max(words[r].bucket if r in words else 0, most) for r in group.senders}
+    num_sent.update((r, num_buckets) for r in group.senders if r in attempt.staged)
     steps = {}
     for rank, count in verified.items():
         if rank in attempt.staged or group.member_name(rank) in attempt.pausing:

@@ -324,3 +324,12 @@ def test_ranks_that_are_staged_owe_nothing() -> None:
     group = m.state.groups[transfer.group_id]
     assert owed_steps(transfer, group) == {2: "stage what it has", 3: "stage what it has"}
     assert stalled(transfer, group, m.now, 10.0) == []
+
+
+def test_a_sender_that_is_staged_has_sent_all() -> None:
+    m, ticket, _ = push(Phase.STAGING)
+    say(m, ticket, num_verified={1: 2, 2: 4, 3: 4})
+    m.stage(ticket, 0, DIGEST)
+    transfer: Transfer = m.transfer(ticket)
+    owed = owed_steps(transfer, m.state.groups[transfer.group_id])
+    assert owed == {1: "verify bucket 2", 2: "stage what it has", 3: "stage what it has"}
