@@ -17,9 +17,10 @@ import importlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class _Piece:
     shape: tuple[int, ...]
     target_stride: tuple[int, ...]
     source_stride: tuple[int, ...]
+    is_flat: bool
+    """Whether elements follow one another in source and target."""
     scale: float
 
     def target(self, slot: int) -> torch.Tensor:
@@ -64,16 +67,52 @@ class _Piece:
         begin = typed.storage_offset() + self.offset
         return typed.as_strided(self.shape, self.source_stride, begin)
 
+    @property
+    def num_elements(self) -> int:
+        """That are copied."""
+        return prod(self.shape)
+
+    @property
+    def fills_slot(self) -> bool:
+        """Whether nothing else is in its slot."""
+        return self.num_elements == self.stacked[0].numel()
+
+
+class _Cuts:
+    """Where flat pieces lie in an adapter's elements of their dtype: one call views them all."""
+
+    def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
+        self.sizes: list[int] = []
+        self.end = 0
+        #: Of which pieces, and which of the views each is.
+        self.places: list[tuple[int, int]] = []
+        own = [i for i, p in enumerate(pieces) if p.is_flat and p.stacked.dtype == dtype]
+        for index in sorted(own, key=lambda i: pieces[i].offset):
+            offset, size = pieces[index].offset, pieces[index].num_elements
+            if offset < self.end:
+                raise ValueError("a tensor is read twice")
+            self.sizes += [offset - self.end, size]
+            self.places.append((index, len(self.sizes) - 1))
+            self.end = offset + size
+
+    def views(self, typed: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each piece's elements, and its number."""
+        views = typed[: self.end].split_with_sizes(self.sizes) if self.sizes else ()
+        return ((index, views[at]) for index, at in self.places)
+
 
 class SlotPlan:
     """What fills a slot with an adapter of one layout and configuration."""
 
     def __init__(self, pieces: list[_Piece], cleared: list[torch.Tensor]) -> None:
         self._pieces, self._cleared = pieces, cleared
+        self._strided = [index for index, piece in enumerate(pieces) if not piece.is_flat]
+        filled = {storage_of(piece.stacked) for piece in pieces if piece.fills_slot}
+        self._zeroed = [stacked for stacked in cleared if storage_of(stacked) not in filled]
         self._views: Lru[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = Lru(
             _MAX_SLOTS_OF_VIEWS
         )
-        self._dtypes = {piece.stacked.dtype for piece in pieces}
+        self._cuts = {d: _Cuts(pieces, d) for d in {piece.stacked.dtype for piece in pieces}}
         self._scaled: dict[float, list[int]] = {}
         for index, piece in enumerate(pieces):
             if piece.scale != 1:
@@ -91,14 +130,13 @@ class SlotPlan:
             data: uint8, the adapter's buckets, unscaled; on the model's device or the host.
         """
         if (views := self._views.get(slot)) is None:
-            made = [piece.target(slot) for piece in self._pieces]
-            views = made, [stacked[slot] for stacked in self._cleared]
+            views = self._targets(slot), [stacked[slot] for stacked in self._zeroed]
             self._views.put(slot, views)
-        targets, cleared = views
-        typed = {dtype: data.view(dtype) for dtype in self._dtypes}
-        sources = [piece.source(typed[piece.stacked.dtype]) for piece in self._pieces]
+        targets, zeroed = views
+        sources = self._sources(data)
         with torch.no_grad():
-            torch._foreach_zero_(cleared)
+            if zeroed:
+                torch._foreach_zero_(zeroed)
             torch._foreach_copy_(targets, sources)
             for scale, indices in self._scaled.items():
                 scaled = [targets[i] for i in indices]
@@ -107,6 +145,25 @@ class SlotPlan:
                         target.mul_(scale)
                 else:
                     torch._foreach_mul_(scaled, scale)
+
+    def _targets(self, slot: int) -> list[torch.Tensor]:
+        made = [piece.target(slot) for piece in self._pieces]
+        flat = [piece.is_flat for piece in self._pieces]
+        return [t.view(-1) if is_flat else t for t, is_flat in zip(made, flat, strict=True)]
+
+    def _sources(self, data: torch.Tensor) -> list[torch.Tensor]:
+        typed = {dtype: data.view(dtype) for dtype in self._cuts}
+        found = dict(self._strided_sources(typed))
+        for dtype, cuts in self._cuts.items():
+            found.update(cuts.views(typed[dtype]))
+        return [found[index] for index in range(len(self._pieces))]
+
+    def _strided_sources(
+        self, typed: Mapping[torch.dtype, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for index in self._strided:
+            piece = self._pieces[index]
+            yield index, piece.source(typed[piece.stacked.dtype])
 
     def proves(self, slot: int, data: torch.Tensor) -> bool:
         """Whether ``fill`` makes of a slot, bit for bit, what it holds already; if not, the
@@ -309,6 +366,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             start = order[bisect_right(order, offset) - 1]
             left[start] -= source.numel() * source.element_size()
             shape = tuple(target.shape)
+            expanded = source.expand(shape)
             pieces.append(
                 _Piece(
                     stacked,
@@ -316,7 +374,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     int(offset) // source.element_size(),
                     shape,
                     target.stride(),
-                    source.expand(shape).stride(),
+                    expanded.stride(),
+                    target.is_contiguous() and expanded.is_contiguous(),
                     self._scales.get(start, 1.0),
                 )
             )
