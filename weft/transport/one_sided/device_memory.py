@@ -2,8 +2,8 @@
 
 They are outside torch's caching allocator (its expandable segments have no handles) and vLLM's
 sleep allocator. What travels is the GPU's UUID, CUDA's handle of 64 bytes and a size. An exporter
-that dies harms no reader that copies: its memory lasts as long as a mapping of it (measured, 20
-kills each; kernels that read there were not struck yet).
+that dies harms no reader, be it that copies or that reads there by kernels of its own: its memory
+lasts as long as a mapping of it (measured, 20 kills each).
 """
 
 from __future__ import annotations
