@@ -9,17 +9,17 @@ wait for it at once, and ``close`` ends every wait of this rank.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
+
+from weft.transport.forked import close_in_children
 
 #: Which call a message belongs to, and how many bytes follow.
 _HEAD: Final = struct.Struct("<IQ")
@@ -61,7 +61,7 @@ class RankLink:
         self._sockets = dict(sockets)
         for each in self._sockets.values():
             each.setblocking(False)
-        _LINKS.add(self)
+            close_in_children(each)
         self._lock = threading.Lock()  # guards the two below
         self._num_inside = 0
         self._why_closed = ""
@@ -161,20 +161,6 @@ class RankLink:
         if self.closed and not self._num_inside:
             for each in self._sockets.values():
                 each.close()
-
-
-# A child that a rank forks (a worker that loads data, say) would keep its connections open when it
-# has died. Closing there what it inherits takes nothing from the rank.
-_LINKS: Final[weakref.WeakSet[RankLink]] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for link in _LINKS:
-        for each in link._sockets.values():
-            each.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _Send:

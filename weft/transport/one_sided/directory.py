@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from weft.transport.forked import close_in_children
 from weft.transport.one_sided.errors import OneSidedError
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.
@@ -79,6 +80,7 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
     name = secrets.token_hex(_NAME_CHARS // 2)
     starting = folder / f"{_STARTING}{name}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    close_in_children(listener)
     try:
         listener.bind(os.fspath(starting))
         listener.listen(backlog)

@@ -15,6 +15,7 @@ import struct
 from dataclasses import astuple, dataclass
 from typing import Final
 
+from weft.transport.forked import close_in_children
 from weft.transport.one_sided.errors import OneSidedError
 
 #: Grows with each change that an older peer would not understand.
@@ -199,6 +200,7 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        close_in_children(connected)
         raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, uid, _ = _CREDENTIALS.unpack(raw)
         if uid != os.geteuid():

@@ -357,7 +357,7 @@ def test_a_sender_that_lies_is_found_out(
 
 
 _SENDER = """
-import sys, time
+import os, sys, time
 import torch
 from tests.doubles.rendezvous import StoreDouble
 from weft.transport.one_sided.memory_file import allocate
@@ -368,14 +368,18 @@ store.set("one-sided/1", sys.argv[1] + " ")
 sender = Sending(store, 2)
 print(store.get("one-sided/0").decode(), flush=True)
 sender.broadcast(allocate(2**20).fill_(7), 60.0).wait_until(time.monotonic() + 60.0)
-print("taken", flush=True)
-time.sleep(60.0)
+child = os.fork()  # it loads data, say
+if child:
+    print(child, flush=True)
+time.sleep(60.0 if child else 20.0)
+os._exit(0)
 """
 
 
 def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
     directory: Path, store: StoreDouble, wait: Wait
 ) -> None:
+    """Also where a child of it lives on."""
     receiver = Receiving(store, 1, torch.device("cpu"))
     wait(lambda: "one-sided/1" in store.values)
     digest = store.values["one-sided/1"].decode().strip()
@@ -386,14 +390,23 @@ def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
             store.set("one-sided/0", sender.stdout.readline().strip())
             into = empty()
             assert receiver.broadcast(into, 60.0).wait_until(soon())
-            assert sender.stdout.readline() == "taken\n"
+            child = int(sender.stdout.readline())
             mapped = next(iter(receiver._mapped.values())).content
             waiting = receiver.broadcast(empty(), 60.0)
             began = time.monotonic()
         finally:
             sender.send_signal(signal.SIGKILL)
-    assert waiting.wait_until(soon())
-    assert time.monotonic() - began < 5.0
+    try:
+        assert waiting.wait_until(soon())
+        assert time.monotonic() - began < 5.0
+        os.kill(child, 0)  # it was there all the time
+        assert os.listdir(directory)
+        listener, name = listen(1)  # who starts on this host removes the sockets of the dead
+        listener.close()
+        unlink(name)
+        assert not os.listdir(directory)
+    finally:
+        os.kill(child, signal.SIGKILL)
     with pytest.raises(OneSidedError, match=r"closed its socket|gone"):
         waiting.finish()
     assert int(mapped.min()) == int(mapped.max()) == int(into.min()) == 7
