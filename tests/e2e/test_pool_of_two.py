@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -283,28 +284,28 @@ def test_a_replica_that_is_killed_loses_no_sample(
         version = publisher.push_adapter(qwen2.adapters[0], "kept")
         is_killed = threading.Event()
 
-        def ask_till_then() -> tuple[int, list[SampleGroup]]:
-            prompts, groups = 0, []
-            while not prompts or not is_killed.is_set():
-                groups += rollouts.generate([PROMPT] * 24, policy="kept", sampling=how)
-                prompts += 24
-            return prompts, groups
+        def ask_in_rounds() -> list[list[SampleGroup]]:
+            rounds = []
+            while not is_killed.is_set():
+                rounds.append(rollouts.generate([PROMPT] * 24, policy="kept", sampling=how))
+            return [*rounds, rollouts.generate([PROMPT] * 24, policy="kept", sampling=how)]
 
-        asked = threads.submit(ask_till_then)
+        asked = threads.submit(ask_in_rounds)
         try:
             until(lambda: asked.done() or _num_running(pool.urls[2]) > 0, _SECONDS)
             pool.processes.pop().kill()
             pool.urls.pop()
         finally:
             is_killed.set()
-        num_prompts, groups = asked.result(_SECONDS)
-    assert len(groups) == num_prompts
-    for group in groups:
+        rounds = asked.result(_SECONDS)
+    assert {len(groups) for groups in rounds} == {24}
+    for group in rounds[-1]:
         assert set(group.replica_ids) <= {"replica-0", "replica-1"}
+    for group in chain.from_iterable(rounds):
         for sample in group.samples:
             assert sample.adapter == version
             assert len(sample.token_ids) == _NUM_TOKENS
-    sample = groups[0].samples[0]
+    sample = rounds[0][0].samples[0]
     want = referee.logprobs(qwen2.base, PROMPT, sample.token_ids.tolist(), qwen2.adapters[0])
     assert (torch.tensor(want) - sample.logprobs).abs().max() <= MAX_ERROR
 
