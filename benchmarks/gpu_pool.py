@@ -132,7 +132,11 @@ class GpuPool:
         subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
     def stop(self) -> None:
-        """End every process."""
+        """End every process, and print what one that had ended already said last."""
+        for process in (self._coordinator, *self.replicas.values()):
+            if process is not None and process.exit_code is not None:
+                print(f"{process.name} had ended, exit code {process.exit_code}:\n"
+                      f"{process.tail(40)}", flush=True)  # fmt: skip
         for process in self.replicas.values():
             process.signal_quietly(15)
         for process in self.replicas.values():

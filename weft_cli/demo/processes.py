@@ -97,6 +97,11 @@ class Process:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code once it has ended: less than 0 if a signal ended it."""
+        return self._process.poll()
+
     def signal_quietly(self, signum: int) -> None:
         """Send a signal if it still runs."""
         if self._process.poll() is None:
