@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+
 from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
+from weft.rpc.channel import open_channel
 from weft.rpc.server import Security
 
 _T = TypeVar("_T")
@@ -50,7 +53,13 @@ class Pool:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_WAIT_SECONDS)
 
     def start_coordinator(self) -> None:
-        """Start (again, on the same port and catalog)."""
+        """Start (again, on the same port and catalog); once it answers, if it was away.
+
+        gRPC shares a connection between all clients of this process, and lets those who could
+        not connect wait for up to 2 s: whoever asks meanwhile is told that nobody answers, which
+        was so. A user's command is a process of its own.
+        """
+        was_away = bool(self.target)
 
         async def start() -> int:
             self._coordinator = Coordinator(CoordinatorConfig(**self._config))
@@ -58,6 +67,9 @@ class Pool:
 
         port = self.run(start())
         self.target = self._config["listen"] = f"127.0.0.1:{port}"
+        if was_away:
+            with open_channel(self.target) as channel:
+                grpc.channel_ready_future(channel).result(_WAIT_SECONDS)
 
     def stop_coordinator(self) -> None:
         """Stop it; replicas and trainers stay."""
