@@ -131,13 +131,14 @@ class Receiving:
     def _connect(self) -> Channel:
         self._place.announce(self._rank)
         digest, name = self._place.find(_SENDER)
-        self._check()
         channel = Channel(connect(name, _CONNECT_SECONDS))
         try:
+            # Before anything can end it: a sender knows who has left by this, also if that was
+            # before it came here, and waits for nobody.
+            channel.send(Hello(self._rank, self._place.secret))
             with self._lock:
                 self._channel = channel
             self._check()
-            channel.send(Hello(self._rank, self._place.secret))
             welcome, fd = channel.receive(_WELCOME_SECONDS)
             if fd is not None:
                 os.close(fd)

@@ -17,7 +17,7 @@ from weft.transport.one_sided.receiving import Receiving
 from weft.transport.one_sided.sending import Sending
 
 Wait = Callable[[Callable[[], object]], None]
-Join = Callable[[int], "tuple[Sending, list[Receiving]]"]
+Join = Callable[..., "tuple[Sending, list[Receiving]]"]
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -48,13 +48,13 @@ def store() -> StoreDouble:
 
 @pytest.fixture
 def join(directory: Path, store: StoreDouble) -> Iterator[Join]:
-    """Makes a sender and so many receivers; all of them end with the test, and leave neither
-    threads nor sockets nor descriptors."""
+    """Makes a sender and so many receivers, whom others may join; all of them end with the test,
+    and leave neither threads nor sockets nor descriptors."""
     num_fds = len(os.listdir("/proc/self/fd"))
     members: list[Sending | Receiving] = []
 
-    def make(num_receivers: int) -> tuple[Sending, list[Receiving]]:
-        sender = Sending(store, num_receivers + 1)
+    def make(num_receivers: int, num_others: int = 0) -> tuple[Sending, list[Receiving]]:
+        sender = Sending(store, num_receivers + num_others + 1)
         receivers = [
             Receiving(store, rank, torch.device("cpu")) for rank in range(1, num_receivers + 1)
         ]

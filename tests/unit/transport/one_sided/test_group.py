@@ -37,7 +37,7 @@ from weft.transport.one_sided.receiving import Receiving
 from weft.transport.one_sided.sending import Sending
 
 SIZE = 2**20
-Join = Callable[[int], tuple[Sending, list[Receiving]]]
+Join = Callable[..., tuple[Sending, list[Receiving]]]
 Wait = Callable[[Callable[[], object]], None]
 
 
@@ -105,6 +105,36 @@ def test_a_receiver_that_leaves_is_an_error_at_once(join: Join) -> None:
         sent.finish()
     with pytest.raises(OneSidedError, match="rank 2 is gone"):
         sender.broadcast(filled(1), 10.0)
+
+
+@pytest.mark.parametrize("moment", ["as it looks for the sender", "as it connects"])
+def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
+    join: Join, store: StoreDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    leaving, left = threading.Event(), threading.Event()
+
+    def slowly(name: str, timeout_seconds: float) -> object:
+        if threading.current_thread() is second._thread:
+            leaving.set()
+            assert left.wait(10.0)
+        return connect(name, timeout_seconds)
+
+    monkeypatch.setattr("weft.transport.one_sided.receiving.connect", slowly)
+    # The sender comes last: receivers look for it meanwhile.
+    second = Receiving(store, 2, torch.device("cpu"))
+    wait(lambda: "one-sided/2" in store.values)
+    if moment == "as it looks for the sender":
+        second.abort()
+        left.set()
+    sender, _ = join(1, num_others=1)
+    sent = sender.broadcast(filled(1), 10.0)
+    if not left.is_set():
+        assert leaving.wait(10.0)
+        second.abort()
+        left.set()
+    assert sent.wait_until(soon())
+    with pytest.raises(OneSidedError, match="rank 2 is gone"):
+        sent.finish()
 
 
 def test_a_sender_that_leaves_is_an_error_at_once(join: Join) -> None:
