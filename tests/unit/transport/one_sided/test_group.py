@@ -53,6 +53,13 @@ def filled(value: int) -> torch.Tensor:
     return allocate(SIZE).fill_(value)
 
 
+def send(sender: Sending) -> None:
+    """Send a bucket and wait until all have it."""
+    sent = sender.broadcast(filled(1), 10.0)
+    assert sent.wait_until(soon())
+    sent.finish()
+
+
 def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
     sender, receivers = join(3)
     buffer = filled(1)
@@ -127,14 +134,12 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
         second.abort()
         left.set()
     sender, _ = join(1, num_others=1)
-    sent = sender.broadcast(filled(1), 10.0)
-    if not left.is_set():
+    if moment == "as it connects":
         assert leaving.wait(10.0)
         second.abort()
         left.set()
-    assert sent.wait_until(soon())
     with pytest.raises(OneSidedError, match="rank 2 is gone"):
-        sent.finish()
+        send(sender)
 
 
 def test_a_sender_that_leaves_is_an_error_at_once(join: Join) -> None:
