@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
+from benchmarks.lost_member import recover
 from benchmarks.machine import describe
 from trainer_side import Publisher
 from weft_cli.demo.processes import Process
@@ -172,6 +173,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         options = ("--staging", args.staging, "--running-requests", args.running_requests)
         gpus = f"{number + 1},0" if args.one_sided else str(number + 1)
         gpus = "0" if args.share else gpus
+        if args.share and number:  # they would take each other's memory for their own
+            pool.url(names[number - 1])
         pool.launch(name, gpus, model_dir, *vllm, options=options)
     model, peft_model = make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
@@ -244,28 +247,16 @@ def make_models(model_dir: Path) -> tuple[Any, Any]:
 
 def kill(pool: GpuPool, model: Any, count: int) -> None:
     """End a replica in the middle of a push: how long until the others serve it."""
-    struck: list[float] = []
-
-    def progress(policy: str, verified: int, total: int) -> None:
-        if not struck and verified >= total // 3:
-            struck.append(time.monotonic())
-            os.killpg(pool.replicas[f"replica-{count - 1}"].pid, 9)
-
-    with Publisher(
+    process = pool.replicas[f"replica-{count - 1}"]
+    found = recover(
         pool.target,
-        trainer_id="bench",
+        model,
+        lambda: os.killpg(process.pid, 9),
+        count - 1,
         bucket_bytes=256 * 2**20,
-        progress=progress,
         timeout_seconds=60,
-        require=count - 1,
-    ) as publisher:
-        version = publisher.push_base(model)
-        seconds = time.monotonic() - struck[0]
-        print(f"RESULT peer killed: {version} served {seconds * 1e3:.0f} ms later", flush=True)
-        publisher.push_base(model)
-        report = publisher.last_report
-        assert report is not None
-        print(f"RESULT the push after that: {report.seconds * 1e3:.1f} ms", flush=True)
+    )
+    print(f"RESULT peer killed: {found}", flush=True)
 
 
 if __name__ == "__main__":
