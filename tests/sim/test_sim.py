@@ -7,7 +7,7 @@ import pytest
 from tests.sim.runner import Outcome, replay, run_seeds
 
 # What CI has time for; `make sim` runs as many as one likes.
-NUM_SEEDS = 1500
+NUM_SEEDS = 1000
 PROCESSES = 2
 
 
