@@ -54,6 +54,21 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+def write_weights(path: Path, device: str) -> None:
+    """Give a model directory weights, drawn on a device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        torch.manual_seed(5)
+        config = AutoConfig.from_pretrained(path)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="4GB")
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @dataclass
 class GpuPool:
     """A coordinator, and replicas that are started one by one; ``stop`` ends them all."""
@@ -115,6 +130,19 @@ class GpuPool:
             TimeoutError: They were not.
         """
         return self._wait(count, timeout_seconds, (inspect_pb2.REPLICA_STATE_READY,))
+
+    def wait_logged(self, name: str, text: str, timeout_seconds: float) -> float:
+        """Wait until a replica has logged a text; returns how long that took.
+
+        Raises:
+            TimeoutError: It did not.
+        """
+        began, path = time.monotonic(), self.replicas[name].log_path
+        while text not in path.read_text():
+            if time.monotonic() - began > timeout_seconds:
+                raise TimeoutError(f"{name} has not logged {text!r}: see {path}")
+            time.sleep(0.05)
+        return time.monotonic() - began
 
     def _wait(self, count: int, timeout_seconds: float, states: tuple[int, ...]) -> float:
         began = time.monotonic()

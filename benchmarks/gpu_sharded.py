@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
+from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config, write_weights
 from benchmarks.machine import describe
 from trainer_side import Publisher
 
@@ -167,6 +167,9 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--replica-gpu", default="1")
     parser.add_argument("--memory", default="0.3")
+    parser.add_argument(
+        "--weights", action="store_true", help="start the replica from files, not at random"
+    )
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -177,15 +180,22 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="weft-sharded-"))
     config = _TINY if args.dry else {**QWEN3_8B, "num_hidden_layers": args.layers}
     model = write_config(work / "model", config)
+    if args.weights:
+        write_weights(model, "cpu" if args.dry else "cuda:0")
     pool = GpuPool(work).start()
-    vllm = ("--load-format", "dummy", "--max-model-len", "512", "--gpu-memory-utilization",
+    load_format = () if args.weights else ("--load-format", "dummy")
+    vllm = (*load_format, "--max-model-len", "512", "--gpu-memory-utilization",
             args.memory, "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
             "--max-cpu-loras", "4", "--enforce-eager")  # fmt: skip
     try:
         staging = "host" if args.dry else args.staging
-        pool.launch("replica-0", args.replica_gpu, model, *vllm, options=("--staging", staging))
+        options = ("--staging", staging, *(["--log-level", "debug"] if args.weights else []))
+        pool.launch("replica-0", args.replica_gpu, model, *vllm, options=options)
         pool.url("replica-0")
         pool.wait_registered(1, 60)
+        if args.weights and not args.dry:
+            seconds = pool.wait_logged("replica-0", "plain copies", 60)
+            print(f"RESULT copies were learnt {seconds:.1f} s after it served", flush=True)
         for what in args.what.split(","):
             _ranks(args, pool.target, model, what)
     finally:

@@ -188,6 +188,8 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         staged = Pushed(pools[0], url or pools[0].url("pushed"))
         fresh = pools[1].url("fresh")
         options = ("--staging", "in-place", *verbose)
+        # Without files to learn from, the first base goes through vLLM's own reload.
+        args += [] if kind == "fp8" else ["--load-format", "dummy"]
         pools[2].launch("pushed", gpus, began_with, *args, options=options)
         url = pools[2].url("pushed") if gpus == own else ""
         if kind == "dense" and tp == 1 and not DRY:
@@ -242,6 +244,14 @@ def test_a_fresh_engine_repeats_itself(place: Place, note: Note) -> None:
         same = sum(other == first for other in others)
         note(place.kind, f"nothing; {name} asked 6 times", f"{same + 1} answers are the same")
         assert same == len(others), name
+
+
+def test_copies_are_learnt_from_files_before_the_first_push(place: Place, note: Note) -> None:
+    if place.kind == "fp8" or DRY:
+        pytest.skip("its weights are made anew from the files'")
+    place.pushed.pool.wait_logged("pushed", "plain copies", 60)
+    assert "staged base@" not in place.pushed.log()
+    note(place.kind, "nothing, to one that has files", f"{place.pushed.how()} learnt from them")
 
 
 def check_how(place: Place, pushed: Pushed) -> None:

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.transport.digests import copied, kernel
+from weft.transport.digests import apart, copied, kernel
+from weft.transport.digests.apart import digests_of
 from weft.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
 from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
@@ -54,6 +55,23 @@ def test_parts_are_weighed_at_their_places() -> None:
     words = tuple(kernel.Words(*[number // 8 for number in part[:3]]) for part in parts)
     found = kernel.sums(payload.view(torch.int64), words)
     assert [value % 2**64 for value in found.tolist()] == part_digests(payload, parts)
+
+
+def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and behind the first, odd ones, and one that begins within a word."""
+    memory = drawn(4 * _ROWS_BYTES)
+    tensors = [
+        memory[_ROWS_BYTES : 3 * _ROWS_BYTES].view(torch.bfloat16).view(4, -1),
+        memory[:_BLOCK].view(torch.float32),
+        memory[3 * _ROWS_BYTES :][:24],
+        memory[3 * _ROWS_BYTES :][2:9],
+        memory[64:72].view(torch.float64).view(()),
+    ]
+    expected = [tensor_digest(t.reshape(-1).view(torch.uint8).clone()) for t in tensors]
+    assert digests_of(tensors) == expected
+    monkeypatch.setattr(apart, "_has_kernel", kernel.works)
+    assert digests_of(tensors) == expected
+    assert digests_of([]) == []
 
 
 @settings(max_examples=15, deadline=None)

@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from weft.checkpoints.digest_cache import DigestCache, Identity
@@ -41,15 +42,14 @@ def read_checkpoint(files: Sequence[Path], cache: DigestCache, stop: threading.E
         OSError: A file cannot be read.
         Stopped: ``stop`` was set.
     """
-    tensors: list[StoredTensor] = []
-    digests: list[FileDigest] = []
-    for path, of_file in read_tensors(files, cache, stop):
-        tensors += of_file
-        digests.append(FileDigest(path.name, checkpoint_digest(of_file)))
+    return _checkpoint_of(dict(read_tensors(files, cache, stop)))
+
+
+def _checkpoint_of(found: Mapping[Path, tuple[StoredTensor, ...]]) -> Checkpoint:
+    digests = [FileDigest(path.name, checkpoint_digest(own)) for path, own in found.items()]
     digests.sort(key=lambda file: file.name)
-    return Checkpoint(
-        CheckpointState.DIGESTED, checkpoint_digest(tensors), tuple(digests[:MAX_FILES])
-    )
+    whole = checkpoint_digest(chain.from_iterable(found.values()))
+    return Checkpoint(CheckpointState.DIGESTED, whole, tuple(digests[:MAX_FILES]))
 
 
 def read_tensors(
@@ -90,6 +90,7 @@ class CheckpointReader:
         self._find, self._cache = find, cache or DigestCache.of_user()
         self._stop, self._done = threading.Event(), threading.Event()
         self._checkpoint = READING
+        self._tensors: tuple[StoredTensor, ...] = ()
         self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
         self._thread.start()
 
@@ -97,6 +98,11 @@ class CheckpointReader:
     def checkpoint(self) -> Checkpoint:
         """What is known now; does not block."""
         return self._checkpoint
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """What its files hold, once ``checkpoint`` is DIGESTED."""
+        return self._tensors
 
     def wait(self, timeout_seconds: float) -> Checkpoint:
         """Block until it is known, or the time is up."""
@@ -114,7 +120,9 @@ class CheckpointReader:
         began = time.monotonic()
         try:
             files = self._find()
-            found = read_checkpoint(files, self._cache, self._stop)
+            tensors = dict(read_tensors(files, self._cache, self._stop))
+            self._tensors = tuple(chain.from_iterable(tensors.values()))
+            found = _checkpoint_of(tensors)
             num_bytes = sum(path.stat().st_size for path in files)
             _log.info(
                 "checkpoint %s of %d files, %d bytes, known in %.3f s",

@@ -2,26 +2,30 @@
 
 vLLM's layerwise reload costs Python and launches for every parameter, on every push.
 What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
-slice of a parameter. So they are learnt once a layout, by watching the model's own
-``load_weights`` with every copy held back, and repeated from then on: over a whole
-segment, or bucket by bucket as they arrive.
+slice of a parameter. So they are learnt once, by watching the model's own ``load_weights``
+with every copy held back, and repeated from then on, whatever layout a base comes in: over a
+whole segment, or bucket by bucket as they arrive.
 
-A plan is believed only when it is proven: the layout was just loaded by vLLM itself,
-the copies cover every parameter once, and each destination holds its source's bits (seen
-side by side here; by digests where the source has gone: ``plan_proof``). No plan is made for
-a model whose layers post-process their weights after loading.
+A plan is believed only when it is proven: a base was loaded by vLLM itself, the copies cover every
+parameter once, and each destination holds its source's bits (seen side by side here; by digests
+where the source has gone: ``plan_proof``; of base@0 by those of its files: ``files_proof``). No
+plan is made for a model whose layers post-process their weights after loading.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
-from weft.contract.layout.manifest import Manifest
+from weft.contract.layout.manifest import Manifest, TensorSlot
+from weft.transport.digests.apart import digests_of
 from weft.transport.digests.wsum64 import tensor_digest
 
 _log = logging.getLogger(__name__)
@@ -37,7 +41,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 class CopyPlan:
     """The copies that load one layout into one model, or one rank's part of it; proven by
-    ``learn`` or a ``PlanProof``.
+    ``learn``, a ``PlanProof`` or ``learn_from_files``.
 
     Args:
         manifest: The layout.
@@ -46,13 +50,32 @@ class CopyPlan:
 
     def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
         self.layout_digest = manifest.layout_digest
+        self._manifest = manifest
         self.num_copies = sum(map(len, pieces))
         self.is_readable = _is_whole(manifest, pieces)
         """Whether ``read_bucket`` can be called: every element has a place of its own here."""
         self._pieces = pieces
         self._starts = bucket_starts(manifest)
-        self._buckets = manifest.buckets
         self.device = next(piece.target.device for part in pieces for piece in part)
+
+    def for_layout(self, manifest: Manifest) -> CopyPlan | None:
+        """The same copies of the same tensors, where they lie in another layout; None where one
+        comes in another dtype, which is more than to copy it.
+
+        Args:
+            manifest: Of the same tensors.
+        """
+        if manifest.layout_digest == self.layout_digest:
+            return self
+        by_name = {slot.meta.name: (slot.meta, own) for slot, own in self._by_tensor()}
+        pieces: list[list[Piece]] = [[] for _ in manifest.buckets]
+        for slot in manifest.tensors:
+            meta, own = by_name[slot.meta.name]
+            if slot.meta != meta:
+                return None
+            first = slot.offset_bytes // meta.dtype.itemsize_bytes
+            pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
+        return CopyPlan(manifest, pieces)
 
     def load(self, data: torch.Tensor) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
@@ -115,12 +138,56 @@ class CopyPlan:
         """Digests of what the parameters hold in the places that ``load_bucket`` fills."""
         return [self._digest(piece.target) for piece in self._pieces[index]]
 
+    def first_unlike(self, digests: Sequence[int]) -> str:
+        """The name of a tensor of which the parameters hold something else in a place that it is
+        copied to; empty where there is none. Blocks.
+
+        Args:
+            digests: Of the layout's tensors, in the manifest's order.
+        """
+        lying: list[torch.Tensor] = []
+        expected: list[tuple[str, int]] = []
+        for (slot, pieces), digest in zip(self._by_tensor(), digests, strict=True):
+            meta = slot.meta
+            if all(piece.is_all_of(meta.shape) for piece in pieces):
+                lying += [piece.target.contiguous() for piece in pieces]
+                expected += [(meta.name, digest)] * len(pieces)
+            elif sum(p.target.nbytes for p in pieces) != meta.num_bytes or (
+                self._read_digest(slot, pieces) != digest
+            ):
+                return meta.name
+        found = zip(digests_of(lying), expected, strict=True)
+        return next((name for own, (name, digest) in found if own != digest), "")
+
+    def _read_digest(self, slot: TensorSlot, pieces: Sequence[Piece]) -> int:
+        """Of a tensor that lies in pieces here, put together for it."""
+        out = torch.empty(slot.meta.num_bytes, dtype=torch.uint8, device=self.device)
+        for piece in pieces:
+            piece.source(out).copy_(piece.target)
+        return tensor_digest(out)
+
+    def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[Piece]]]:
+        """Each tensor, in the manifest's order, and its pieces, from its own beginning on."""
+        for index, slot in enumerate(self._manifest.tensors):
+            first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
+            yield slot, [replace(p, offset=p.offset - first) for p in self._of_tensor[index]]
+
+    @cached_property
+    def _of_tensor(self) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in self._manifest.tensors]
+        for tensors, pieces in zip(self._manifest.tensors_by_bucket, self._pieces, strict=True):
+            begins = [self._manifest.tensors[tensor].offset_bytes for tensor in tensors]
+            for piece in pieces:
+                at = bisect_right(begins, piece.offset * piece.target.element_size()) - 1
+                found[tensors[at]].append(piece)
+        return found
+
     def _digest(self, values: torch.Tensor) -> int:
         flat = values.to(self.device).reshape(-1).contiguous()
         return tensor_digest(flat.view(torch.uint8))
 
     def _payload(self, index: int, wire: torch.Tensor) -> torch.Tensor:
-        num_bytes = self._buckets[index].payload_bytes
+        num_bytes = self._manifest.buckets[index].payload_bytes
         if wire.numel() < num_bytes:
             raise ValueError(f"bucket {index} is {num_bytes} bytes long, not {wire.numel()}")
         return wire[:num_bytes]
@@ -175,8 +242,8 @@ def wait_for_copies(device: torch.device) -> None:
 def learn(
     model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
 ) -> CopyPlan | None:
-    """The plan of a version's layout, which the model has just loaded; None if it cannot
-    be loaded so. Nothing that the model computes with changes.
+    """The plan of a version that the model has just loaded; None if it cannot be loaded so.
+    Nothing that the model computes with changes.
 
     Args:
         model: vLLM's, as it serves.
@@ -213,7 +280,7 @@ def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     if plan is None or why:
         _log.info("bases are loaded layer by layer: %s", why)
         return None
-    _log.debug("bases of this layout are loaded by %d plain copies", plan.num_copies)
+    _log.debug("bases are loaded by %d plain copies", plan.num_copies)
     return plan
 
 

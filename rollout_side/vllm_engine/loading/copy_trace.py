@@ -8,8 +8,9 @@ refused: such a model is loaded layer by layer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -35,10 +36,19 @@ class Piece:
         typed = wire.view(self.target.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
 
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Whether it is a whole tensor of that shape, element by element in its order."""
+        is_first = self.offset == 0 and prod(self.shape) == prod(shape)
+        return is_first and self.stride == tuple(_row_major(self.shape))
+
     @property
     def is_expanded(self) -> bool:
         """Whether several elements of the parameter come from one of the wire."""
         return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def watch(

@@ -37,7 +37,7 @@ def apply_base(
     referenced afterwards, so it may be overwritten once every rank is done.
 
     Args:
-        plan: Of the last base that was loaded: one of the same layout is loaded by it.
+        plan: The copies that loading amounts to, of whatever layout, where they are known.
 
     Returns:
         The plan for the next one, if there is any.
@@ -49,7 +49,8 @@ def apply_base(
             next base that loads repairs it.
     """
     check_base([slot.meta for slot in staged.manifest.tensors], reference)
-    if plan is not None and plan.layout_digest == staged.manifest.layout_digest:
+    plan = plan and plan.for_layout(staged.manifest)
+    if plan is not None:
         with mixing(staged.version, "copying"):
             plan.load(staged.segment.data)
         return plan

@@ -63,7 +63,7 @@ def load_in_place(
     Adapters that were loaded come back at their next use.
 
     Args:
-        plan: Of the last base that was loaded: one of the same layout is loaded by it.
+        plan: The copies that loading amounts to, of whatever layout, where they are known.
 
     Returns:
         The plan for the next one, if there is any.
@@ -77,10 +77,11 @@ def load_in_place(
     """
     manifest = arriving.manifest
     check_base([slot.meta for slot in manifest.tensors], reference)
+    plan = plan and plan.for_layout(manifest)
     arrived = _begun(arriving)
     # Set here, since it is the thread's own: another than the engine's has gradients on.
     with torch.no_grad():
-        if plan is not None and plan.layout_digest == manifest.layout_digest:
+        if plan is not None:
             with mixing(arriving.version):
                 for index, wire in arrived:
                     plan.load_bucket(index, wire)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -23,6 +24,7 @@ from rollout_side.vllm_engine.server.held_versions import HeldVersions
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
 from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.switching.learning import learn_copies
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
@@ -113,6 +115,8 @@ class VllmReplica(HeldVersions):
             self._answers,
         )
 
+        self._learning: asyncio.Task[None] | None = None
+
     # -- the process ----------------------------------------------------------
 
     @property
@@ -157,6 +161,12 @@ class VllmReplica(HeldVersions):
             PeerUnavailableError: It did not start.
         """
         await self._http.start()
+        # A rank of several holds parts of tensors; a CPU holds them packed.
+        if self.capabilities.gpu_uuids and self.capabilities.tensor_parallel_size == 1:
+            learning = learn_copies(
+                self._started_with, self._workers, self._gate, self._has_started_with
+            )
+            self._learning = asyncio.create_task(learning)
 
     async def serve_http(self) -> None:
         """Listen, and return when the server has stopped (``shutdown``).
@@ -176,6 +186,8 @@ class VllmReplica(HeldVersions):
 
         Succeeds if it was called before.
         """
+        if self._learning is not None:
+            self._learning.cancel()
         self._in_place.close()
         await self._http.stop(timeout_seconds)
         if self.is_alive:
@@ -183,6 +195,11 @@ class VllmReplica(HeldVersions):
                 await self._workers.call("weft_close", timeout_seconds=_STOP_SECONDS)
         await bridges.end(self.engine, _STOP_SECONDS)
         await self._cleanup.aclose()
+
+    def _has_started_with(self) -> bool:
+        """Whether the engine has base@0, awake and whole."""
+        is_other = self.base_version or self.loading or self.dirty_reason
+        return not is_other and self.asleep is None
 
     # -- rollout_side.engine.Engine, but for what ``HeldVersions`` has ---------------
 

@@ -33,6 +33,9 @@ _FORMATS = frozenset(
 )
 
 
+_LOOK_SECONDS = 0.25
+
+
 class StartedWith:
     """What is known of an engine's checkpoint; never of what is in its memory.
 
@@ -103,6 +106,13 @@ class StartedWith:
             raise NotReadyError(
                 f"the files of base@0 cannot be read: {error}", reason="NOT_RETAINED"
             ) from error
+
+    async def read_tensors(self) -> tuple[StoredTensor, ...]:
+        """What its files held when they were read, once that is known; none where they cannot
+        be compared."""
+        while self.checkpoint.state is CheckpointState.READING:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self._reader.tensors if self._reader is not None else ()
 
     async def check_unchanged(self) -> None:
         """Make sure that the files are still what the engine was started with, before they

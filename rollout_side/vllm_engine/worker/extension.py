@@ -26,6 +26,7 @@ from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
 from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.loading.files_proof import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
 from rollout_side.vllm_engine.orders import FROM_FILES
@@ -37,6 +38,7 @@ from rollout_side.vllm_engine.worker.state import (
     served_base,
     state_of,
 )
+from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import NotReadyError, RequestConflictError
 from weft.contract.group import GroupTicket
 from weft.contract.names import PolicyVersion
@@ -149,6 +151,19 @@ class WeftWorker:
         plan, state.copy_plan = state.copy_plan, None
         state.copy_plan = apply_base(self, staged, state.reference, plan)
         return {"load_seconds": time.perf_counter() - begin}
+
+    @guarded
+    def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Learn how bases are loaded by copies, from base@0, which the engine must still have:
+        from its files' tensors, each a name, a dtype, a shape and a digest. Nothing changes; the
+        engine's step waits for one reading of the parameters."""
+        state = state_of(self)
+        state.check_idle()
+        if state.copy_plan is None:
+            found = [StoredTensor(name, dtype, tuple(shape), digest)
+                     for name, dtype, shape, digest in stored]  # fmt: skip
+            state.copy_plan = learn_from(self, state.reference, found)
+        return {"has_learnt": state.copy_plan is not None}
 
     @guarded
     def weft_load_arriving(self: Any, transfer_id: str, version: str) -> None:

@@ -1,0 +1,39 @@
+"""Learning how bases are loaded by copies while base@0 is served, so that the first push of a
+base is as fast as those after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft.contract.errors import WeftError
+
+_log = logging.getLogger(__name__)
+
+
+async def learn_copies(
+    started_with: StartedWith,
+    workers: WorkerCalls,
+    gate: RequestGate,
+    is_served: Callable[[], bool],
+) -> None:
+    """Have the workers learn from the files that the engine was started with, once these are
+    read; the engine's step then waits for one reading of its weights. Never raises: what is not
+    learnt so is learnt from the first push.
+
+    Args:
+        is_served: Whether the engine has what these files hold, awake and whole.
+    """
+    stored = await started_with.read_tensors()
+    if not stored:
+        return
+    tensors = [(t.name, t.dtype, list(t.shape), t.digest) for t in stored]
+    try:
+        async with gate.exclusive():
+            if is_served():
+                await workers.call("weft_learn_copies", tensors)
+    except WeftError as error:
+        _log.info("how bases are loaded is learnt from the first push: %s", error)
