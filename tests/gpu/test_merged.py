@@ -75,7 +75,7 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
     on_host = torch.empty(_OUT * _IN, dtype=served)
     elements.fill(0, on_host)  # as for gloo
     assert torch.equal(on_host, merged.cpu())
-    assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)  # the application's are as they were
+    assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)
     assert torch.equal(weight, before)
 
     exact = weight.double() + _SCALING * (b.double() @ a.double())

@@ -24,12 +24,12 @@ from trainer_side.params.merged_elements import (
     Factors,
     MergedElements,
     factors_of,
-    in_float32,
     merge_block,
     merges_in_place,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
+from trainer_side.params.products import are_exact, product
 from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
 from trainer_side.params.sharding.sharded import ShardedParams
 from trainer_side.params.walk import walk
@@ -183,8 +183,7 @@ class MergedParams:
         with torch.no_grad():
             for i in group:
                 merge, weight = self._merges[names[i]], tensors[self._raw[names[i]]]
-                with in_float32(weight.device):
-                    _FORMS[merge.form](merge, weight, tensors, outs[i])
+                _FORMS[merge.form](merge, weight, tensors, outs[i])
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -322,7 +321,7 @@ def _product(
 ) -> None:
     """``weight`` and ``out``: (out features, in features), or transposed; or of each expert."""
     a, b = tensors[merge.a], tensors[merge.b]
-    dtype = _accumulated(weight, a, b)
+    dtype, is_exact = _accumulated(weight, a, b), are_exact(a, b)
     a, b = a.to(dtype), b.to(dtype)
     parts = [(weight, out, b, a)]
     if weight.dim() == 3:
@@ -335,6 +334,7 @@ def _product(
             own_b,
             own_a,
             merge.scaling,
+            is_exact=is_exact,
             is_transposed=merge.is_transposed,
             on_device=weight.device.type != "cpu",
         )
@@ -345,14 +345,15 @@ def _dora(
 ) -> None:
     """``weight`` and ``out``: (out features, in features), or transposed."""
     a, b = tensors[merge.a], tensors[merge.b]
-    dtype = _accumulated(weight, a, b)
+    dtype, is_exact = _accumulated(weight, a, b), are_exact(a, b)
     a = a.to(dtype)
     if merge.is_transposed:
         weight, out = weight.t(), out.t()
     step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
-        total = weight[rows].to(dtype) + (b[rows].to(dtype) @ a) * merge.scaling
+        sums = product(b[rows].to(dtype), a, is_exact=is_exact)
+        total = weight[rows].to(dtype) + sums * merge.scaling
         norm = torch.linalg.vector_norm(total, dim=1)
         total *= (tensors[merge.magnitude][rows].to(dtype) / norm)[:, None]
         out[rows].copy_(total)

@@ -9,26 +9,18 @@ Source: peft.tuners.lora.Linear.get_delta_weight: W + s B A.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
+from trainer_side.params.products import are_exact, product
 from trainer_side.params.sharding.elements import HeldElements
 from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.
 _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_DEVICE = 2**19, 2**24
-
-# What applications allow products on GPUs, and a merge does not.
-_SHORTCUTS = (
-    "allow_tf32",
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
 
 
 class Factors:
@@ -158,6 +150,11 @@ class Delta:
     """The weight is (in, out): of an embedding, too."""
 
     @property
+    def is_exact(self) -> bool:
+        """See ``products.product``."""
+        return are_exact(self.factors[self.a], self.factors[self.b])
+
+    @property
     def width(self) -> int:
         """Elements of a row of the weight, whose rows are those of all experts."""
         return self.shape[-1]
@@ -202,7 +199,7 @@ class MergedElements:
         dtype = torch.float32
         for tensor in (weight, delta.factors[delta.a], delta.factors[delta.b]):
             dtype = torch.promote_types(dtype, tensor.dtype)
-        with torch.no_grad(), in_float32(weight.device):
+        with torch.no_grad():
             done = 0
             for row, rows, column, columns in _blocks(run, delta.width):
                 for expert, first, num in _by_expert(self._first_row + row, rows, delta.num_rows):
@@ -218,6 +215,7 @@ class MergedElements:
                         b,
                         a,
                         delta.scaling,
+                        is_exact=delta.is_exact,
                         is_transposed=delta.is_transposed,
                         on_device=weight.device.type != "cpu",
                     )
@@ -253,6 +251,7 @@ def merge_block(
     a: torch.Tensor,
     scaling: float,
     *,
+    is_exact: bool,
     is_transposed: bool = False,
     on_device: bool,
 ) -> None:
@@ -264,6 +263,7 @@ def merge_block(
         b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
+        is_exact: See ``products.product``.
         is_transposed: ``b`` is (columns, rank) and ``a`` (rank, rows).
         on_device: Whether an accelerator scales and adds in one pass; on a CPU the product is
             scaled first, as PEFT's is.
@@ -272,14 +272,17 @@ def merge_block(
     step = max(1, most // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
-        product = (b @ a[:, rows]).t() if is_transposed else b[rows] @ a
+        if is_transposed:
+            sums = product(b, a[:, rows], is_exact=is_exact).t()
+        else:
+            sums = product(b[rows], a, is_exact=is_exact)
         if on_device and out.device == weight.device:
             # In the wider dtype of the two, rounded as it is written; nothing else is made.
-            torch.add(weight[rows], product, alpha=scaling, out=out[rows])
+            torch.add(weight[rows], sums, alpha=scaling, out=out[rows])
         elif on_device:  # to the host, where it is packed for gloo
-            out[rows].copy_(torch.add(weight[rows], product, alpha=scaling).to(out.dtype))
+            out[rows].copy_(torch.add(weight[rows], sums, alpha=scaling).to(out.dtype))
         else:
-            out[rows].copy_(weight[rows].to(a.dtype) + product * scaling)
+            out[rows].copy_(weight[rows].to(a.dtype) + sums * scaling)
 
 
 def merges_in_place(elements: HeldElements, width: int) -> bool:
@@ -325,21 +328,3 @@ def _by_expert(row: int, rows: int, num_rows: int) -> Iterator[tuple[int, int, i
         num = min(rows, num_rows - first)
         yield expert, first, num
         row, rows = row + num, rows - num
-
-
-@contextmanager
-def in_float32(device: torch.device) -> Iterator[None]:
-    """Products with sums in full float32, whatever the application allows its own."""
-    matmul = torch.backends.cuda.matmul
-    if device.type != "cuda":
-        yield
-        return
-    allowed = [name for name in _SHORTCUTS if getattr(matmul, name, False)]
-    splits = {name: getattr(matmul, f"{name}_split_k", None) for name in allowed}
-    for name in allowed:
-        setattr(matmul, name, False)
-    try:
-        yield
-    finally:
-        for name, split in splits.items():
-            setattr(matmul, name, True if split is None else (True, split))

@@ -90,6 +90,15 @@ def test_the_sum_is_pefts(case):
     assert not torch.equal(got["up.weight"], model.base_model.model.up.base_layer.weight)
 
 
+@pytest.mark.parametrize("case", ["plain", "embedding", "dora"])
+def test_autocast_of_the_training_does_not_reach_the_sum(case):
+    model = trained(Tiny(), **CASES[case])
+    expected = fetched(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = fetched(model)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_half_precision_base_is_rounded_once():
     model = trained(Tiny(torch.bfloat16), target_modules=LINEARS)
     layer = model.base_model.model.up
