@@ -122,12 +122,11 @@ def take_runs(
     verified = start_runs(
         wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into, arrived=arrived
     )
-    content = wire if arrived.lent is None else arrived.lent
 
     def end() -> Carried:
         runs, digests, is_placed = verified()
         if not is_placed:
-            place_runs(content, manifest, runs, into)
+            place_runs(wire, manifest, runs, into)
         return Carried(runs, digests)
 
     return end

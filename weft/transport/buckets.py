@@ -203,7 +203,8 @@ def start_runs(
     works on it, on the calling thread's current stream.
 
     Runs are copied to their places where that can be done in the same reading: before it is
-    known whether they are what was sent.
+    known whether they are what was sent. Where it cannot, what was lent is copied to ``wire``
+    first: a sender could change what was verified, and is placed after.
 
     Args:
         wire: uint8, as it arrived.
@@ -224,6 +225,8 @@ def start_runs(
     payload, copied = content[:payload_bytes], None
     if into is not None:
         copied = copy_words(payload, listed.words_into(into.starts), into.data)
+    if copied is None and arrived.lent is not None:
+        payload = wire[:payload_bytes].copy_(payload, non_blocking=True)
     digests = copied or start_digests(payload, listed.parts)
 
     def end() -> Verified:

@@ -18,6 +18,7 @@ from weft.contract.layout.manifest import Manifest, plan_buckets
 from weft.contract.layout.runs import Run
 from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft.contract.layout.tensors import DataType, TensorMeta
+from weft.transport.arrived import Arrived
 from weft.transport.buckets import Assembly, run_parts, tensor_sums
 from weft.transport.digests.wsum64 import part_digests, tensor_digest
 from weft.transport.group import CPU
@@ -112,6 +113,23 @@ def test_whatever_was_cut_lies_whole_in_the_segment(cuts: list[int]) -> None:
         [digest for bucket in partial.carried for digest in bucket.digests],
     )
     assert sums == [tensor_digest(t.view(-1).view(torch.uint8)) for t in tensors]
+
+
+def test_what_is_placed_is_what_was_verified_though_its_sender_changes_it() -> None:
+    manifest = layout()
+    plan, carried = planned(manifest, [2, 1, 2, 1])  # columns, which no kernel places
+    tensors = [torch.randn(shape) for shape in SHAPES]
+    partial, buffers = receiving(manifest, plan)
+    for index, runs in enumerate(carried):
+        lent = torch.zeros_like(buffers.wire(index))
+        fill(lent, manifest, index, packed(manifest, tensors, runs), runs)
+        end = buffers.accept(index, NONCE, Arrived(lent))
+        lent.fill_(0xCD)
+        end()
+    starts, data = bucket_starts(manifest), partial.segment.data
+    for slot, tensor in zip(manifest.tensors, tensors, strict=True):
+        begin = starts[slot.bucket] + slot.offset_bytes
+        assert data[begin : begin + slot.meta.num_bytes].equal(tensor.view(-1).view(torch.uint8))
 
 
 def test_runs_of_another_bucket_than_planned_are_refused() -> None:
