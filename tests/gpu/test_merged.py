@@ -42,6 +42,15 @@ def allowed() -> Iterator[None]:
         setattr(_MATMUL, name, value)
 
 
+#: Which elements each of two ranks holds: rows, anything, columns.
+_HALF = _OUT * _IN // 2
+_CUTS = {
+    "rows": (HeldRun(0, 0, _HALF), HeldRun(1, _HALF, _HALF)),
+    "in a row": (HeldRun(0, 0, _HALF + 100), HeldRun(1, _HALF + 100, _HALF - 100)),
+    "columns": (HeldRun(0, 0, 600, _IN, _OUT), HeldRun(1, 600, _IN - 600, _IN, _OUT)),
+}
+
+
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize(
     ("held", "served"),
@@ -60,21 +69,29 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
         return torch.randn(shape, generator=generator).to(device, held)
 
     weight, a, b = draw(_OUT, _IN), draw(_R, _IN), draw(_OUT, _R)
-    held_by_one = {name: _whole(tensor) for name, tensor in {"w": weight, "a": a, "b": b}.items()}
+    held_by_one = {name: _whole(tensor) for name, tensor in {"a": a, "b": b}.items()}
     factors = Factors(
         {name: held_by(held_by_one[name], 0) for name in "ab"},
         {"a": a.to("meta"), "b": b.to("meta")},
         OneRank(),
     )
     factors.bring()
-    base = held_by(held_by_one["w"], 0)
+    delta = Delta(weight.shape, factors, "a", "b", _SCALING)
     before = weight.clone()
+    elements = MergedElements(held_by(_whole(weight), 0), delta, 0)
     merged = torch.empty(_OUT * _IN, dtype=served, device=device)
-    elements = MergedElements(base, Delta(weight.shape, factors, "a", "b", _SCALING), 0)
     elements.fill(0, merged)
     on_host = torch.empty(_OUT * _IN, dtype=served)
     elements.fill(0, on_host)  # as for gloo
     assert torch.equal(on_host, merged.cpu())
+    found = {"whole": merged.view_as(weight)}
+    for name, runs in _CUTS.items():
+        found[name] = torch.empty_like(found["whole"])
+        for run in runs:
+            own = Sharded(weight.shape, held, runs, run.of(weight).contiguous())
+            part = torch.empty(run.size, dtype=served, device=device)
+            MergedElements(held_by(own, run.rank), delta, run.rank).fill(0, part)
+            run.of(found[name]).copy_(part.view(run.shape))
     assert all(getattr(_MATMUL, name) for name in _SHORTCUTS)
     assert torch.equal(weight, before)
 
@@ -82,10 +99,15 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
     added = weight.double().abs() + _SCALING * (b.double().abs() @ a.double().abs())
     _, exponent = torch.frexp(exact)
     unit = torch.ldexp(torch.full_like(exact, torch.finfo(served).eps / 2), exponent)
-    error = (merged.view_as(weight).double() - exact).abs()
-    assert bool((error <= unit + _SUM_ERROR * added).all())
-    away = (error / (unit + _SUM_ERROR * added)).max().item()
-    note(f"{held} to {served}", "one weight merged", f"at most {away:.2f} of a unit from exact")
+    for name, each in found.items():
+        error = (each.double() - exact).abs()
+        assert bool((error <= unit + _SUM_ERROR * added).all()), name
+        away = (error / (unit + _SUM_ERROR * added)).max().item()
+        same = "" if name == "whole" else (
+            f", {int((each != found['whole']).sum())} of {each.numel():,} other than whole's"
+        )  # fmt: skip
+        note(f"{held} to {served}", f"one weight merged, {name}",
+             f"at most {away:.2f} of a unit from exact{same}")  # fmt: skip
 
 
 def _whole(tensor: torch.Tensor) -> Sharded:
