@@ -18,7 +18,7 @@ from trainer_side.pool.shards.push import ShardPush
 from trainer_side.push_plan import Planner, PushPlan
 from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushRequest
-from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
+from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
@@ -38,6 +38,10 @@ from weft.v1 import publish_pb2 as pb
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+# What ranks that send beside rank 0 tell it as they agree on a plan: that they cannot use its
+# backend, that they have no place in a group that is kept.
+_CANNOT_USE, _NO_PLACE = FLAGS
 
 
 class Pushing:
@@ -223,9 +227,13 @@ class Pushing:
                     agreement.same = plan.manifest.layout_digest
                 if plan.shards is not None:
                     agreement.same += plan.shards.plan.digest
-                    is_peer = ranks.rank != SENDER and plan.shards.sender is not None
-                    agreement.flags = int(is_peer and not self._peer.can_use(target))
-            if not agreement.told:
+                    if ranks.rank != SENDER and plan.shards.sender is not None:
+                        can_use = self._peer.can_use(target)
+                        has_place = self._peer.has_place(plan.backend)
+                        agreement.flags = (not can_use) * _CANNOT_USE | (not has_place) * _NO_PLACE
+            if not agreement.told & _CANNOT_USE:
+                if agreement.told & _NO_PLACE and self._sender_client is not None:
+                    self._sender_client.leave_group()
                 return plan
             without.append(plan.backend)
 

@@ -26,8 +26,9 @@ from tests.integration import models
 from tests.trainers.kinds import Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
 from trainer_side.pool.shards import push as shard_push
+from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import Handed
-from weft.contract.errors import WeftError
+from weft.contract.errors import PeerUnavailableError, WeftError
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
 DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))
@@ -172,6 +173,32 @@ class Rank:
 
         for kind, _ in originals:
             kind.pack = pack  # type: ignore[assignment, method-assign]
+
+    def lose_place(self, is_told: bool) -> None:
+        """Senders beside rank 0 find their place in the group broken; the coordinator is told, or
+        learns of it later."""
+        if (peer := self._peer()) is None:
+            return
+        assert peer._sender is not None
+        if is_told:
+            peer.close()
+        else:
+            peer._sender._rank.abort(WeftError("its connection broke"))
+
+    def fail_join(self) -> None:
+        """Senders beside rank 0 come to no group, once."""
+        if (peer := self._peer()) is None:
+            return
+
+        def join(*_: Any) -> None:
+            del peer.join  # type: ignore[method-assign]
+            raise PeerUnavailableError("the coordinator does not answer this machine")
+
+        peer.join = join  # type: ignore[method-assign]
+
+    def _peer(self) -> Peer | None:
+        assert self._publisher is not None
+        return self._publisher._pushing._peer if dist.get_rank() else None
 
     def forward(self) -> None:
         """Without gradients."""

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 import grpc
 
@@ -81,6 +82,8 @@ class PoolClient:
         self._sender: Sender | None = None
         #: The trainer's ranks that send in the group that is kept.
         self._senders: tuple[int, ...] = (SENDER,)
+        #: That group, where they are others than this one: its id, and its backend.
+        self._others_group = ("", "")
         #: What the push under way was begun with.
         self._request: pb.BeginTransferRequest | None = None
         self._offered = pb.DescribeTargetResponse()
@@ -111,10 +114,15 @@ class PoolClient:
 
     def close(self) -> None:
         """Release the leases and leave the side group; blocks at most some seconds."""
+        self.leave_group()
+        self.coordinator.close()
+
+    def leave_group(self) -> None:
+        """Let the next push have a group of its own; blocks at most some seconds."""
+        self._others_group = ("", "")
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        self.coordinator.close()
 
     def begin(
         self,
@@ -163,9 +171,8 @@ class PoolClient:
         )
         self._request = request
         senders = shards.senders if shards is not None else (SENDER,)
-        if senders != self._senders and self._sender is not None:  # a rank keeps its place
-            self._sender.close()
-            self._sender = None
+        if senders != self._senders:  # a rank keeps its place
+            self.leave_group()
         self._senders = senders
         tracer = tracing.of_process()
         # The transfer is a part of the push: it lasts longer than its beginning.
@@ -200,8 +207,7 @@ class PoolClient:
         def begin(token: int, left: float) -> pb.BeginTransferResponse:
             request.fencing_token = token
             self.coordinator.put_manifest(manifest, deadline)
-            if self._sender is not None and self._can_reuse(self._sender, request.backend):
-                request.group_id = self._sender.ticket.group_id
+            request.group_id = self._kept_group(request.backend)
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
             return self.coordinator.stub.BeginTransfer(request, timeout=left, metadata=metadata)
 
@@ -216,10 +222,14 @@ class PoolClient:
             self.coordinator.leases.assigned(request.policy, begun.version.version)
             return begun
 
-    def _can_reuse(self, sender: Sender, backend: str) -> bool:
-        """Whether the group that is kept suits a push; an accelerator may have changed."""
-        wanted = backend, self._selection.device_of(backend)
-        return sender.usable and (sender.ticket.backend, sender.device) == wanted
+    def _kept_group(self, backend: str) -> str:
+        """The group of the last push, if it suits another one as far as this rank knows; else
+        nothing. The coordinator has it only while every rank attends it."""
+        sender = self._sender
+        if sender is None:
+            kept, over = self._others_group
+            return kept if over == backend else ""
+        return sender.ticket.group_id if sender.suits(backend, self._selection) else ""
 
     def carry_out(
         self,
@@ -229,14 +239,14 @@ class PoolClient:
         check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
-        """Send, then learn the outcome; the group is kept if all went well."""
+        """Send, or let the other ranks send, then learn the outcome; the group is kept if all
+        went well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
-            return self._outcome(begun, deadline, None)
-        if isinstance(source, ShardPush) and source.sender is None:  # the other ranks send
-            source.add_up()
             return self._outcome(begun, deadline, None)
         sender, tracer = None, tracing.of_process()
         try:
+            if isinstance(source, ShardPush) and source.sender is None:
+                return self._stay_out(begun, source, manifest, deadline)
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
             gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
@@ -253,6 +263,36 @@ class PoolClient:
                 _log.error("%s", lost_weights(names))
             raise
 
+    def _stay_out(
+        self,
+        begun: pb.BeginTransferResponse,
+        source: ShardPush,
+        manifest: Manifest,
+        deadline: float,
+    ) -> pb.Transfer:
+        """Learn the outcome of a push that other ranks send, who alone are in its group."""
+        with (
+            self._progress(begun, manifest) as progress,
+            tracing.of_process().span("weft.push.await"),
+        ):
+            source.add_up()
+            transfer = self._outcome(begun, deadline, None)
+            if progress is not None:  # what is released is told to those who send
+                progress(transfer.num_buckets_verified, transfer.num_buckets)
+        group = begun.group
+        is_same = transfer.epoch == group.epoch  # else its name is known to them alone
+        self._others_group = (group.group_id, group.backend) if is_same else ("", "")
+        return transfer
+
+    def _progress(
+        self, begun: pb.BeginTransferResponse, manifest: Manifest
+    ) -> AbstractContextManager[Progress | None]:
+        """Who is to be told how far a push is, if anybody."""
+        if self._reporter is None:
+            return contextlib.nullcontext()
+        version = str(version_from_proto(begun.version))
+        return self._reporter.push(version, manifest.total_bytes)
+
     def _send(
         self,
         sender: Sender,
@@ -262,12 +302,7 @@ class PoolClient:
         check_finite: bool,
         deadline: float,
     ) -> None:
-        version = version_from_proto(begun.version)
-        with contextlib.ExitStack() as shown:
-            progress: Progress | None = None
-            if self._reporter is not None:
-                showing = self._reporter.push(str(version), manifest.total_bytes)
-                progress = shown.enter_context(showing)
+        with self._progress(begun, manifest) as progress:
             sender.send(
                 source,
                 manifest,
@@ -343,9 +378,7 @@ class PoolClient:
         is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
         if is_own or not isinstance(error, WeftError) or type(error) is WeftError:
             self.coordinator.abort(begun, error)
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self.leave_group()
 
     def _lost_weights(self, begun: pb.BeginTransferResponse, error: BaseException) -> str:
         """Replicas that had begun to load a push in place that has failed, as the

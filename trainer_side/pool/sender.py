@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.packer import Packer
 from trainer_side.pool.run_packer import RunPacker
 from trainer_side.pool.shards.packer import ShardPacker
@@ -219,6 +220,12 @@ class Sender:
     def usable(self) -> bool:
         """Whether the group can carry a further push."""
         return self._rank.usable
+
+    def suits(self, backend: str, selection: BackendSelection) -> bool:
+        """Whether the group can carry a further push over a backend; an accelerator may have
+        changed."""
+        wanted = backend, selection.device_of(backend)
+        return self.usable and (self.ticket.backend, self.device) == wanted
 
     def wait_attended(self) -> None:
         """See ``SendingRank``."""

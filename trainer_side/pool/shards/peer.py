@@ -56,6 +56,11 @@ class Peer:
             return False
         return True
 
+    def has_place(self, backend: str) -> bool:
+        """Whether its place in the group of the last push can carry another one over a backend,
+        as far as this rank knows."""
+        return self._sender is not None and self._sender.suits(backend, self._selection)
+
     def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
         """Come to the group as its rank ``number``, unless this is there; blocks until the
         coordinator attends it. It dies before that, and the other ranks find it gone as they

@@ -1,0 +1,90 @@
+"""What rank 0 makes of a push that other ranks send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from trainer_side.pool import client as module
+from trainer_side.pool.backend_selection import BackendSelection
+from trainer_side.pool.client import PoolClient
+from trainer_side.pool.progress import reporter_for
+from trainer_side.pool.shards.push import ShardPush
+from weft.contract.errors import PeerUnavailableError
+from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
+from weft.v1 import publish_pb2 as pb
+from weft.v1 import types_pb2
+
+MANIFEST: Manifest = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8,))], 1024)
+BEGUN = pb.BeginTransferResponse(
+    transfer_id="t",
+    version=types_pb2.PolicyVersion(policy="base", version=3),
+    group=pb.GroupPlan(group_id="g", epoch=2, backend="gloo"),
+)
+
+
+class Others(ShardPush):
+    """The other ranks send; this one has nothing to add."""
+
+    def __init__(self) -> None:
+        self.added = 0
+
+    @property
+    def sender(self) -> int | None:
+        return None
+
+    def add_up(self, totals: Any = None) -> Any:
+        self.added += 1
+
+
+class Coordinator:
+    """What becomes of the transfer, as it is told."""
+
+    target, credentials = "127.0.0.1:1", None
+
+    def __init__(self, outcome: pb.Transfer | Exception) -> None:
+        self._outcome = outcome
+        self.aborted: list[BaseException] = []
+        self.stub = SimpleNamespace(AwaitTransfer=self._await)
+        self.leases = SimpleNamespace(published=lambda policy: None)
+
+    def _await(self, request: pb.AwaitTransferRequest, timeout: float) -> None:
+        raise grpc.RpcError
+
+    def call(self, call: Callable[[float], Any], deadline: float) -> pb.AwaitTransferResponse:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return pb.AwaitTransferResponse(transfer=self._outcome)
+
+    def abort(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
+        self.aborted.append(error)
+
+
+def client_of(coordinator: Coordinator, progress: Callable[[str, int, int], None]) -> PoolClient:
+    given: Any = coordinator
+    return PoolClient(given, "127.0.0.1", BackendSelection("gloo"), reporter_for(progress))
+
+
+def test_its_success_is_shown_as_that_of_any_push() -> None:
+    transfer = pb.Transfer(transfer_id="t", epoch=2, num_buckets=4, num_buckets_verified=4)
+    shown: list[tuple[str, int, int]] = []
+    others = Others()
+    client = client_of(Coordinator(transfer), lambda *said: shown.append(said))
+    assert client.carry_out(BEGUN, others, MANIFEST, False, time.monotonic() + 5) == transfer
+    assert shown == [("base@3", 4, 4)]
+    assert others.added == 1
+
+
+def test_its_failure_says_what_it_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = PeerUnavailableError("it died", metadata={"replicas": "replica-0"})
+    monkeypatch.setattr(module, "error_from_rpc", lambda error: verdict)
+    coordinator = Coordinator(PeerUnavailableError("it died"))
+    client = client_of(coordinator, lambda *said: None)
+    with pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"):
+        client.carry_out(BEGUN, Others(), MANIFEST, False, time.monotonic() + 5)
