@@ -108,3 +108,13 @@ def test_a_place_that_the_sender_has_lost_is_not_asked_for(is_told, pool, traine
     trainer.do("lose_place", is_told=is_told)
     second = pushed(pool, trainer)
     assert pushed(pool, trainer) == second > first
+
+
+def test_a_sender_that_cannot_join_leaves_no_push_behind(pool, trainer):
+    """Nobody else attends it: the next would wait for it until its deadline."""
+    first = pushed(pool, trainer)
+    trainer.do("lose_place", is_told=True)
+    trainer.do("fail_join")
+    answers = trainer.do("push", what="adapter", policy="math", timeout=60.0)
+    assert errors(answers) == {("PeerUnavailableError", "PEER_GONE")}
+    assert epoch_of(pool, trainer.push("adapter", policy="math", timeout=10.0)) > first

@@ -374,9 +374,10 @@ class PoolClient:
 
     def give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
         """Tell the coordinator, best effort, and leave the group."""
-        # Of what this trainer found, rank 0's stream may not have got to tell.
+        # Of what this trainer found, rank 0's stream may not have got to tell, if it has one.
         is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
-        if is_own or not isinstance(error, WeftError) or type(error) is WeftError:
+        is_told = self._sender is not None and self._sender.ticket.epoch >= begun.group.epoch
+        if not is_told or is_own or not isinstance(error, WeftError) or type(error) is WeftError:
             self.coordinator.abort(begun, error)
         self.leave_group()
 

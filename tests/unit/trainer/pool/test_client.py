@@ -81,10 +81,11 @@ def test_its_success_is_shown_as_that_of_any_push() -> None:
     assert others.added == 1
 
 
-def test_its_failure_says_what_it_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_failure_is_told_and_says_what_it_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = PeerUnavailableError("it died", metadata={"replicas": "replica-0"})
     monkeypatch.setattr(module, "error_from_rpc", lambda error: verdict)
     coordinator = Coordinator(PeerUnavailableError("it died"))
     client = client_of(coordinator, lambda *said: None)
     with pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"):
         client.carry_out(BEGUN, Others(), MANIFEST, False, time.monotonic() + 5)
+    assert [repr(error) for error in coordinator.aborted] == [repr(PeerUnavailableError("it died"))]
