@@ -32,12 +32,12 @@ def is_merged(engine, whole):
 
 _UNIT = torch.finfo(torch.float32).eps
 
-KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "zero1", "zero2", "zero3")
+KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "tp", "zero1", "zero2", "zero3")
 
 #: What ``last_report`` says was found.
 FOUND = {
-    "ddp": "DDP", "fsdp1": "FSDP1", "fsdp1_flat": "FSDP1", "fsdp2": "FSDP2", "zero1": "DeepSpeed",
-    "zero2": "DeepSpeed", "zero3": "DeepSpeed ZeRO-3",
+    "ddp": "DDP", "fsdp1": "FSDP1", "fsdp1_flat": "FSDP1", "fsdp2": "FSDP2", "tp": "FSDP2",
+    "zero1": "DeepSpeed", "zero2": "DeepSpeed", "zero3": "DeepSpeed ZeRO-3",
 }  # fmt: skip
 
 
@@ -88,6 +88,29 @@ def test_every_kind_of_trainer_pushes_its_adapter_without_its_base(kind, engine,
         if "lora_" in name
     }
     assert same(engine.adapter(f"math-{kind}@{version}".replace("_", "-")), expected)
+
+
+def test_columns_are_sent_as_the_ranks_hold_them(engine, trainer, tmp_path):
+    """Of a tensor parallel model: slices of the base, of adapters, and of what is merged, for
+    which both factors are cut, too."""
+    trainer.do("make", kind="tp")
+    trainer.do("train", steps=1)
+    _check_slices(trainer.do("push", what="base"), at_least=4)
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+    trainer.do("make", kind="tp", peft={"seed": 1, "use_rslora": True})
+    trainer.do("train", steps=1)
+    _check_slices(trainer.do("push", what="adapter", policy="columns"), at_least=6)
+    _check_slices(trainer.do("push", what="merged"), at_least=4)
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    assert is_merged(engine, torch.load(tmp_path / "whole.pt"))
+
+
+def _check_slices(answers, at_least):
+    """Each rank packed as many runs of several pieces, and nothing was brought together."""
+    assert all(answer.get("slices", 0) >= at_least for answer in answers), answers
+    remarks = " ".join(remark for answer in answers for remark in answer["remarks"])
+    assert "brought together" not in remarks, answers
 
 
 def test_a_forward_without_gradients_leaves_nothing_unsharded(engine, trainer, tmp_path):
@@ -191,26 +214,40 @@ def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
         assert {kind for kind, _, _ in found} == {"PeerUnavailableError"}, found
 
 
-def test_stacked_experts_are_sent_as_the_ranks_hold_them(tmp_path):
+@pytest.mark.parametrize("kind", ["fsdp2", "ep"])
+def test_stacked_experts_are_sent_as_the_ranks_hold_them(kind, tmp_path):
     path = make_model("qwen3_moe", tmp_path / "moe")
     saved = load_file(path / "model.safetensors")
     engine = EngineDouble({name: torch.zeros_like(tensor) for name, tensor in saved.items()})
     with running_pool(tmp_path / "weft.db", lost_after_seconds=60) as pool:
         pool.add_replica("replica-0", engine)
         with running_ranks(tmp_path, pool.target, 2) as trainer:
-            trainer.do("make", kind="fsdp2", model=str(path))
+            trainer.do("make", kind=kind, model=str(path))
             answers = trainer.do("push", what="base")
             assert [answer["remarks"] for answer in answers] == [[], []], answers
             assert any(".experts.3." in name for name in saved)
             assert same(engine.base, saved)
+            trainer.do("train", steps=1)
+            trainer.push("base")
+            trainer.do("save", path=str(tmp_path / "whole.pt"))
+            assert not same(engine.base, saved)
+            assert same(engine.base, _as_checkpoint(path, tmp_path))
             merged = _with_experts_merged(path, tmp_path)
-            trainer.do("make", kind="fsdp2", model=str(path), adapter=str(tmp_path / "adapter"))
+            trainer.do("make", kind=kind, model=str(path), adapter=str(tmp_path / "adapter"))
             answers = trainer.do("push", what="merged")
             assert [answer["remarks"] for answer in answers] == [[], []], answers
             assert engine.base.keys() == merged.keys()
             for name, tensor in merged.items():
                 assert torch.allclose(engine.base[name], tensor, rtol=1e-5, atol=1e-6), name
             assert not same(engine.base, saved)
+
+
+def _as_checkpoint(path, work):
+    """What was saved as "whole.pt", as transformers saves it."""
+    model = load_hf(path)
+    model.load_state_dict(torch.load(work / "whole.pt"), strict=False)
+    model.save_pretrained(work / "trained")
+    return load_file(work / "trained" / "model.safetensors")
 
 
 def _with_experts_merged(path, work):

@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 #: Loss of a model on the batch of one step.
-Loss = Callable[[nn.Module, int], torch.Tensor]
+Loss = Callable[[Any, int], torch.Tensor]
+
+#: Kinds whose ranks share the work on one batch.
+ONE_BATCH = ("tp", "ep")
+#: Linear layers that tensor parallelism cuts by their inputs, the columns of their weights.
+_CUT_BY_INPUT = ("v_proj", "o_proj", "down_proj", "lora_A")
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Trainer:
                     name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
                     for name, p in self.model.module.named_parameters()
                 }
-        if self.kind in ("fsdp2", "hsdp2"):
+        if self.kind in ("fsdp2", "hsdp2", *ONE_BATCH):
             for module in self.model.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
@@ -94,6 +99,10 @@ def wrap(kind: str, module: nn.Module, layers: list[nn.Module], loss: Loss) -> T
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
         return Trainer(kind, module, loss, _adam(module))
+    if kind == "tp":
+        return Trainer(kind, _tensor_parallel(module), loss, _adam(module))
+    if kind == "ep":
+        return Trainer(kind, _expert_parallel(module), _on_whole(loss), _adam(module))
     if kind in ("fsdp1", "fsdp1_flat"):
         return Trainer(kind, *_fsdp1(kind, module, layers, loss))
     if kind in ("zero1", "zero2", "zero3"):
@@ -104,6 +113,64 @@ def wrap(kind: str, module: nn.Module, layers: list[nn.Module], loss: Loss) -> T
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-2)
+
+
+def _tensor_parallel(module: nn.Module) -> nn.Module:
+    """Cut every linear layer and embedding; between layers, activations are whole."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = _mesh(module)
+    for name, part in [*module.named_modules()]:
+        style = None
+        if type(part) is nn.Embedding:
+            style = ColwiseParallel(output_layouts=Replicate())
+        elif type(part) is nn.Linear:
+            style = (
+                RowwiseParallel(input_layouts=Replicate())
+                if _is_cut_by_input(name.split("."))
+                else ColwiseParallel(output_layouts=Replicate())
+            )
+        if style is not None:
+            parallelize_module(part, mesh, style)
+    return module
+
+
+def _is_cut_by_input(path: list[str]) -> bool:
+    return "lora_B" not in path and not set(path).isdisjoint(_CUT_BY_INPUT)
+
+
+def _expert_parallel(module: nn.Module) -> nn.Module:
+    """Every stacked expert at one rank."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = _mesh(module)
+    for part in module.modules():
+        for name, param in [*part.named_parameters(recurse=False)]:
+            if param.dim() == 3:
+                held = distribute_tensor(param.detach(), mesh, [Shard(0)])
+                setattr(part, name, nn.Parameter(held, requires_grad=param.requires_grad))
+    return module
+
+
+def _on_whole(loss: Loss) -> Loss:
+    """A loss that computes with whole parameters, for models that know of no DTensors."""
+
+    def of(model: nn.Module, step: int) -> torch.Tensor:
+        whole = {name: _full(param) for name, param in model.named_parameters()}
+        return loss(lambda *a, **k: torch.func.functional_call(model, whole, a, k), step)
+
+    return of
+
+
+def _mesh(module: nn.Module) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
 
 
 def _fsdp1(kind: str, module: nn.Module, layers: list[nn.Module], loss: Loss) -> Any:

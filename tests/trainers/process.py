@@ -13,8 +13,9 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,27 @@ import torch.distributed as dist
 
 from tests.fault import strikes
 from tests.integration import models
-from tests.trainers.kinds import Trainer, wrap
+from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
 from trainer_side.pool.shards import push as shard_push
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import Handed
+from trainer_side.pool.shards.push import ShardPush
 from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.layout.runs import Run
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
 DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))
 
 
-def _tiny_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    torch.manual_seed(1000 * step + dist.get_rank())
-    return model(torch.randint(0, 50, (4,))).pow(2).mean()
+def _tiny_loss(model: Any, step: int, of_rank: int = 0) -> torch.Tensor:
+    torch.manual_seed(1000 * step + of_rank)
+    loss: torch.Tensor = model(torch.randint(0, 50, (4,))).pow(2).mean()
+    return loss
 
 
-def _causal_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    torch.manual_seed(1000 * step + dist.get_rank())
+def _causal_loss(model: Any, step: int, of_rank: int = 0) -> torch.Tensor:
+    torch.manual_seed(1000 * step + of_rank)
     ids = torch.randint(4, 250, (2, 12))
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return loss
@@ -90,15 +94,22 @@ class Rank:
         self._trainer: Trainer | None = None
         self._step = 0
         self._futures: list[Future[PolicyVersion]] = []
-        #: Buckets' parts that this rank handed to another in the last push.
-        self._handed = 0
+        #: Buckets' parts that this rank handed to another in the last push, and slices that it
+        #: packed: runs of several pieces.
+        self._handed = self._slices = 0
         original = shard_push.hand_over
 
         def hand_over(source: Any, handed: Handed, *rest: Any) -> None:
             original(source, handed, *rest)
             self._handed = len(handed.runs)
 
+        def fill(push: ShardPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+            self._slices += sum(run.repeats > 1 for run in runs)
+            fill_original(push, runs, outs)
+
+        fill_original = ShardPush.fill
         shard_push.hand_over = hand_over
+        ShardPush.fill = fill  # type: ignore[method-assign]
 
     def make(
         self,
@@ -133,7 +144,8 @@ class Rank:
             module = models.peft_of(module, **peft)
         if second:
             _add_second(module)
-        self._trainer = wrap(kind, module, layers, loss)
+        of_rank = 0 if kind in ONE_BATCH else dist.get_rank()
+        self._trainer = wrap(kind, module, layers, partial(loss, of_rank=of_rank))
 
     def make_unlike(self) -> None:
         """Rank 1's model is of another shape."""
@@ -243,7 +255,7 @@ class Rank:
         if self._publisher is None:
             self.open()
         assert self._publisher is not None
-        self._handed = 0
+        self._handed = self._slices = 0
         began = time.time()
         method = getattr(self._publisher, f"push_{what}")
         try:
@@ -253,7 +265,7 @@ class Rank:
             report = self._publisher.last_report
             outcome: dict[str, Any] = {
                 "version": version.version, "source": report.source, "handed": self._handed,
-                "remarks": report.remarks, "backend": report.backend,
+                "remarks": report.remarks, "backend": report.backend, "slices": self._slices,
             }  # fmt: skip
         except RuntimeError as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}
