@@ -41,8 +41,13 @@ class Packer:
     ) -> None:
         self.manifest = manifest
         self._device, self._backend = device, backend
-        sizes = tuple(bucket.wire_bytes for bucket in manifest.buckets)
-        self.buffers = made_buffers(sizes, buffers or [], device, backend)
+        self._sizes = tuple(bucket.wire_bytes for bucket in manifest.buckets)
+        self.buffers = made_buffers(self._sizes, buffers or [], device, backend)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        """Find where the tensors of each bucket go, and what is left between them."""
+        manifest = self.manifest
         self._firsts: list[int] = []
         self._views: list[list[torch.Tensor]] = []
         self._paddings: list[list[torch.Tensor]] = []
@@ -122,18 +127,14 @@ class Packer:
     def wire(self, index: int) -> torch.Tensor:
         """The uint8 bytes of a bucket that was packed and is still held, with room for its
         tail; no copy."""
-        return self._buffer(index)[: self.manifest.buckets[index].wire_bytes]
+        return self._buffer(index)[: self._sizes[index]]
 
-    def moved(self, held: range) -> Packer:
-        """A packer with fresh buffers that hold the same buckets.
-
-        For a transfer that continues after its group was abandoned: the old buffers
-        may still be read by operations that nobody can stop.
-        """
-        packer = Packer(self.manifest, device=self._device, backend=self._backend)
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; see ``BufferedPacker``."""
+        old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device, self._backend)
+        self._make_views()
         for index in held:
-            packer.wire(index).copy_(self.wire(index))
-        return packer
+            self.wire(index).copy_(old[index % len(old)][: self._sizes[index]])
 
     def _buffer(self, index: int) -> torch.Tensor:
         return self.buffers[index % len(self.buffers)]

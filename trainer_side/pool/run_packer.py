@@ -68,7 +68,7 @@ class RunPacker:
         return self.buffers[index % len(self.buffers)][: self._sizes[index]]
 
     def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers; see ``Packer.moved``."""
+        """Put the held buckets into fresh buffers; see ``BufferedPacker``."""
         old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device, self._backend)
         for index in held:
             self.wire(index).copy_(old[index % len(old)][: self._sizes[index]])

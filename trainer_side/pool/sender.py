@@ -1,5 +1,5 @@
-"""The trainer's sender: which backend carries the bytes, the buckets that are packed for it, and
-rank 0 in one group after another, as members are lost.
+"""The trainer's sender: the buckets that suit a backend, and a rank that sends in one group after
+another, as members are lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from trainer_side.pool.backend_selection import BackendSelection
+from trainer_side.pool.packed_buckets import (
+    PackedBuckets,
+    RunBuckets,
+    ShardBuckets,
+    WholeBuckets,
+)
 from trainer_side.pool.packer import Packer
 from trainer_side.pool.run_packer import RunPacker
 from trainer_side.pool.shards.packer import ShardPacker
@@ -23,7 +29,6 @@ from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
 from weft.rpc.security.credentials import Credentials
-from weft.transport.buckets import Sealed, in_manifest_order
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -48,124 +53,6 @@ _STAND_BY_SECONDS = 1.0
 
 #: Finds the place in the group that a transfer continues in, if it is another than this one.
 FindGroup = Callable[[str], GroupTicket | None]
-
-
-class _PackedBuckets:
-    """A source's buckets, packed for one push; see ``Buckets``."""
-
-    def __init__(self, packer: Packer, source: Source, nonce: int, check_finite: bool) -> None:
-        self.packer = packer
-        self.manifest = packer.manifest
-        self.num_buffers = len(packer.buffers)
-        #: Whether the source has failed, or gave what must not be sent: no other group helps.
-        self.spoiled = False
-        self._source, self._nonce, self._check_finite = source, nonce, check_finite
-        self._digests: list[list[int]] = []
-
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
-        """Read a bucket's tensors from the source, digest and seal it."""
-        try:
-            packed = self.packer.pack(index, self._source, self._nonce, self._check_finite)
-        except BaseException:
-            self.spoiled = True
-            raise
-        self._digests.append(packed[1])
-        return packed[0]
-
-    def are_summed(self) -> bool:
-        """See ``Buckets``: one rank sends all."""
-        return True
-
-    def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``."""
-        return in_manifest_order(self.manifest, self._digests)
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
-        return self.packer.wire(index)
-
-    def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers; see ``Packer.moved``."""
-        self.packer = self.packer.moved(held)
-
-
-class _RunBuckets:
-    """Named tensors' buckets, packed as they come; see ``Buckets``."""
-
-    def __init__(self, packer: RunPacker, nonce: int, check_finite: bool) -> None:
-        self.packer = packer
-        self.manifest = packer.manifest
-        self.num_buffers = len(packer.buffers)
-        #: See ``_PackedBuckets``.
-        self.spoiled = False
-        self._nonce, self._check_finite = nonce, check_finite
-
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
-        """Read a bucket's tensors as they come, digest and seal it."""
-        try:
-            return self.packer.pack(index, self._nonce, speak, finite=self._check_finite)
-        except BaseException:
-            self.spoiled = True
-            raise
-
-    def are_summed(self) -> bool:
-        """See ``Buckets``: one rank sends all."""
-        return True
-
-    def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``."""
-        return self.packer.digests()
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
-        return self.packer.wire(index)
-
-    def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers."""
-        self.packer.move(held)
-
-
-class _ShardBuckets:
-    """What one rank of a sharded trainer holds, packed for one push; see ``Buckets``."""
-
-    def __init__(
-        self, packer: ShardPacker, push: ShardPush, nonce: int, check_finite: bool
-    ) -> None:
-        self.packer = packer
-        self.manifest = packer.manifest
-        self.num_buffers = len(packer.buffers)
-        #: See ``_PackedBuckets``.
-        self.spoiled = False
-        self._push, self._nonce, self._check_finite = push, nonce, check_finite
-        self._totals = [0] * len(packer.manifest.tensors)
-
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
-        """Copy or compute what this rank sends of a bucket, digest and seal it."""
-        push, totals = self._push, self._totals
-        try:
-            return self.packer.pack(index, push, self._nonce, totals, finite=self._check_finite)
-        except BaseException:
-            self.spoiled = True
-            raise
-
-    def are_summed(self) -> bool:
-        """See ``Buckets``."""
-        return self._push.add_up(self._totals).done
-
-    def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``: of all ranks' parts."""
-        return [total % 2**64 for total in self._push.add_up().result()]
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``Buckets``."""
-        return self.packer.wire(index)
-
-    def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers."""
-        self.packer.move(held)
-
-
-_Packed = _PackedBuckets | _RunBuckets | _ShardBuckets
 
 
 class Outcome(Protocol):
@@ -208,7 +95,7 @@ class Sender:
         self._packer: Packer | None = None
         self._shard_packer: ShardPacker | None = None
         self._buffers: list[torch.Tensor] = []
-        self._last: tuple[Sending, _Packed, FindGroup] | None = None
+        self._last: tuple[Sending, PackedBuckets, FindGroup] | None = None
         self._rank = SendingRank(ticket, device, credentials)
 
     @property
@@ -268,20 +155,20 @@ class Sender:
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
         """
-        buckets: _Packed
+        buckets: PackedBuckets
         if isinstance(source, RunSource):
             self._packer = None
             run_packer = RunPacker(
                 manifest, source, self._buffers, self.device, self.ticket.backend
             )
-            buckets = _RunBuckets(run_packer, nonce, check_finite)
+            buckets = RunBuckets(run_packer, nonce, check_finite)
         elif isinstance(source, ShardPush):
             self._packer = None
             shard_packer = self._shard_packer_for(manifest, source)
-            buckets = _ShardBuckets(shard_packer, source, nonce, check_finite)
+            buckets = ShardBuckets(shard_packer, source, nonce, check_finite)
         else:
             packer = self._packer = self._packer_for(manifest)
-            buckets = _PackedBuckets(packer, source, nonce, check_finite)
+            buckets = WholeBuckets(packer, source, nonce, check_finite)
         self._buffers = buckets.packer.buffers
         sending = Sending(transfer_id, buckets, deadline, progress)
         if isinstance(source, ShardPush):
@@ -310,7 +197,7 @@ class Sender:
                     _log.info("could not resume in another group: %s", error)
                     return
 
-    def _carry(self, sending: Sending, buckets: _Packed, find_group: FindGroup) -> bytes:
+    def _carry(self, sending: Sending, buckets: PackedBuckets, find_group: FindGroup) -> bytes:
         """Send what is not verified yet, in as many groups as it takes."""
         while True:
             rank = self._rank
@@ -326,7 +213,7 @@ class Sender:
                 self._rejoin(rank, rank.successor, sending, buckets)
 
     def _rejoin(
-        self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: _Packed
+        self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: PackedBuckets
     ) -> None:
         """Resume in the next group; with other buffers where these are not safe to use."""
         released = old.num_released(sending.transfer_id)
@@ -338,7 +225,6 @@ class Sender:
             buckets.move(held)
             if self.device.type == "cuda":  # they are sent as whatever was digested: at once
                 torch.cuda.current_stream(self.device).synchronize()
-            self._packer = buckets.packer if isinstance(buckets, _PackedBuckets) else None
             self._buffers = buckets.packer.buffers
 
     def close(self) -> None:

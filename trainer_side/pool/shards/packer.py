@@ -104,7 +104,7 @@ class ShardPacker:
         return self._buffer(nth)[: self._wires[nth].wire_bytes]
 
     def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers; see ``Packer.moved``."""
+        """Put the held buckets into fresh buffers; see ``BufferedPacker``."""
         old = self.buffers
         self.buffers = made_buffers(
             tuple(wire.wire_bytes for wire in self._wires), [], self._device, self._backend
