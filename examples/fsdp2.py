@@ -43,7 +43,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     torch.manual_seed(rank)  # each rank has batches of its own
 
-    # Every rank makes a Publisher and calls every push; rank 0 sends.
+    # Every rank makes a Publisher and calls every push; each sends what it holds.
     # The pool may be starting beside this job: wait for its coordinator.
     with Publisher(args.coordinator, trainer_id="fsdp2-example", connect_seconds=300) as publisher:
         pushing = None

@@ -55,7 +55,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     torch.manual_seed(dist.get_rank())  # each rank has batches of its own
 
-    # Every rank makes a Publisher and calls every push; rank 0 sends.
+    # Every rank makes a Publisher and calls every push; each sends what it holds.
     # The pool may be starting beside this job: wait for its coordinator.
     with Publisher(args.coordinator, trainer_id="zero3-example", connect_seconds=300) as publisher:
         for _ in range(args.steps):

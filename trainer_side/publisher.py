@@ -62,7 +62,7 @@ class Publisher(AsyncPushes, RolloutSleep):
     ``close``.
 
     Args:
-        coordinator: HOST:PORT; used by the sender alone.
+        coordinator: HOST:PORT; used by rank 0, and by ranks that send shards.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
         require: Which replicas must hold a version, received whole and verified, before it
             is committed: "all" that are ready when the push begins, or at least so
@@ -90,9 +90,10 @@ class Publisher(AsyncPushes, RolloutSleep):
             of (policy, buckets verified, buckets in all).
         ranks: Which processes push together. "all" of ``torch.distributed`` (one, if it
             is not initialised) or those of a group: each makes a Publisher, and each
-            calls every push, in the same order; rank 0 of them is the sender, and the
-            only one that reaches the coordinator. "this" process only: for a trainer
-            whose weights are whole here, pushed by one of its ranks.
+            calls every push, in the same order. Rank 0 of them is the sender and speaks for
+            all; ranks that hold shards send these themselves, so each must reach the
+            coordinator and the replicas (see ``max_senders``). "this" process only: for a
+            trainer whose weights are whole here, pushed by one of its ranks.
         kind: How models are held: found out by looking ("auto"), or refused unless it is
             so: "whole" (plain, DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3".
         on_publish_again: Called with a policy's name when no replica holds the

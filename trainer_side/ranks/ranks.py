@@ -1,9 +1,10 @@
 """The ranks of one trainer, which push together: who speaks, and how all learn of a failure.
 
-Every rank calls the publisher. Rank 0, the sender, alone speaks to the coordinator and
-to the replicas; the others help to gather. Before each step in which ranks depend on
-each other they *agree*: each says whether it can continue, and if one cannot, all raise
-its error instead of waiting in a gather for a rank that will never come.
+Every rank calls the publisher. Rank 0, the sender, speaks for all: it has the lease, begins and
+learns the outcome. The others send the shards that they hold, over streams of their own to the
+coordinator, pass them to one that sends, or help to gather. Before each step in which ranks depend
+on each other they *agree*: each says whether it can continue, and if one cannot, all raise its
+error instead of waiting in a gather for a rank that will never come.
 
 Connections of our own carry this (``torch_ranks``, ``link``), so that the application's groups are
 not used, a rank that is gone is noticed at once, every wait ends with the push's deadline, and a
