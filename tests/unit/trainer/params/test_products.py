@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from trainer_side.params.products import are_exact, in_exact_parts, product
+from trainer_side.params.products import are_exact, product
 
 _ROWS, _RANK, _COLUMNS = 33, 8, 65
 
 
-def drawn(seed: int = 1, *, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    b = torch.randn(_ROWS, _RANK, generator=generator) * scale
+def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    b = torch.randn(_ROWS, _RANK, generator=generator)
     return b, torch.randn(_RANK, _COLUMNS, generator=generator)
 
 
@@ -29,18 +27,6 @@ def rounding() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([1e-20, 1e-3, 1.0, 1e20]))
-def test_parts_are_the_same_product_and_nothing_rounds_them(seed: int, scale: float) -> None:
-    b, a = drawn(seed, scale=scale)
-    left, right = in_exact_parts(b, a)
-    for part in (left, right):
-        assert torch.equal(part.to(torch.bfloat16).float(), part)
-    exact, summands = b.double() @ a.double(), b.double().abs() @ a.double().abs()
-    error = (left.double() @ right.double() - exact).abs()
-    assert bool((error <= 2.0**-21 * summands).all())
-
-
 def test_by_default_it_is_the_plain_product() -> None:
     b, a = drawn()
     assert torch.equal(product(b, a, is_exact=False), b @ a)
@@ -51,18 +37,18 @@ def test_by_default_it_is_the_plain_product() -> None:
 @pytest.mark.usefixtures("rounding")
 def test_what_the_application_allows_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     b, a = drawn()
-    given: list[int] = []
+    given: list[torch.dtype] = []
     plain = torch.Tensor.__matmul__
 
     def noted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        given.append(left.shape[1])
-        return plain(left.double(), right.double()).float()
+        given.append(left.dtype)
+        return plain(left, right)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", noted)
     found = product(b, a, is_exact=False)
     product(b, a, is_exact=True)
-    assert given == [6 * _RANK, _RANK]
-    assert torch.allclose(found.double(), plain(b.double(), a.double()), rtol=0, atol=1e-5)
+    assert given == [torch.float64, torch.float32]
+    assert torch.equal(found, plain(b.double(), a.double()).float())
     assert torch.get_float32_matmul_precision() == "medium"
 
 
