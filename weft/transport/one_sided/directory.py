@@ -1,17 +1,20 @@
 """The directory of the Unix sockets by which members on one host find each other.
 
-Only its owner may enter it. Both ends must mean the same one: containers must share it.
+Only its owner may enter it. Both ends must mean the same one: containers must share it. It should
+be Weft's alone; where it is not, nothing else in it is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import stat
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +26,13 @@ DIRECTORY_VARIABLE: Final = "WEFT_ONE_SIDED_DIR"
 # What a socket's path may have, by the kernel; and its name here.
 _MAX_PATH_BYTES = 107
 _NAME_CHARS = 32
-# Sockets of processes that died are removed: so many are looked at.
-_MAX_SWEPT = 256
-# Before a socket that does not listen yet, which looks like one of the dead; and how long one may
-# be so.
-_STARTING, _STARTING_SECONDS = ".", 60.0
+# Before a socket that does not listen yet.
+_STARTING: Final = "."
+# What is removed: sockets of processes that died, so named, so old, and so many at a time. Of
+# what is younger one need not ask: few die in their first minute.
+_OWN_NAME: Final = re.compile(r"\.?[0-9a-f]{32}")
+_SWEPT_SECONDS: Final = 60.0
+_MAX_SWEPT: Final = 256
 
 
 def directory() -> Path:
@@ -118,25 +123,31 @@ def unlink(name: str) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove sockets that nobody listens on any more."""
-    with contextlib.suppress(OSError):
-        for path in [*folder.iterdir()][:_MAX_SWEPT]:
-            if path.name.startswith(_STARTING) and _age(path) < _STARTING_SECONDS:
+    """Remove sockets of Weft's that nobody listens on any more."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        own = (entry for entry in entries if _OWN_NAME.fullmatch(entry.name))
+        for entry in [*islice(own, _MAX_SWEPT)]:
+            with contextlib.suppress(OSError):  # it is gone by now
+                status = entry.stat(follow_symlinks=False)
+                is_old = time.time() - status.st_mtime >= _SWEPT_SECONDS
+                if stat.S_ISSOCK(status.st_mode) and is_old and _is_dead(entry.path):
+                    os.unlink(entry.path)
+
+
+def _is_dead(path: str) -> bool:
+    """Whether no process has a socket any more.
+
+    Linux refuses a connection of another type as such where somebody listens: that occupies no
+    place in its backlog. What is refused so without regard to the type is asked by a real one.
+    """
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
                 continue
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
-            ):
-                probe.setblocking(False)
-                try:
-                    probe.connect(os.fspath(path))
-                except ConnectionRefusedError:
-                    path.unlink()
-
-
-def _age(path: Path) -> float:
-    """Seconds since it was made; none where it is gone by now."""
-    try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+            except OSError:
+                return False
+            return False
+    return True

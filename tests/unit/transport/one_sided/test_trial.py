@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from weft.transport.one_sided import memory_file, trial
-from weft.transport.one_sided.directory import connect, listen, unlink, why_unavailable
+from weft.transport.one_sided.directory import connect, listen, unlink
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
@@ -130,86 +129,6 @@ def test_another_users_process_is_not_answered(
     monkeypatch.setattr("weft.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
     with pytest.raises(OneSidedError, match="uid"):
         Channel(asker)
-
-
-# -- the directory -------------------------------------------------------------------------------
-
-
-def test_the_directory_is_its_users_alone(directory: Path) -> None:
-    assert why_unavailable() == ""
-    directory.chmod(0o750)
-    assert "must be this user's" in why_unavailable()
-    with pytest.raises(OneSidedError, match="mode 0750"):
-        TrialAnswerer()
-
-
-def test_it_is_made_where_it_is_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(directory / "new"))
-    assert why_unavailable() == ""
-    assert (directory / "new").stat().st_mode & 0o777 == 0o700
-
-
-def test_it_is_no_link_no_file_and_no_long_path(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (directory / "link").symlink_to(directory)
-    (directory / "file").touch()
-    for path, why in {
-        str(directory / "link"): "is no directory",
-        str(directory / "file"): "cannot be used",
-        "relative": "no absolute path",
-        str(directory / ("x" * 90)): "too long a path",
-        str(directory / "none" / "none"): "cannot be used",
-    }.items():
-        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", path)
-        assert why in why_unavailable()
-
-
-def test_a_socket_that_does_not_listen_yet_is_not_taken_for_one_of_the_dead(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[socket.socket, str]] = []
-    born = socket.socket.listen
-
-    def while_another_begins(listener: socket.socket, backlog: int) -> None:
-        monkeypatch.undo()
-        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(directory))
-        begun.append(listen(1))
-        born(listener, backlog)
-
-    monkeypatch.setattr(socket.socket, "listen", while_another_begins)
-    begun.append(listen(1))
-    for listener, name in begun:
-        connect(name, 5.0).close()
-        unlink(name)
-        listener.close()
-    assert len(begun) == 2
-    assert not [*directory.iterdir()]
-
-
-def test_one_that_never_came_to_listen_is_removed_in_the_end(directory: Path) -> None:
-    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    left.bind(str(directory / ".left"))
-    left.close()
-    for age, is_left in ((0.0, True), (120.0, False)):
-        then = time.time() - age
-        os.utime(directory / ".left", (then, then))
-        listener, name = listen(1)
-        unlink(name)
-        listener.close()
-        assert (directory / ".left").exists() == is_left
-
-
-def test_sockets_of_the_dead_are_removed(directory: Path) -> None:
-    dead = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    dead.bind(str(directory / "dead"))
-    dead.close()
-    living, name = listen(1)
-    second, other = listen(1)
-    assert sorted(path.name for path in directory.iterdir()) == sorted([name, other])
-    for listener, own in ((living, name), (second, other)):
-        unlink(own)
-        listener.close()
 
 
 # -- what is said ------------------------------------------------------------------------------
