@@ -33,6 +33,8 @@ _STARTING: Final = "."
 _OWN_NAME: Final = re.compile(r"\.?[0-9a-f]{32}")
 _SWEPT_SECONDS: Final = 60.0
 _MAX_SWEPT: Final = 256
+# Between two attempts to connect to who has not accepted yet.
+_RETRY_SECONDS: Final = 0.005
 
 
 def directory() -> Path:
@@ -73,7 +75,7 @@ def why_unavailable() -> str:
     return ""
 
 
-def listen(backlog: int) -> tuple[socket.socket, str]:
+def listen(backlog: int = socket.SOMAXCONN) -> tuple[socket.socket, str]:
     """A socket that listens under a fresh name in the directory, and that name; its owner
     unlinks it.
 
@@ -98,22 +100,37 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect(name: str, timeout_seconds: float) -> socket.socket:
-    """A connection to who listens under that name.
+    """A connection to who listens under that name; blocks while that accepts none.
 
     Raises:
-        OneSidedError: Nobody does, in the directory that this process knows.
+        OneSidedError: Nobody does, in the directory that this process knows; or not in time.
     """
     folder = directory()
     if len(name) != _NAME_CHARS or not name.isalnum():
         raise OneSidedError(f"{name[:40]!r} is no socket's name")
+    deadline = time.monotonic() + timeout_seconds
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connected.settimeout(timeout_seconds)
     try:
-        connected.connect(os.fspath(folder / name))
+        connected.settimeout(timeout_seconds)
+        while True:
+            try:
+                connected.connect(os.fspath(folder / name))
+            except BlockingIOError:  # its backlog is full, which the kernel waits for only without
+                # a timeout
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return connected
+    except BlockingIOError as error:
+        connected.close()
+        raise OneSidedError(
+            f"the peer has not accepted a connection for {timeout_seconds:.1f} s: its backlog is "
+            "full"
+        ) from error
     except OSError as error:
         connected.close()
         raise OneSidedError(f"the peer has no socket in {folder}: {error.strerror}") from error
-    return connected
 
 
 def unlink(name: str) -> None:

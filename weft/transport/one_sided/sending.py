@@ -114,7 +114,7 @@ class Sending:
         self._digests: dict[int, str] = {}
         self._strangers: list[Channel] = []
         self._wakeup = Wakeup()
-        self._listener, self._name = listen(size + _MAX_STRANGERS)
+        self._listener, self._name = listen()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         self._thread.start()
 
@@ -227,7 +227,6 @@ class Sending:
         try:
             member = self._recognise(channel)
         except OneSidedError as error:
-            # Also of whoever starts on this host, and looks which sockets are of the dead.
             _log.debug("refused on a group's socket: %s", error)
             selector.unregister(channel)
             channel.close()

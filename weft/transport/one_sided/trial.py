@@ -38,7 +38,6 @@ from weft.transport.one_sided.works import recorded
 _log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-_BACKLOG = 64
 _ASK_SECONDS = 2.0
 # Replicas that a trainer remembers: more than a pool of one host has.
 _MAX_PASSED = 1024
@@ -56,7 +55,7 @@ class TrialAnswerer:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
-        self._listener, self.name = listen(_BACKLOG)
+        self._listener, self.name = listen()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
         self._thread.start()

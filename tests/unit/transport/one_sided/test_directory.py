@@ -1,9 +1,10 @@
-"""The directory of sockets: whose it is, and what is removed there."""
+"""The directory of sockets: whose it is, what is removed there, and whom one connects to."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,3 +148,38 @@ def test_the_dead_are_found_among_any_number_of_other_files(
     sweep()
     assert not (directory / DEAD).exists()
     assert len([*directory.iterdir()]) == 50
+
+
+# -- whom one connects to ------------------------------------------------------------------------
+
+
+def test_who_does_not_accept_yet_is_waited_for(directory: Path) -> None:
+    """Of a full backlog the kernel says EAGAIN at once, whatever a socket's timeout."""
+    with listening(backlog=0) as (listener, name):
+        first = connect(name, 5.0)
+        accepted: list[socket.socket] = []
+        later = threading.Timer(0.2, lambda: accepted.append(listener.accept()[0]))
+        later.start()
+        connect(name, 5.0).close()
+        later.join()
+        first.close()
+        accepted[0].close()
+
+
+def test_who_never_accepts_is_waited_for_until_the_deadline(directory: Path) -> None:
+    with listening(backlog=0) as (_, name):
+        first = connect(name, 5.0)
+        began = time.monotonic()
+        with pytest.raises(OneSidedError, match=r"has not accepted a connection for 0\.3 s"):
+            connect(name, 0.3)
+        assert 0.3 <= time.monotonic() - began < 5.0
+        first.close()
+
+
+def test_who_is_not_there_is_not_waited_for(directory: Path) -> None:
+    leave(directory / DEAD)
+    began = time.monotonic()
+    for name in (DEAD, "0" * 32):
+        with pytest.raises(OneSidedError, match="the peer has no socket in"):
+            connect(name, 60.0)
+    assert time.monotonic() - began < 5.0
