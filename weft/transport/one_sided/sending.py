@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 # Connections of this user's processes that are not members (yet).
 _MAX_STRANGERS = 16
 _SENDER = 0
+# After an accept that failed; the receivers that have come are heard as much later.
+_RETRY_SECONDS = 0.05
 
 
 class SentWork(OneSidedWork):
@@ -209,7 +212,12 @@ class Sending:
                         self._hear(key.data)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        connected, _ = self._listener.accept()
+        try:
+            connected, _ = self._listener.accept()
+        except OSError as error:  # no descriptor is free, say
+            _log.warning("no receiver can connect: %s", error)
+            time.sleep(_RETRY_SECONDS)
+            return
         try:
             channel = Channel(connected)
         except OneSidedError as error:

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _ASK_SECONDS = 2.0
+# After an error that is not the socket's end.
+_RETRY_SECONDS = 0.1
 # Replicas that a trainer remembers: more than a pool of one host has.
 _MAX_PASSED = 1024
 
@@ -74,8 +76,12 @@ class TrialAnswerer:
         while not self._closed:
             try:
                 connected, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                _log.warning("no trial of one-sided reading is answered: %s", error)
+                time.sleep(_RETRY_SECONDS)
+                continue
             try:
                 self._answer(Channel(connected))
             except OneSidedError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -69,3 +71,21 @@ def join(directory: Path, store: StoreDouble) -> Iterator[Join]:
     assert [*directory.iterdir()] == []
     members.clear()
     until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds)
+
+
+@pytest.fixture
+def no_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """When listeners could not accept, for want of descriptors: for a third of a second."""
+    failed: list[float] = []
+    born = socket.socket.accept
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, object]:
+        now = time.monotonic()
+        if failed and now - failed[0] >= 0.35:
+            return born(listener)
+        failed.append(now)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    yield failed
+    assert 1 < len(failed) < 20, "it was tried again, and did not spin"

@@ -214,6 +214,14 @@ def test_settled_memory_is_written_no_more(join: Join, monkeypatch: pytest.Monke
     assert int(into.sum()) == SIZE // 4  # the piece that was under way
 
 
+@pytest.mark.usefixtures("no_descriptors")
+def test_a_sender_survives_a_time_without_descriptors(join: Join) -> None:
+    sender, (receiver,) = join(1)
+    work = receiver.broadcast(empty(), 10.0)
+    send(sender)
+    assert work.wait_until(soon())
+
+
 def test_sizes_must_agree(join: Join) -> None:
     sender, (receiver,) = join(1)
     work = receiver.broadcast(torch.zeros(5, dtype=torch.uint8), 10.0)

@@ -120,6 +120,16 @@ def test_an_answerer_survives_odd_askers(answerer: TrialAnswerer) -> None:
         answerer.close()
 
 
+@pytest.mark.usefixtures("directory", "no_descriptors")
+def test_an_answerer_survives_a_time_without_descriptors() -> None:
+    answerer = TrialAnswerer()
+    try:
+        assert why_not_readable([answerer.name]) == ""
+    finally:
+        answerer.close()
+    assert not answerer._thread.is_alive()
+
+
 def test_another_users_process_is_not_answered(
     answerer: TrialAnswerer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
