@@ -205,6 +205,9 @@ class DeviceMapping:
                 f"the sender's GPU {uuid.UUID(bytes=export.gpu)} is not visible to this process: "
                 "name it in CUDA_VISIBLE_DEVICES, after its own"
             )
+        # Before it is mapped: what fails afterwards would leave it so.
+        self._is_near = device.type == "cuda" and export.gpu == uuid_of(_index(device))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pointer = ctypes.c_void_p()
         handle = _Handle.from_buffer_copy(export.handle)
         with _on(device):
@@ -216,8 +219,6 @@ class DeviceMapping:
             )
         self._address, self._device = int(pointer.value or 0), device
         self._num_bytes = export.num_bytes
-        self._is_near = device.type == "cuda" and export.gpu == uuid_of(_index(device))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copy(
         self,
@@ -272,11 +273,15 @@ class DeviceMapping:
             raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {self._num_bytes:,}")
 
     def close(self) -> None:
-        """Unmap it."""
-        address, self._address = self._address, 0
-        if address:
+        """Unmap it; again: nothing.
+
+        Raises:
+            OneSidedError: It stays mapped.
+        """
+        if self._address:
             with _on(self._device):
-                _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+                _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
+            self._address = 0
 
 
 def copy_to(

@@ -19,7 +19,7 @@ from weft.transport.forked import close_in_children
 from weft.transport.one_sided.errors import OneSidedError
 
 #: Grows with each change that an older peer would not understand.
-VERSION: Final = 2
+VERSION: Final = 3
 #: What goes along with ``Ready`` at most: a socket holds as many as a sender has under way.
 MAX_TAIL_BYTES: Final = 16_384
 MAX_BYTES: Final = MAX_TAIL_BYTES + 256
@@ -125,9 +125,15 @@ class TryDevice:
     handle: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A receiver takes part no more. What it has mapped it may still read, until it has said
+    ``Withdrawn`` or closed its socket."""
+
+
 Message = (
     Hello | Welcome | Export | ExportDevice | Withdraw | Withdrawn | Ready | Taken
-    | Try | TryDevice | Tried
+    | Try | TryDevice | Tried | Left
 )  # fmt: skip
 
 _export_ids = itertools.count(1)
@@ -150,6 +156,7 @@ _BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
     9: (ExportDevice, struct.Struct("<QQ16s64s")),
     10: (Withdrawn, struct.Struct("<Q")),
     11: (TryDevice, struct.Struct("<Q16s64s")),
+    12: (Left, struct.Struct("<")),
 }
 _KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
 

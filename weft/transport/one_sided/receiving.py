@@ -22,6 +22,7 @@ from weft.transport.one_sided.messages import (
     Export,
     ExportDevice,
     Hello,
+    Left,
     Message,
     Ready,
     Taken,
@@ -42,6 +43,9 @@ _CONNECT_SECONDS = 10.0
 _WELCOME_SECONDS = 30.0
 # What is lent is read by kernels of a GPU, which end.
 _RETURN_SECONDS = 60.0
+# Channels of groups that are over whose memory is mapped here still: they close when it is not,
+# or with the process. Referenced, because they close with their last reference, too.
+_KEPT: set[Channel] = set()
 
 
 class Receiving:
@@ -60,7 +64,8 @@ class Receiving:
         self._channel: Channel | None = None
         #: How often each buffer of the sender's is lent at the moment.
         self._lent: Counter[int] = Counter()
-        self._returned = threading.Condition()  # guards it
+        self._returned = threading.Condition()  # guards it, and what is mapped once it has left
+        self._has_left = False
         #: Held while a piece is copied.
         self._copying = threading.Lock()
         self._mapped: dict[int, Mapping | DeviceMapping] = {}
@@ -123,10 +128,7 @@ class Receiving:
             work.end(self._error)
         self._wakeup.close()
         if channel is not None:
-            try:
-                self._unmap()
-            finally:
-                channel.close()
+            self._leave(channel)
 
     def _connect(self) -> Channel:
         self._place.announce(self._rank)
@@ -166,17 +168,34 @@ class Receiving:
                 while self._ready and self._posted:
                     self._take(channel, self._ready.popleft())
 
-    def _unmap(self) -> None:
+    def _leave(self, channel: Channel) -> None:
+        """Let the sender know at once that this rank is gone, and by the channel's end that it
+        may free its memory."""
+        with contextlib.suppress(OneSidedError):
+            channel.send(Left())
         with self._returned:
-            if not self._returned.wait_for(lambda: not self._lent.total(), _RETURN_SECONDS):
-                _log.error("a sender's memory stays mapped: it is still read")
-                return
-        for mapped in self._mapped.values():
+            self._returned.wait_for(lambda: not self._lent.total(), _RETURN_SECONDS)
+            self._has_left = True
+            self._unmap(channel)
+
+    def _unmap(self, channel: Channel) -> None:
+        """Close the channel once nothing is mapped any more; called with ``_returned`` held, by
+        the thread, and by who gives back what was lent for longer."""
+        _KEPT.discard(channel)
+        if self._lent.total():
+            _log.error("a sender's memory stays mapped: it is still read")
+            _KEPT.add(channel)
+            return
+        for export_id, mapped in [*self._mapped.items()]:
             try:
                 mapped.close()
             except OneSidedError as error:
-                _log.warning("a sender's memory stays mapped: %s", error)
-        self._mapped.clear()
+                _log.error("a sender's memory stays mapped: %s", error)
+                _KEPT.add(channel)
+            else:
+                del self._mapped[export_id]
+        if not self._mapped:
+            channel.close()
 
     def _map(self, export: Export | ExportDevice, fd: int | None) -> Mapping | DeviceMapping:
         if isinstance(export, ExportDevice):
@@ -195,8 +214,9 @@ class Receiving:
             elif isinstance(message, Withdraw):
                 if self._lent[message.export_id]:
                     raise OneSidedError(f"the sender frees buffer {message.export_id}, being read")
-                if (mapped := self._mapped.pop(message.export_id, None)) is not None:
+                if (mapped := self._mapped.get(message.export_id)) is not None:
                     mapped.close()
+                    del self._mapped[message.export_id]
                 channel.send(Withdrawn(message.export_id))
             elif isinstance(message, Ready) and len(self._ready) < _MAX_READY:
                 self._ready.append(message)
@@ -244,7 +264,7 @@ class Receiving:
         with self._returned:
             self._lent[ready.export_id] += 1
         if not work.lend(content, partial(self._take_back, channel, ready)):
-            self._forget_lent(ready)
+            self._forget_lent(channel, ready)
         with self._lock:
             self._posted.popleft()
         work.end()
@@ -256,12 +276,14 @@ class Receiving:
                 raise OneSidedError("the sender left while its memory was read")
             channel.send(Taken(ready.sequence))
         finally:
-            self._forget_lent(ready)
+            self._forget_lent(channel, ready)
 
-    def _forget_lent(self, ready: Ready) -> None:
+    def _forget_lent(self, channel: Channel, ready: Ready) -> None:
         with self._returned:
             self._lent[ready.export_id] -= 1
             self._returned.notify_all()
+            if self._has_left and not self._lent.total():
+                self._unmap(channel)
 
 
 def _tail(ready: Ready, wanted: int, mapped: Mapping | DeviceMapping) -> bytes | None:

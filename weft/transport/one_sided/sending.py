@@ -22,6 +22,7 @@ from weft.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     Channel,
     Hello,
+    Left,
     Message,
     Ready,
     Taken,
@@ -264,6 +265,8 @@ class Sending:
             raise OneSidedError(f"rank {member.rank} is gone: {error}") from error
         if fd is not None:
             os.close(fd)
+        if isinstance(message, Left):
+            raise OneSidedError(f"rank {member.rank} is gone: it has left the group")
         with self._lock:
             if isinstance(message, Withdrawn):
                 member.mapped.pop(message.export_id, None)

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from weft.contract.errors import CapacityError
-from weft.transport.one_sided import device_memory
+from weft.transport.arrived import BucketOptions
+from weft.transport.one_sided import device_memory, receiving
 from weft.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import ExportDevice
 from weft.transport.one_sided.receiving import Receiving
 from weft.transport.one_sided.sending import Sending
 from weft.transport.one_sided.trial import TrialAnswerer, why_not_readable
+from weft.transport.one_sided.works import OneSidedWork
 
 CPU = torch.device("cpu")
 SIZE = 2**20
@@ -91,6 +94,94 @@ def test_so_it_is_where_either_leaves_first(
     wait(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
+
+
+def lend(sender: Sending, receiver: Receiving) -> OneSidedWork:
+    """A bucket that is read where it lies; the sender's buffer is gone by then, but for the
+    group."""
+    deadline = time.monotonic() + 10.0
+    work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
+    sent = sender.broadcast(allocate(SIZE, CPU).fill_(1), 10.0)
+    assert work.wait_until(deadline)
+    assert work.arrived.lent is not None
+    assert not sent.done
+    return work
+
+
+class _Near:
+    """A mapping whose memory is lent to who receives on the CPU, as a GPU's is on that GPU."""
+
+    def __new__(cls, export: ExportDevice, device: torch.device) -> Any:
+        return DeviceMapping(export, device)
+
+
+@pytest.fixture
+def lent_by_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMapping, "lent", lambda mapping, first, num: empty()[:num])
+    monkeypatch.setattr(receiving, "DeviceMapping", _Near)
+
+
+@pytest.mark.usefixtures("lent_by_double")
+@pytest.mark.parametrize("leaves", ["sender", "receiver"])
+def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
+    join: Join, cudart: CudartDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    monkeypatch.setattr(receiving, "_RETURN_SECONDS", 0.05)
+    sender, (receiver,) = join(1)
+    work = lend(sender, receiver)
+    (sender if leaves == "sender" else receiver).abort()
+    wait(lambda: not receiver._thread.is_alive())
+    wait(lambda: sender._error)  # also where the receiver has left: it is told at once
+    time.sleep(0.05)
+    assert len(cudart.mapped) == 1
+    assert len(cudart.allocated) == 1
+    with pytest.raises(OneSidedError, match="left while its memory was read"):
+        work.give_back()
+    wait(lambda: not cudart.allocated)
+    assert not cudart.mapped
+    assert not cudart.freed_while_mapped
+    assert not receiving._KEPT
+
+
+@pytest.mark.usefixtures("lent_by_double")
+def test_a_receiver_that_leaves_while_it_reads_is_an_error_at_once(
+    join: Join, cudart: CudartDouble, wait: Wait
+) -> None:
+    sender, (receiver,) = join(1)
+    work = lend(sender, receiver)
+    receiver.abort()
+    wait(lambda: sender._error)
+    assert "rank 1 is gone: it has left the group" in sender._error
+    assert cudart.allocated
+    with pytest.raises(OneSidedError):
+        work.give_back()
+
+
+@pytest.mark.parametrize("when", ["withdrawn", "left"])
+def test_what_cuda_does_not_unmap_is_not_freed(
+    join: Join, cudart: CudartDouble, wait: Wait, when: str
+) -> None:
+    """The process's end closes the channel; here the test does."""
+    sender, receivers = join(1)
+    push(sender, receivers, allocate(SIZE, CPU).fill_(1))
+    cudart.errors = {"cudaIpcCloseMemHandle": 400}
+    if when == "withdrawn":
+        sender.broadcast(allocate(SIZE, CPU).fill_(2), 10.0)
+        wait(lambda: sender._error)
+        assert "rank 1 is gone" in sender._error
+    else:
+        receivers[0].abort()
+    wait(lambda: not receivers[0]._thread.is_alive())
+    wait(lambda: sender._error)
+    time.sleep(0.05)
+    assert sender._thread.is_alive()
+    assert len(cudart.mapped) == 1
+    assert not cudart.freed_while_mapped
+    assert set(cudart.mapped) <= set(cudart.allocated)
+    (channel,) = receiving._KEPT
+    receiving._KEPT.clear()
+    channel.close()
+    wait(lambda: not sender._thread.is_alive())
 
 
 def test_a_block_is_whole_pages_of_the_device(cudart: CudartDouble) -> None:

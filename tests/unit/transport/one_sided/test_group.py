@@ -580,5 +580,7 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait)
     wait(lambda: receiver._error)
     assert "being read" in receiver._error
     assert receiver._mapped
-    work.give_back()
+    wait(lambda: sender._error)  # it was told, and may write there from now on
+    with pytest.raises(OneSidedError, match="left while its memory was read"):
+        work.give_back()
     wait(lambda: not receiver._mapped)

@@ -21,6 +21,7 @@ from weft.transport.one_sided.messages import (
     Export,
     ExportDevice,
     Hello,
+    Left,
     Ready,
     Taken,
     Tried,
@@ -149,7 +150,7 @@ def test_another_users_process_is_not_answered(
     [
         Hello(3, b"a" * 32), Welcome(b"b" * 32), Export(1, 2**40), Withdraw(7),
         Ready(1, 2, 3, 4), Ready(1, 2, 3, 40_000, b"t" * MAX_TAIL_BYTES), Taken(2**63), Try(32),
-        Tried(b"c" * 32), Withdrawn(7),
+        Tried(b"c" * 32), Withdrawn(7), Left(),
         ExportDevice(1, 2**40, b"u" * 16, b"h" * 64), TryDevice(32, b"u" * 16, b"h" * 64),
     ],
 )  # fmt: skip
