@@ -20,6 +20,7 @@ from typing import Final
 
 from weft.transport.forked import close_in_children
 from weft.transport.one_sided.errors import OneSidedError
+from weft.transport.unix_connect import connect_unix
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.
 DIRECTORY_VARIABLE: Final = "WEFT_ONE_SIDED_DIR"
@@ -33,8 +34,6 @@ _STARTING: Final = "."
 _OWN_NAME: Final = re.compile(r"\.?[0-9a-f]{32}")
 _SWEPT_SECONDS: Final = 60.0
 _MAX_SWEPT: Final = 256
-# Between two attempts to connect to who has not accepted yet.
-_RETRY_SECONDS: Final = 0.005
 
 
 def directory() -> Path:
@@ -108,20 +107,9 @@ def connect(name: str, timeout_seconds: float) -> socket.socket:
     folder = directory()
     if len(name) != _NAME_CHARS or not name.isalnum():
         raise OneSidedError(f"{name[:40]!r} is no socket's name")
-    deadline = time.monotonic() + timeout_seconds
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connected.settimeout(timeout_seconds)
-        while True:
-            try:
-                connected.connect(os.fspath(folder / name))
-            except BlockingIOError:  # its backlog is full, which the kernel waits for only without
-                # a timeout
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_RETRY_SECONDS)
-            else:
-                return connected
+        connect_unix(connected, os.fspath(folder / name), timeout_seconds)
     except BlockingIOError as error:
         connected.close()
         raise OneSidedError(
@@ -131,6 +119,7 @@ def connect(name: str, timeout_seconds: float) -> socket.socket:
     except OSError as error:
         connected.close()
         raise OneSidedError(f"the peer has no socket in {folder}: {error.strerror}") from error
+    return connected
 
 
 def unlink(name: str) -> None:
