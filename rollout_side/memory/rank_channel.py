@@ -1,140 +1,201 @@
-"""What the ranks of a replica say to each other about a base that is loaded in place.
+"""A channel between two ranks of a replica, of whom each has shown that it knows the replica's
+secret.
 
-Over a Unix socket between processes of one user; that it is so is asked of the kernel.
+It is a Unix socket in the abstract namespace, which every process of this network namespace can
+list, and connect to: in a container with the host's network, or of the same user, also those that
+are none of ours. So nothing that a process says is read as a message before it has shown what
+only the ranks can know; and the name says nothing of that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
+import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+import time
+import weakref
+from typing import Final, TypeVar
 
-from rollout_side.memory.segment import SegmentRef
-from weft.contract.errors import PeerUnavailableError, WeftError, error_from_reason
-from weft.contract.layout.manifest import Manifest
+from rollout_side.memory.rank_messages import HEAD, Failed, Message, pack, read_head, unpack
+from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.transport.forked import close_in_children
+from weft.transport.unix_connect import connect_unix
 
-_CREDENTIALS = struct.Struct("3i")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """First, from a rank: what it loads."""
-
-    transfer_id: str
-    rank: int
+_CREDENTIALS: Final = struct.Struct("3i")
+_PROOF_BYTES: Final = 32
+# What has begun to come, or to be taken, is through after so long; a manifest is the longest.
+_MESSAGE_SECONDS: Final = 30.0
+_KEPT_BYTES: Final = 2**20
+_M = TypeVar("_M")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The answer."""
-
-    manifest: Manifest
+def address_of(secret: str) -> str:
+    """The address of the receiving rank's socket: no file that could be left over."""
+    return f"\0weft-handoff-{_derived(secret, 'name').hex()[:32]}"
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Where the next buckets lie; those of before are not used again."""
-
-    refs: Sequence[SegmentRef]
+def _derived(secret: str, what: str) -> bytes:
+    """From which nobody learns the secret, or what else is derived of it."""
+    return hmac.digest(secret.encode(), what.encode(), hashlib.sha256)
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A bucket that may be read until ``Loaded``."""
+def connect_channel(secret: str, timeout_seconds: float) -> Channel:
+    """A channel to the receiving rank; blocks so long at most.
 
-    number: int
-    """Of its buffer."""
-    digests: Sequence[int]
+    Args:
+        secret: Of the replica's ranks.
+
+    Raises:
+        PeerUnavailableError: Nobody listens, or no rank of this replica.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connect_unix(connected, address_of(secret), timeout_seconds)
+        _check_user(connected)
+        connected.sendall(_derived(secret, "rank"))
+        _check_proof(connected, _derived(secret, "receiving rank"), deadline)
+    except OSError as error:
+        connected.close()
+        raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
+    except BaseException:
+        connected.close()
+        raise
+    return Channel(connected)
 
 
-@dataclass(frozen=True)
-class Working:
-    """From a rank: it loads."""
+def accept_channel(connected: socket.socket, secret: str, timeout_seconds: float) -> Channel:
+    """The other end of it, at the receiving rank; blocks so long at most.
+
+    Args:
+        connected: Owned from now on; closed, without a word, if that is no rank.
+
+    Raises:
+        PeerUnavailableError: It is none.
+    """
+    try:
+        _check_user(connected)
+        _check_proof(connected, _derived(secret, "rank"), time.monotonic() + timeout_seconds)
+        connected.sendall(_derived(secret, "receiving rank"))
+    except OSError as error:
+        connected.close()
+        raise PeerUnavailableError(f"who has connected is no rank of this replica: {error}") from (
+            error
+        )
+    except BaseException:
+        connected.close()
+        raise
+    return Channel(connected)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """From a rank: it is done with the bucket."""
+def _check_user(connected: socket.socket) -> None:
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid != os.geteuid():
+        raise PeerUnavailableError(f"process {pid} of uid {uid} is no rank of this replica")
 
 
-@dataclass(frozen=True)
-class Complete:
-    """From a rank, last: its loader has done with all."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """From either side, last. Whether weights are mixed each rank says for itself."""
-
-    reason: str
-    message: str
-
-    def error(self) -> WeftError:
-        """What the other side raised."""
-        return error_from_reason(self.reason, self.message, {})
+def _check_proof(connected: socket.socket, expected: bytes, deadline: float) -> None:
+    shown = b""
+    while len(shown) < _PROOF_BYTES:
+        connected.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (part := connected.recv(_PROOF_BYTES - len(shown))):
+            break
+        shown += part
+    if not hmac.compare_digest(shown, expected):
+        raise PeerUnavailableError("a process without the replica's secret is no rank of it")
 
 
 class Channel:
-    """Messages over a connected socket of this user's, from one thread; ``fail`` and ``shut``
-    from any.
+    """Messages over a connected socket, from one thread; ``fail`` and ``shut`` from any.
 
-    Raises:
-        PeerUnavailableError: The other process is another user's.
+    Args:
+        connected: Both ends of it have shown who they are; owned from now on.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._lock = threading.Lock()
-        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid != os.geteuid():
-            connected.close()
-            raise PeerUnavailableError(f"process {pid} of uid {uid} is no rank of this replica")
-        connected.settimeout(None)
-        self._pipe = Connection(connected.detach())
+        close_in_children(connected)
+        connected.settimeout(_MESSAGE_SECONDS)
+        self._socket = connected
+        # Of one that ``fail`` has ended beside a thread that uses it, with its last reference.
+        weakref.finalize(self, connected.close).atexit = False
 
-    def send(self, message: object) -> None:
-        """As ``receive`` raises, if the other side has gone."""
-        try:
-            with self._lock:
-                self._pipe.send(message)
-        except OSError:
-            while True:  # what it said before it went
-                self.receive()
-
-    def poll(self, timeout_seconds: float) -> bool:
-        """Whether ``receive`` would not block; waits so long for it."""
-        return self._pipe.poll(timeout_seconds)
-
-    def receive(self) -> Any:
-        """Blocks.
+    def send(self, message: Message) -> None:
+        """As ``receive`` raises, if the other side has gone.
 
         Raises:
-            EOFError, OSError: The other side has gone, or ``shut`` was called.
-            WeftError: It has failed: why.
+            PeerUnavailableError: It reads nothing.
         """
-        message = self._pipe.recv()
+        try:
+            with self._lock:
+                self._socket.sendall(pack(message))
+        except TimeoutError as error:
+            self.shut()
+            raise PeerUnavailableError(f"another rank does not read: {error}") from error
+        except OSError:
+            while True:  # what it said before it went
+                self._receive()
+
+    def poll(self, timeout_seconds: float | None) -> bool:
+        """Whether ``receive`` would find the beginning of a message, or the end; waits so long
+        for it, or until it is so."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(None if timeout_seconds is None else timeout_seconds * 1e3))
+
+    def receive(self, *kinds: type[_M]) -> _M:
+        """Block for a message of these kinds: until it comes, or the other side is gone.
+
+        Raises:
+            EOFError, OSError: The other side has gone, or has said half a message; or ``shut``
+                was called.
+            WeftError: It has failed: why.
+            PeerUnavailableError: What has come is no message, or another.
+        """
+        message = self._receive()
+        if isinstance(message, kinds):
+            return message
+        raise PeerUnavailableError(f"another rank has said {type(message).__name__} out of turn")
+
+    def _receive(self) -> Message:
+        self.poll(None)
+        deadline = time.monotonic() + _MESSAGE_SECONDS
+        number, num_bytes = read_head(self._read(HEAD.size, deadline))
+        message = unpack(number, self._read(num_bytes, deadline))
         if isinstance(message, Failed):
             raise message.error()
         return message
 
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        # Grows with what comes: memory is not taken for what is only announced.
+        content = bytearray()
+        while len(content) < num_bytes:
+            if time.monotonic() > deadline:
+                raise TimeoutError("half a message has come")
+            part = self._socket.recv(min(num_bytes - len(content), _KEPT_BYTES))
+            if not part:
+                raise EOFError("the other rank has closed its socket")
+            content += part
+        return bytes(content)
+
     def fail(self, error: WeftError) -> None:
         """Say why this side has ended, and end; the other side may be gone."""
         with contextlib.suppress(OSError), self._lock:
-            self._pipe.send(Failed(error.reason, error.message))
+            self._socket.sendall(pack(Failed(error.reason, error.message)))
         self.shut()
 
     def shut(self) -> None:
         """End both directions; who waits here or there learns it."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End it, where no other thread uses it."""
         self.shut()
-        self._pipe.close()
+        self._socket.close()

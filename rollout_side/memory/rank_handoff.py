@@ -3,7 +3,6 @@
 The receiving rank listens on a Unix socket; each other rank connects once a transfer, is told
 where the buckets lie, maps them, and says when it is done with each. A bucket's memory is
 received into again once all ranks are; a rank that fails, or goes, ends the load of all.
-Messages travel between processes of one user alone, as what is staged does.
 """
 
 from __future__ import annotations
@@ -15,18 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from rollout_side.memory.handoff import HandoffQueue, copy_error, synchronize
 from rollout_side.memory.rank_channel import (
+    Channel,
+    accept_channel,
+    address_of,
+    connect_channel,
+)
+from rollout_side.memory.rank_messages import (
     Arrived,
     Buffers,
-    Channel,
     Complete,
     Layout,
     Loaded,
+    Message,
     Wanted,
     Working,
 )
@@ -36,20 +41,18 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 from weft.transport.buckets import in_manifest_order
 from weft.transport.digests.wsum64 import content_digest
+from weft.transport.forked import close_in_children
 from weft.transport.speaking import SPEAK_SECONDS
 
+_M = TypeVar("_M")
 _log = logging.getLogger(__name__)
 
-# A rank that has connected says at once what it wants.
+# A rank that has connected shows at once who it is, and says what it wants. Until it has there may
+# be so many: each has a thread.
 _HELLO_SECONDS = 10.0
-_BACKLOG = 64
+_MAX_STRANGERS = 64
 # After an error that is not the socket's end.
 _RETRY_SECONDS = 0.1
-
-
-def _address(name: str) -> str:
-    """In the abstract namespace: there is no file that could be left over."""
-    return f"\0weft-handoff-{name}"
 
 
 # -- the receiving rank --------------------------------------------------------------
@@ -59,15 +62,17 @@ class RankServer:
     """Gives the buckets of hand-off queues to the replica's other ranks, on threads of its own.
 
     Args:
-        name: Of the socket; nobody else's.
+        secret: What the replica's ranks know, and nobody else.
         find: The hand-off queue of a transfer that is loaded in place.
     """
 
-    def __init__(self, name: str, find: Callable[[str], HandoffQueue | None]) -> None:
-        self._find, self._is_closed = find, False
+    def __init__(self, secret: str, find: Callable[[str], HandoffQueue | None]) -> None:
+        self._secret, self._find, self._is_closed = secret, find, False
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(_address(name))
-        self._listener.listen(_BACKLOG)
+        close_in_children(self._listener)
+        self._listener.bind(address_of(secret))
+        self._listener.listen(socket.SOMAXCONN)
         threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
 
     def close(self) -> None:
@@ -87,21 +92,30 @@ class RankServer:
                 _log.warning("no rank can connect: %s", error)
                 time.sleep(_RETRY_SECONDS)
                 continue
-            try:
-                channel = Channel(connected)
-            except WeftError as error:
-                _log.warning("%s", error)
+            if not self._strangers.acquire(blocking=False):
+                connected.close()
                 continue
             threading.Thread(
-                target=self._serve, args=(channel,), name="weft-rank", daemon=True
+                target=self._admit, args=(connected,), name="weft-rank", daemon=True
             ).start()
+
+    def _admit(self, connected: socket.socket) -> None:
+        """Serve a rank; close the connection of anybody else."""
+        try:
+            channel = accept_channel(connected, self._secret, _HELLO_SECONDS)
+        except WeftError as error:
+            _log.warning("%s", error)
+            return
+        finally:
+            self._strangers.release()
+        self._serve(channel)
 
     def _serve(self, channel: Channel) -> None:
         handoff: HandoffQueue | None = None
         try:
             if not channel.poll(_HELLO_SECONDS):
                 raise NotReadyError("a rank has connected and said nothing")
-            wanted: Wanted = channel.receive()
+            wanted = channel.receive(Wanted)
             handoff = self._find(wanted.transfer_id)
             if handoff is None:
                 raise NotReadyError(
@@ -140,14 +154,13 @@ def _give(channel: Channel, handoff: HandoffQueue, rank: int) -> None:
     handoff.complete(rank)
 
 
-def _wait_for(kind: type[object], channel: Channel, handoff: HandoffQueue) -> None:
-    """Until a rank has come so far; meanwhile what it says is passed on."""
+def _wait_for(kind: type[Loaded] | type[Complete], channel: Channel, handoff: HandoffQueue) -> None:
+    """Until a rank has come so far; meanwhile that it works is passed on."""
     while True:
         while not channel.poll(SPEAK_SECONDS):
             if (error := handoff.error) is not None:
                 raise copy_error(error)
-        message = channel.receive()
-        if isinstance(message, kind):
+        if isinstance(channel.receive(kind, Working), kind):
             return
         handoff.speak()
 
@@ -162,15 +175,15 @@ class RankHandoff:
     Connects on the loader's thread, when that first asks for something.
 
     Args:
-        name: Of the receiving rank's socket.
+        secret: As the receiving rank's ``RankServer`` has it.
         rank: This one.
         transfer_id: Whose buckets.
         version: What they are of.
     """
 
-    def __init__(self, name: str, rank: int, transfer_id: str, version: PolicyVersion) -> None:
+    def __init__(self, secret: str, rank: int, transfer_id: str, version: PolicyVersion) -> None:
         self.transfer_id, self.version = transfer_id, version
-        self._name, self._rank = name, rank
+        self._secret, self._rank = secret, rank
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._error: WeftError | None = None
@@ -183,8 +196,7 @@ class RankHandoff:
         """See ``Handoff``; blocks for it, on the loader's thread."""
         self._connect()
         self._send(Wanted(self.transfer_id, self._rank))
-        layout: Layout = self._receive()
-        return layout.manifest
+        return self._receive(Layout).manifest
 
     @property
     def content_digest(self) -> bytes:
@@ -219,14 +231,16 @@ class RankHandoff:
         """See ``Handoff``."""
         segments: list[Segment] = []
         for index, bucket in enumerate(self.manifest.buckets):
-            message = self._receive()
+            message = self._receive(Buffers, Arrived)
             if isinstance(message, Buffers):
                 segments = [ref.attach() for ref in message.refs]
-                message = self._receive()
-            arrived: Arrived = message
-            self._digests.append(arrived.digests)
+                message = self._receive(Arrived)
+            assert isinstance(message, Arrived), "it has received one or the other"
+            if message.number >= len(segments):
+                raise PeerUnavailableError(f"bucket {index} lies in a buffer that was never told")
+            self._digests.append(message.digests)
             try:
-                yield index, segments[arrived.number].data[: bucket.wire_bytes]
+                yield index, segments[message.number].data[: bucket.wire_bytes]
             finally:
                 synchronize()
             self._send(Loaded())
@@ -250,14 +264,7 @@ class RankHandoff:
         channel.close()
 
     def _connect(self) -> None:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.settimeout(_HELLO_SECONDS)
-        try:
-            connected.connect(_address(self._name))
-        except OSError as error:
-            connected.close()
-            raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
-        channel = Channel(connected)
+        channel = connect_channel(self._secret, _HELLO_SECONDS)
         with self._lock:
             if self._error is None:
                 self._channel = channel
@@ -265,17 +272,17 @@ class RankHandoff:
             channel.close()
             self._check()
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: Message) -> None:
         assert self._channel is not None, "it has connected"
         try:
             self._channel.send(message)
         except (EOFError, OSError) as error:
             raise self._ended(error) from error
 
-    def _receive(self) -> Any:
+    def _receive(self, *kinds: type[_M]) -> _M:
         assert self._channel is not None, "it has connected"
         try:
-            return self._channel.receive()
+            return self._channel.receive(*kinds)
         except (EOFError, OSError) as error:
             raise self._ended(error) from error
 

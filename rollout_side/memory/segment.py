@@ -15,7 +15,7 @@ import contextlib
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class Segment(Protocol):
 
     @property
     def ref(self) -> SegmentRef:
-        """What another process attaches it by, while this object lives; picklable. Blocks as
+        """What another process attaches it by, while this object lives. Blocks as
         ``data``."""
 
     def fill(self, source: torch.Tensor) -> None:
@@ -219,19 +219,58 @@ def _cudart() -> Any:
 # -- on an accelerator --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRef:
-    """See ``SegmentRef``: a call that maps the memory in another process."""
+    """See ``SegmentRef``: of a tensor of torch's, what CUDA's IPC has others map it by."""
 
-    rebuild: Callable[..., torch.Tensor]
-    arguments: tuple[Any, ...]
+    device: int
+    num_bytes: int
+    first_byte: int
+    """In its storage."""
+    storage_bytes: int
+    storage_offset: int
+    """Of the storage, in the allocation that ``handle`` is of."""
+    handle: bytes
+    counter_handle: bytes
+    """Shared memory in which torch counts who has it mapped."""
+    counter_offset: int
+    event_handle: bytes
+    """After which it may be read."""
+    event_sync: bool
+
+    @classmethod
+    def of(cls, data: torch.Tensor) -> DeviceRef:
+        """Of a uint8 tensor on an accelerator; torch counts one more that has it mapped."""
+        _, arguments = reductions.reduce_tensor(data)  # type: ignore[no-untyped-call]
+        (
+            _, _, _, first_byte, _, _, device, handle, storage_bytes, storage_offset, _,
+            counter_handle, counter_offset, event_handle, event_sync,
+        ) = arguments  # fmt: skip
+        return cls(
+            device=device,
+            num_bytes=data.numel(),
+            first_byte=first_byte,
+            storage_bytes=storage_bytes,
+            storage_offset=storage_offset,
+            handle=handle,
+            counter_handle=counter_handle,
+            counter_offset=counter_offset,
+            event_handle=event_handle,
+            event_sync=event_sync,
+        )
 
     def attach(self) -> Segment:
         """See ``SegmentRef``."""
         try:
-            return DeviceSegment(self.rebuild(*self.arguments), owned=False)
+            data = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+                torch.Tensor, (self.num_bytes,), (1,), self.first_byte, torch.storage.TypedStorage,
+                torch.uint8, self.device, self.handle, self.storage_bytes, self.storage_offset,
+                False, self.counter_handle, self.counter_offset, self.event_handle,
+                self.event_sync,
+            )  # fmt: skip
         except RuntimeError as error:
             raise NotReadyError(f"the staged copy cannot be mapped: {error}") from error
+        return DeviceSegment(data, owned=False)
 
 
 class DeviceSegment:
@@ -260,8 +299,7 @@ class DeviceSegment:
     @property
     def ref(self) -> SegmentRef:
         """See ``Segment``."""
-        rebuild, arguments = reductions.reduce_tensor(self.data)  # type: ignore[no-untyped-call]
-        return DeviceRef(rebuild, arguments)
+        return DeviceRef.of(self.data)
 
     def fill(self, source: torch.Tensor) -> None:
         """See ``Segment``; ordered on the calling thread's current stream."""

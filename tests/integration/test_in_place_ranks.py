@@ -44,8 +44,8 @@ class TwoRanks(EngineDouble):
     def __init__(self, base: dict[str, torch.Tensor]) -> None:
         super().__init__(base, in_place=True, loads_in_place=False)
         self.store.num_ranks = 2
-        self.name = secrets.token_hex(8)
-        self.ranks = RankServer(self.name, self.store.handoff.of)
+        self.secret = secrets.token_hex(8)
+        self.ranks = RankServer(self.secret, self.store.handoff.of)
         self.other = OtherRank(dict(base))
         self.other_load: InPlaceLoad | None = None
 
@@ -55,7 +55,7 @@ class TwoRanks(EngineDouble):
         former = self.load
         await super().load_in_place(transfer_id, version, timeout_seconds)
         if self.load is not former:
-            handoff = RankHandoff(self.name, 1, transfer_id, version)
+            handoff = RankHandoff(self.secret, 1, transfer_id, version)
             self.other_load = InPlaceLoad(handoff, self.other.load)
 
 

@@ -300,7 +300,7 @@ def _open_config(
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),
         "holdings_path": holdings.path,
-        "ranks_name": secrets.token_hex(16),
+        "ranks_secret": secrets.token_hex(32),
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
         "spill": asdict(spill) if spill else None,

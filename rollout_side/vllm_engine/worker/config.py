@@ -32,8 +32,9 @@ class OpenConfig:
     """The process that the engine belongs to and ends with."""
     holdings_path: str
     """Where that process reads what the receiving rank holds: ``HoldingsPage.path``."""
-    ranks_name: str
-    """What the receiving rank's socket for the others is named by, where they load in place."""
+    ranks_secret: str
+    """By which the replica's ranks find the receiving one, and know each other, where they load
+    in place."""
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""

@@ -179,7 +179,7 @@ class WeftWorker:
         handoff: Handoff | None = state.store.handoff.of(transfer_id)
         if not receives:
             parsed = PolicyVersion.parse(version)
-            handoff = RankHandoff(state.ranks_name, self.rank, transfer_id, parsed)
+            handoff = RankHandoff(state.ranks_secret, self.rank, transfer_id, parsed)
         if handoff is None:
             raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
         state.load = InPlaceLoad(handoff, loader(self, state))

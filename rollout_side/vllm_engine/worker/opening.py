@@ -50,7 +50,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         memory=memory,
         num_ranks=worker.parallel_config.world_size,
     )
-    state = WorkerState(store, reference, settings.ranks_name)
+    state = WorkerState(store, reference, settings.ranks_secret)
     warm()
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:
@@ -78,7 +78,7 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
     state.receiver = receiver_factory(store, state.tracer)
     state.cloner = Cloner(store)
     if store.memory.in_place and store.num_ranks > 1:
-        state.ranks = RankServer(settings.ranks_name, store.handoff.of)
+        state.ranks = RankServer(settings.ranks_secret, store.handoff.of)
     if ONE_SIDED in backends:
         state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
     if settings.spill is not None:

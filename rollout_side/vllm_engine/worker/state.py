@@ -45,8 +45,8 @@ class WorkerState:
 
     store: WorkerStore
     reference: Reference
-    ranks_name: str = ""
-    """``OpenConfig.ranks_name``."""
+    ranks_secret: str = ""
+    """``OpenConfig.ranks_secret``."""
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
     """Sends clones, on the receiving rank, which holds every copy."""

@@ -4,24 +4,27 @@ are done, and every way to end. Each rank but the receiving one maps the buckets
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 
-from rollout_side.memory import rank_channel, rank_handoff
-from rollout_side.memory.handoff import Handoff, HandoffQueue
-from rollout_side.memory.rank_handoff import RankHandoff, RankServer
+from rollout_side.memory import rank_handoff
+from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.rank_handoff import RankHandoff
 from rollout_side.receive.in_place import InPlaceLoad
-from rollout_side.receive.in_place_buffers import InPlaceBuffers
-from tests.doubles.wire import seal_wire
+from tests.unit.rollout.memory.ranks import (
+    BASE,
+    COUNT,
+    MANIFEST,
+    WAIT_SECONDS,
+    Loader,
+    Replica,
+    in_thread,
+    nothing,
+    soon,
+)
 from weft.contract.errors import (
     LoadFailedError,
     NotReadyError,
@@ -30,98 +33,6 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import whole_parts
-from weft.transport.digests.wsum64 import part_digests
-from weft.transport.group import CPU
-
-MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
-COUNT = len(MANIFEST.buckets)
-BASE = PolicyVersion("base", 1)
-WAIT_SECONDS = 20.0
-NONCE = 7
-
-
-def nothing() -> None:
-    """A side group that goes on."""
-
-
-class Replica:
-    """The receiving rank's ends, and loaders of as many ranks as are asked for."""
-
-    def __init__(self, num_ranks: int = 2, seconds: float = WAIT_SECONDS) -> None:
-        self.name = secrets.token_hex(8)
-        deadline = time.monotonic() + seconds
-        self.queue = HandoffQueue("t", BASE, MANIFEST, deadline, num_ranks)
-        self.server = RankServer(self.name, lambda name: self.queue if name == "t" else None)
-        self.buffers = self.group()
-
-    def group(self) -> InPlaceBuffers:
-        """What a side group receives in: fewer buffers than buckets."""
-        return InPlaceBuffers(self.queue, CPU, 2, nothing)
-
-    def land(self, index: int) -> None:
-        """A bucket arrives, once there is room for it."""
-        self.buffers.make_room(index, wait=True)
-        size = MANIFEST.buckets[index].payload_bytes
-        wire = self.buffers.wire(index)
-        wire[:size].fill_(index + 1)
-        digests = part_digests(wire[:size], whole_parts(MANIFEST, index))
-        seal_wire(wire, size, NONCE, index, digests)
-        self.buffers.accept(index, NONCE)()
-
-    def rank(self, rank: int = 1, transfer_id: str = "t") -> RankHandoff:
-        return RankHandoff(self.name, rank, transfer_id, BASE)
-
-
-@pytest.fixture
-def replica() -> Iterator[Replica]:
-    made = Replica()
-    yield made
-    made.queue.fail(TransferAbortedError("the test has ended"))
-    made.server.close()
-
-
-class Loader:
-    """Loads as Weft's do, and notes what it saw; waits before a bucket for ``gate``."""
-
-    def __init__(self, stop_at: int = COUNT, error: Exception | None = None) -> None:
-        self.seen: list[int] = []
-        self.gate = threading.Event()
-        self._stop_at, self._error = stop_at, error
-
-    def __call__(self, handoff: Handoff) -> None:
-        try:
-            assert handoff.manifest.layout_digest == MANIFEST.layout_digest
-            for index, wire in handoff.buckets():
-                if index == self._stop_at:
-                    if self._error is not None:
-                        raise self._error
-                    assert self.gate.wait(WAIT_SECONDS)
-                size = MANIFEST.buckets[index].payload_bytes
-                assert (wire[:size] == index + 1).all()
-                handoff.speak()
-                self.seen.append(index)
-        except WeftError as error:
-            if not handoff.is_begun:
-                raise
-            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future
-
-
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_every_rank_loads_every_bucket_and_one_digest_is_true_for_all() -> None:
@@ -282,23 +193,6 @@ def test_a_rank_that_was_ended_before_it_began_asks_for_nothing(replica: Replica
 def test_nobody_listens() -> None:
     with pytest.raises(PeerUnavailableError, match="cannot be reached"):
         _ = RankHandoff("none", 1, "t", BASE).manifest
-
-
-def test_another_user_is_sent_away(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(PeerUnavailableError, match="no rank of this replica"):
-        _ = replica.rank().manifest
-
-
-def test_one_that_says_nothing_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.05)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect(rank_handoff._address(replica.name))
-        channel = rank_channel.Channel(silent)
-        with pytest.raises(NotReadyError, match="said nothing"):
-            channel.receive()
-        channel.close()
-    assert replica.queue.error is None
 
 
 def test_a_rank_that_works_is_heard(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:

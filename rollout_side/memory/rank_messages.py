@@ -1,0 +1,306 @@
+"""What the ranks of a replica say to each other about a base that is loaded in place.
+
+Each message is a head (``WEFR``, version, kind, length) and fields, little-endian; a manifest
+travels as the protos have it. Nothing in them is executed, and each kind has a largest size.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
+from weft.contract.errors import PeerUnavailableError, WeftError, error_from_reason
+from weft.contract.layout.manifest import MAX_TENSORS, Manifest
+from weft.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
+from weft.v1 import types_pb2
+
+#: Grows with each change that another rank would not understand: ranks are of one release.
+VERSION: Final = 1
+_MAGIC: Final = b"WEFR"
+HEAD: Final = struct.Struct("<4sHHQ")
+# Of texts, in bytes; a longer one is cut.
+_MAX_ID, _MAX_REASON, _MAX_TEXT = 1_024, 256, 65_536
+# Buffers of one side group, and the bytes that say where one of them is.
+_MAX_REFS, _MAX_REF = 256, 4_096
+_DIGEST_BYTES = 8
+# A million tensors of 128 characters each, and what is said of them beside.
+_MAX_LAYOUT = 2**29
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """First, from a rank: what it loads."""
+
+    transfer_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The answer."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where the next buckets lie; those of before are not used again."""
+
+    refs: Sequence[SegmentRef]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A bucket that may be read until ``Loaded``."""
+
+    number: int
+    """Of its buffer."""
+    digests: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Working:
+    """From a rank: it loads."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """From a rank: it is done with the bucket."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """From a rank, last: its loader has done with all."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """From either side, last. Whether weights are mixed each rank says for itself."""
+
+    reason: str
+    message: str
+
+    def error(self) -> WeftError:
+        """What the other side raised."""
+        return error_from_reason(self.reason, self.message, {})
+
+
+Message = Wanted | Layout | Buffers | Arrived | Working | Loaded | Complete | Failed
+
+
+def pack(message: Message) -> bytes:
+    """A message as it travels."""
+    number = _NUMBERS[type(message)]
+    body = _KINDS[number].pack(message)
+    return HEAD.pack(_MAGIC, VERSION, number, len(body)) + body
+
+
+def read_head(head: bytes) -> tuple[int, int]:
+    """The kind of the message that follows, and how many bytes of it do.
+
+    Raises:
+        PeerUnavailableError: It is none of this version, or longer than its kind may be.
+    """
+    magic, version, number, num_bytes = HEAD.unpack(head)
+    if (magic, version) != (_MAGIC, VERSION) or number not in _KINDS:
+        raise PeerUnavailableError("what another rank has said is no message between ranks")
+    if num_bytes > _KINDS[number].max_bytes:
+        name = _KINDS[number].message.__name__
+        raise PeerUnavailableError(f"another rank says {name} of {num_bytes:,} bytes")
+    return number, num_bytes
+
+
+def unpack(number: int, body: bytes) -> Message:
+    """The message of a kind that ``read_head`` has told.
+
+    Raises:
+        PeerUnavailableError: The bytes are none.
+        InvalidManifestError, CapacityError: A manifest that cannot be right.
+    """
+    kind = _KINDS[number]
+    reader = _Reader(body)
+    try:
+        message = kind.unpack(reader)
+        reader.end()
+    except (struct.error, ValueError, DecodeError) as error:
+        name = kind.message.__name__
+        raise PeerUnavailableError(f"another rank says {name}, garbled: {error}") from error
+    return message
+
+
+class _Reader:
+    """Takes a body apart."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self._at = memoryview(body), 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._body) - self._at
+
+    def fields(self, form: struct.Struct) -> tuple[int, ...]:
+        found: tuple[int, ...] = form.unpack_from(self._body, self._at)
+        self._at += form.size
+        return found
+
+    def take(self, num_bytes: int) -> bytes:
+        if num_bytes > self.num_left:
+            raise ValueError("it ends too early")
+        self._at += num_bytes
+        return bytes(self._body[self._at - num_bytes : self._at])
+
+    def string(self) -> bytes:
+        """As ``_string`` makes it."""
+        (num_bytes,) = self.fields(_LENGTH)
+        return self.take(num_bytes)
+
+    def end(self) -> None:
+        if self.num_left:
+            raise ValueError(f"{self.num_left:,} bytes too many")
+
+
+_LENGTH = struct.Struct("<I")
+_NUMBER = struct.Struct("<I")
+_WHERE = struct.Struct("<B")
+_HOST = struct.Struct("<IIQ")
+_DEVICE = struct.Struct("<IQQQQQ?")
+_ON_HOST, _ON_DEVICE = 0, 1
+
+
+def _string(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
+
+
+def _text(text: str, max_bytes: int) -> bytes:
+    return text.encode("utf-8", "replace")[:max_bytes]
+
+
+def _pack_wanted(message: Wanted) -> bytes:
+    return _NUMBER.pack(message.rank) + _text(message.transfer_id, _MAX_ID)
+
+
+def _unpack_wanted(reader: _Reader) -> Wanted:
+    (rank,) = reader.fields(_NUMBER)
+    return Wanted(reader.take(reader.num_left).decode(), rank)
+
+
+def _pack_layout(message: Layout) -> bytes:
+    chunks = manifest_to_chunks(message.manifest)
+    return b"".join(_string(chunk.SerializeToString()) for chunk in chunks)
+
+
+def _unpack_layout(reader: _Reader) -> Layout:
+    return Layout(manifest_from_chunks(_chunks(reader)))
+
+
+def _chunks(reader: _Reader) -> Iterator[types_pb2.ManifestChunk]:
+    while reader.num_left:
+        yield types_pb2.ManifestChunk.FromString(reader.string())
+
+
+def _pack_buffers(message: Buffers) -> bytes:
+    return b"".join(map(_pack_ref, message.refs))
+
+
+def _unpack_buffers(reader: _Reader) -> Buffers:
+    refs: list[SegmentRef] = []
+    while reader.num_left:
+        refs.append(_unpack_ref(reader))
+        if len(refs) > _MAX_REFS:
+            raise ValueError(f"more than {_MAX_REFS} buffers")
+    return Buffers(refs)
+
+
+def _pack_ref(ref: SegmentRef) -> bytes:
+    if isinstance(ref, HostRef):
+        return _WHERE.pack(_ON_HOST) + _HOST.pack(ref.pid, ref.fd, ref.num_bytes)
+    assert isinstance(ref, DeviceRef)
+    return (
+        _WHERE.pack(_ON_DEVICE)
+        + _DEVICE.pack(
+            ref.device, ref.num_bytes, ref.first_byte, ref.storage_bytes, ref.storage_offset,
+            ref.counter_offset, ref.event_sync,
+        )
+        + b"".join(map(_string, (ref.handle, ref.counter_handle, ref.event_handle)))
+    )  # fmt: skip
+
+
+def _unpack_ref(reader: _Reader) -> SegmentRef:
+    (where,) = reader.fields(_WHERE)
+    if where == _ON_HOST:
+        return HostRef(*reader.fields(_HOST))
+    if where != _ON_DEVICE:
+        raise ValueError(f"memory of kind {where}")
+    device, num_bytes, first_byte, storage_bytes, offset, counter_offset, event_sync = (
+        reader.fields(_DEVICE)
+    )
+    return DeviceRef(
+        device=device,
+        num_bytes=num_bytes,
+        first_byte=first_byte,
+        storage_bytes=storage_bytes,
+        storage_offset=offset,
+        handle=reader.string(),
+        counter_handle=reader.string(),
+        counter_offset=counter_offset,
+        event_handle=reader.string(),
+        event_sync=bool(event_sync),
+    )
+
+
+def _pack_arrived(message: Arrived) -> bytes:
+    digests = message.digests
+    return _NUMBER.pack(message.number) + struct.pack(f"<{len(digests)}Q", *digests)
+
+
+def _unpack_arrived(reader: _Reader) -> Arrived:
+    (number,) = reader.fields(_NUMBER)
+    count, odd = divmod(reader.num_left, _DIGEST_BYTES)
+    if odd:
+        raise ValueError("part of a digest")
+    return Arrived(number, [*struct.unpack(f"<{count}Q", reader.take(reader.num_left))])
+
+
+def _pack_failed(message: Failed) -> bytes:
+    return _string(_text(message.reason, _MAX_REASON)) + _text(message.message, _MAX_TEXT)
+
+
+def _unpack_failed(reader: _Reader) -> Failed:
+    reason = reader.string().decode("utf-8", "replace")
+    return Failed(reason, reader.take(reader.num_left).decode("utf-8", "replace"))
+
+
+class _Kind(NamedTuple):
+    """How one travels."""
+
+    message: type[Message]
+    max_bytes: int
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[_Reader], Message]
+
+
+def _bare(message: type[Working | Loaded | Complete]) -> _Kind:
+    """Of one without fields."""
+    return _Kind(message, 0, lambda _: b"", lambda _: message())
+
+
+_KINDS: Final[dict[int, _Kind]] = {
+    1: _Kind(Wanted, _NUMBER.size + _MAX_ID, _pack_wanted, _unpack_wanted),
+    2: _Kind(Layout, _MAX_LAYOUT, _pack_layout, _unpack_layout),
+    3: _Kind(Buffers, _MAX_REFS * _MAX_REF, _pack_buffers, _unpack_buffers),
+    4: _Kind(
+        Arrived, _NUMBER.size + MAX_TENSORS * _DIGEST_BYTES, _pack_arrived, _unpack_arrived
+    ),
+    5: _bare(Working),
+    6: _bare(Loaded),
+    7: _bare(Complete),
+    8: _Kind(
+        Failed, _LENGTH.size + _MAX_REASON + _MAX_TEXT, _pack_failed, _unpack_failed
+    ),
+}  # fmt: skip
+_NUMBERS: Final = {kind.message: number for number, kind in _KINDS.items()}

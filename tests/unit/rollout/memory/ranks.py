@@ -1,0 +1,103 @@
+"""A replica of several ranks, and what loads on each of them."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rollout_side.memory.handoff import Handoff, HandoffQueue
+from rollout_side.memory.rank_handoff import RankHandoff, RankServer
+from rollout_side.receive.in_place_buffers import InPlaceBuffers
+from tests.doubles.wire import seal_wire
+from weft.contract.errors import (
+    LoadFailedError,
+    WeftError,
+)
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
+from weft.contract.names import PolicyVersion
+from weft.transport.buckets import whole_parts
+from weft.transport.digests.wsum64 import part_digests
+from weft.transport.group import CPU
+
+MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
+COUNT = len(MANIFEST.buckets)
+BASE = PolicyVersion("base", 1)
+WAIT_SECONDS = 20.0
+NONCE = 7
+
+
+def nothing() -> None:
+    """A side group that goes on."""
+
+
+class Replica:
+    """The receiving rank's ends, and loaders of as many ranks as are asked for."""
+
+    def __init__(self, num_ranks: int = 2, seconds: float = WAIT_SECONDS) -> None:
+        self.secret = secrets.token_hex(8)
+        deadline = time.monotonic() + seconds
+        self.queue = HandoffQueue("t", BASE, MANIFEST, deadline, num_ranks)
+        self.server = RankServer(self.secret, lambda name: self.queue if name == "t" else None)
+        self.buffers = self.group()
+
+    def group(self) -> InPlaceBuffers:
+        """What a side group receives in: fewer buffers than buckets."""
+        return InPlaceBuffers(self.queue, CPU, 2, nothing)
+
+    def land(self, index: int) -> None:
+        """A bucket arrives, once there is room for it."""
+        self.buffers.make_room(index, wait=True)
+        size = MANIFEST.buckets[index].payload_bytes
+        wire = self.buffers.wire(index)
+        wire[:size].fill_(index + 1)
+        digests = part_digests(wire[:size], whole_parts(MANIFEST, index))
+        seal_wire(wire, size, NONCE, index, digests)
+        self.buffers.accept(index, NONCE)()
+
+    def rank(self, rank: int = 1, transfer_id: str = "t") -> RankHandoff:
+        return RankHandoff(self.secret, rank, transfer_id, BASE)
+
+
+class Loader:
+    """Loads as Weft's do, and notes what it saw; waits before a bucket for ``gate``."""
+
+    def __init__(self, stop_at: int = COUNT, error: Exception | None = None) -> None:
+        self.seen: list[int] = []
+        self.gate = threading.Event()
+        self._stop_at, self._error = stop_at, error
+
+    def __call__(self, handoff: Handoff) -> None:
+        try:
+            assert handoff.manifest.layout_digest == MANIFEST.layout_digest
+            for index, wire in handoff.buckets():
+                if index == self._stop_at:
+                    if self._error is not None:
+                        raise self._error
+                    assert self.gate.wait(WAIT_SECONDS)
+                size = MANIFEST.buckets[index].payload_bytes
+                assert (wire[:size] == index + 1).all()
+                handoff.speak()
+                self.seen.append(index)
+        except WeftError as error:
+            if not handoff.is_begun:
+                raise
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

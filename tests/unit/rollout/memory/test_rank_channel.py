@@ -1,0 +1,214 @@
+"""Who is let in at the receiving rank, and what becomes of those who say what is no message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from rollout_side.memory import rank_channel, rank_handoff
+from rollout_side.memory.rank_channel import connect_channel
+from rollout_side.memory.rank_handoff import RankHandoff
+from rollout_side.memory.rank_messages import (
+    HEAD,
+    Arrived,
+    Layout,
+    Loaded,
+    Wanted,
+    Working,
+    pack,
+)
+from rollout_side.receive.in_place import InPlaceLoad
+from tests.unit.rollout.memory.ranks import (
+    BASE,
+    MANIFEST,
+    WAIT_SECONDS,
+    Loader,
+    Replica,
+    in_thread,
+    nothing,
+    soon,
+)
+from weft.contract.errors import (
+    LoadFailedError,
+    NotReadyError,
+    PeerUnavailableError,
+)
+
+
+class Bomb:
+    """What a pickle would do where it is opened."""
+
+    gone_off: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        return (Bomb.gone_off.append, (1,))
+
+
+@contextlib.contextmanager
+def stranger(replica: Replica) -> Iterator[tuple[socket.socket, str]]:
+    """A process that has found the socket in the kernel's list, and how that has it."""
+    name = rank_channel.address_of(replica.secret)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as strange:
+        strange.settimeout(WAIT_SECONDS)
+        strange.connect(name)
+        yield strange, name
+
+
+def hears_nothing(strange: socket.socket) -> bool:
+    """Whether the other side closes it without a word."""
+    try:
+        return strange.recv(1) == b""
+    except ConnectionResetError:  # what was said to it was not read
+        return True
+
+
+def test_another_user_is_sent_away(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(PeerUnavailableError, match="no rank of this replica"):
+        _ = replica.rank().manifest
+
+
+def test_one_that_says_nothing_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.05)
+    channel = connect_channel(replica.secret, 5.0)
+    with pytest.raises(NotReadyError, match="said nothing"):
+        channel.receive(Layout)
+    channel.close()
+    assert replica.queue.error is None
+
+
+def test_who_does_not_know_the_secret_is_let_go_unheard(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it says: of that nothing is decoded."""
+    heard: list[bytes] = []
+    monkeypatch.setattr(rank_channel, "read_head", heard.append)
+    hello = pack(Wanted("t", 1))
+    for said in (b"", b"x", bytes(32), hello, bytes(32) + hello, pickle.dumps(Bomb()) * 9):
+        with stranger(replica) as (strange, _):
+            strange.sendall(said)
+            strange.shutdown(socket.SHUT_WR)
+            assert hears_nothing(strange)
+    with stranger(replica) as (strange, name):  # as the list of the kernel has it
+        strange.sendall(name.removeprefix("\0weft-handoff-").encode() + hello)
+        assert hears_nothing(strange)
+    assert not heard
+    assert not Bomb.gone_off
+    assert replica.queue.error is None
+
+
+def test_the_silent_keep_nobody_out_for_long(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.3)
+    with contextlib.ExitStack() as silent:
+        for _ in range(rank_handoff._MAX_STRANGERS):
+            silent.enter_context(stranger(replica))
+        with stranger(replica) as (one_too_many, _):
+            assert hears_nothing(one_too_many)
+        assert sum(thread.name == "weft-rank" for thread in threading.enumerate()) <= 64
+        soon(lambda: all(thread.name != "weft-rank" for thread in threading.enumerate()))
+        assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (b"nonsense" * 4, "no message between ranks"),
+        (HEAD.pack(b"WEFR", 9, 1, 5), "no message between ranks"),
+        (HEAD.pack(b"WEFR", 1, 99, 5), "no message between ranks"),
+        (HEAD.pack(b"WEFR", 1, 1, 2**40), "Wanted of 1,099,511,627,776 bytes"),
+        (HEAD.pack(b"WEFR", 1, 6, 1) + b"x", "Loaded of 1 bytes"),
+        (HEAD.pack(b"WEFR", 1, 1, 5) + b"\1\0\0\0\xff", "Wanted, garbled"),
+        (pack(Working()), "Working out of turn"),
+    ],
+)
+def test_a_rank_that_says_what_is_no_message_is_told_so(
+    replica: Replica, said: bytes, found: str
+) -> None:
+    channel = connect_channel(replica.secret, 5.0)
+    channel._socket.sendall(said)
+    with pytest.raises(PeerUnavailableError, match=found):
+        channel.receive(Layout)
+    channel.close()
+
+
+@pytest.mark.parametrize("said", [pack(Loaded())[:5], pack(Arrived(0, [1, 2]))[:-1]])
+def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said: bytes) -> None:
+    InPlaceLoad(replica.queue, Loader())
+    channel = connect_channel(replica.secret, 5.0)
+    channel.send(Wanted("t", 1))
+    channel.receive(Layout)
+    replica.land(0)
+    channel._socket.sendall(said)
+    channel.close()
+    with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
+        replica.queue.wait_complete(nothing)
+
+
+def test_a_rank_that_stops_in_half_a_message_is_not_waited_for(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "_MESSAGE_SECONDS", 0.1)
+    channel = connect_channel(replica.secret, 5.0)
+    channel._socket.sendall(pack(Wanted("t", 1))[:-1])
+    with pytest.raises(EOFError):
+        channel.receive(Layout)
+    channel.close()
+
+
+def test_an_impostor_at_the_name_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken the name after the receiving rank ended."""
+    secret = secrets.token_hex(8)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
+        impostor.bind(rank_channel.address_of(secret))
+        impostor.listen(1)
+        reading = in_thread(lambda: RankHandoff(secret, 1, "t", BASE).manifest)
+        with impostor.accept()[0] as accepted:
+            shown = accepted.recv(4096)
+            accepted.sendall(shown)  # what it was shown is not what it is asked for
+            assert accepted.recv(4096) == b""
+        with pytest.raises(PeerUnavailableError, match="without the replica's secret"):
+            reading.result(WAIT_SECONDS)
+    assert len(shown) == 32
+
+
+def test_a_receiving_rank_whose_backlog_is_full_is_waited_for() -> None:
+    secret = secrets.token_hex(8)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy:
+        busy.bind(rank_channel.address_of(secret))
+        busy.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+            first.connect(rank_channel.address_of(secret))
+            waiting = in_thread(connect_channel, secret, 5.0)
+            time.sleep(0.05)
+            assert not waiting.done()
+            busy.accept()[0].close()
+            with busy.accept()[0] as accepted:
+                channel = rank_channel.accept_channel(accepted, secret, 5.0)
+                waiting.result(WAIT_SECONDS).close()
+                channel.close()
+
+
+def test_a_bucket_in_a_buffer_that_was_never_told_is_refused() -> None:
+    secret = secrets.token_hex(8)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(rank_channel.address_of(secret))
+        listener.listen(1)
+        reading = in_thread(lambda: next(RankHandoff(secret, 1, "t", BASE).buckets()))
+        channel = rank_channel.accept_channel(listener.accept()[0], secret, 5.0)
+        channel.receive(Wanted)
+        channel.send(Layout(MANIFEST))
+        channel.send(Arrived(0, [1]))
+        with pytest.raises(PeerUnavailableError, match="never told"):
+            reading.result(WAIT_SECONDS)
+        channel.close()

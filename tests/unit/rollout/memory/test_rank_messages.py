@@ -1,0 +1,142 @@
+"""What ranks say to each other, as it travels: whole, cut short, too long, or made up."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_side.memory import segment
+from rollout_side.memory.rank_messages import (
+    HEAD,
+    Arrived,
+    Buffers,
+    Complete,
+    Failed,
+    Layout,
+    Loaded,
+    Message,
+    Wanted,
+    Working,
+    pack,
+    read_head,
+    unpack,
+)
+from rollout_side.memory.segment import DeviceRef, HostRef
+from weft.contract.errors import InvalidManifestError, NotReadyError, PeerUnavailableError
+from weft.contract.layout.manifest import plan_buckets
+from weft.contract.layout.tensors import DataType, TensorMeta
+
+MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
+DEVICE_REF = DeviceRef(
+    device=1,
+    num_bytes=2**33,
+    first_byte=512,
+    storage_bytes=2**34,
+    storage_offset=2**21,
+    handle=b"h" * 66,
+    counter_handle=b"/torch_1_2_3",
+    counter_offset=7,
+    event_handle=b"e" * 64,
+    event_sync=True,
+)
+MESSAGES: list[Message] = [
+    Wanted("transfer-ä", 3),
+    Layout(MANIFEST),
+    Buffers([]),
+    Buffers([HostRef(17, 4, 2**40), DEVICE_REF, HostRef(1, 0, 1)]),
+    Arrived(2, []),
+    Arrived(0, [0, 2**64 - 1, 5]),
+    Working(),
+    Loaded(),
+    Complete(),
+    Failed("PEER_GONE", "why\nit was so"),
+]
+
+
+def received(data: bytes) -> Message:
+    number, num_bytes = read_head(data[: HEAD.size])
+    assert num_bytes == len(data) - HEAD.size
+    return unpack(number, data[HEAD.size :])
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert received(pack(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_one_that_is_cut_short_or_goes_on_is_refused_or_another(message: Message) -> None:
+    """Never half of it, and never by an error of another type."""
+    number, _ = read_head(pack(message)[: HEAD.size])
+    body = pack(message)[HEAD.size :]
+    for said in (*[body[:end] for end in range(len(body))], body + b"\0"):
+        with contextlib.suppress(PeerUnavailableError, InvalidManifestError):
+            assert unpack(number, said) != message
+
+
+@given(number=st.integers(1, 8), body=st.binary(max_size=200))
+def test_made_up_bytes_are_a_message_or_a_typed_error(number: int, body: bytes) -> None:
+    with contextlib.suppress(PeerUnavailableError, InvalidManifestError):
+        unpack(number, body)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_one_that_is_longer_than_its_kind_may_be_is_refused_by_its_head(number: int) -> None:
+    for num_bytes in (2**30, 2**64 - 1):
+        with pytest.raises(PeerUnavailableError, match=f"of {num_bytes:,} bytes"):
+            read_head(HEAD.pack(b"WEFR", 1, number, num_bytes))
+
+
+def test_there_are_no_more_buffers_than_may_be() -> None:
+    data = pack(Buffers([HostRef(1, 2, 3)] * 257))
+    with pytest.raises(PeerUnavailableError, match="more than 256 buffers"):
+        received(data)
+
+
+def test_memory_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(PeerUnavailableError, match="memory of kind 7"):
+        unpack(3, struct.pack("<B", 7))
+
+
+def test_an_endless_error_is_cut() -> None:
+    said = received(pack(Failed("LOAD_FAILED", "ä" * 100_000)))
+    assert isinstance(said, Failed)
+    assert 30_000 < len(said.message) < 40_000
+    assert said.error().reason == "LOAD_FAILED"
+
+
+def test_what_torch_says_of_memory_on_an_accelerator_comes_back_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of ``reduce_tensor``'s and ``rebuild_cuda_tensor``'s arguments is torch's own."""
+    data = torch.zeros(64, dtype=torch.uint8)
+    given = (
+        torch.Tensor, data.size(), data.stride(), 5, torch.storage.TypedStorage, torch.uint8, 0,
+        b"handle", 4096, 256, False, b"counter", 3, b"event", True,
+    )  # fmt: skip
+    rebuilt: list[tuple[object, ...]] = []
+
+    def rebuild(*arguments: object) -> torch.Tensor:
+        rebuilt.append(arguments)
+        return data
+
+    monkeypatch.setattr(segment.reductions, "reduce_tensor", lambda data: (rebuild, given))
+    monkeypatch.setattr(segment.reductions, "rebuild_cuda_tensor", rebuild)
+    said = received(pack(Buffers([DeviceRef.of(data)])))
+    assert isinstance(said, Buffers)
+    assert said.refs[0].attach().num_bytes == 64
+    assert rebuilt == [given]
+
+
+def test_memory_that_cannot_be_mapped_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rebuild(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid device context")
+
+    monkeypatch.setattr(segment.reductions, "rebuild_cuda_tensor", rebuild)
+    with pytest.raises(NotReadyError, match="cannot be mapped"):
+        DEVICE_REF.attach()
