@@ -206,7 +206,7 @@ async def test_the_doctor_of_a_pool_that_is_well(pool: Pool, tmp_path: Path) -> 
     looked_at = [finding["check"] for finding in ended.facts["findings"]]
     assert looked_at == [
         "dns", "tcp", "tls", "access", "versions", "clock", "pool", "data_host", "interfaces",
-        "backends", "gpus", "vllm", "catalog_disk", "spill_disk", "shm", "memory",
+        "backends", "gpus", "one_sided_dir", "vllm", "catalog_disk", "spill_disk", "shm", "memory",
     ]  # fmt: skip
     for check in ("access", "versions", "clock"):
         assert ended.finding(check)["level"] == "ok", ended.finding(check)

@@ -16,6 +16,12 @@ from rollout_side.vllm_engine.compat.bridges import SUPPORTED_RANGE, check_versi
 from weft.contract.errors import UnsupportedError
 from weft.rpc.channel import local_address_towards, split_target
 from weft.rpc.security.credentials import is_loopback
+from weft.transport.one_sided.directory import (
+    DIRECTORY_VARIABLE,
+    check_directory,
+    named_directory,
+)
+from weft.transport.one_sided.errors import OneSidedError
 from weft_cli.doctor.finding import Finding, fail, ok, warn
 
 _SIOCGIFADDR = 0x8915
@@ -99,6 +105,7 @@ def check_engine() -> Iterator[Finding]:
         yield ok("backends", says)
     else:
         yield from _check_torch()
+        yield _check_sockets()
     yield _check_vllm()
 
 
@@ -134,6 +141,26 @@ def _check_torch() -> Iterator[Finding]:
         yield fail("gpus", says, advice)
     else:
         yield ok("gpus", "none: weights travel between host memories, by gloo")
+
+
+def _check_sockets() -> Finding:
+    """The directory by which members on one host find each other; it is not made here."""
+    check, advice = "one_sided_dir", (
+        f"without it gloo carries what memory could: give the user of trainers and replicas a "
+        f"directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
+    )  # fmt: skip
+    try:
+        path = named_directory()
+        if not os.path.lexists(path):
+            if os.access(path.parent, os.W_OK | os.X_OK):
+                return ok(check, f"{path} is made when it is needed")
+            return warn(check, f"{path} is not there, and cannot be made", advice)
+        check_directory(path)
+    except (OneSidedError, OSError) as error:
+        return warn(check, str(error), advice)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        return warn(check, f"no sockets can be made in {path}", advice)
+    return ok(check, f"{path}, this user's alone")
 
 
 def _check_vllm() -> Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +15,14 @@ from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.v1 import inspect_pb2 as pb
 from weft_cli.doctor import machine, way
 from weft_cli.doctor.certificates import expiry, first_of, validity_of
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Not pytest's own: a socket's path is short."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as path:
+        yield Path(path)
+
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -87,6 +97,33 @@ def test_a_vllm_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine._check_vllm()
     assert found.level == "fail"
     assert ">=0.26" in found.advice
+
+
+def test_the_directory_of_one_sided_sockets(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = short_path
+    (folder / "file").touch()
+    (folder / "own").mkdir(mode=0o700)
+    (folder / "open").mkdir(mode=0o755)
+    monkeypatch.chdir(folder)
+    for path, level, says in (
+        (folder / "own", "ok", "this user's alone"),
+        (folder / "new", "ok", "is made when it is needed"),
+        (folder / "open", "warn", "with mode 0755"),
+        (folder / "file", "warn", "is no directory"),
+        (folder / "none" / "new", "warn", "cannot be made"),
+        ("own", "warn", "no absolute path"),
+        (folder / ("x" * 99), "warn", "too long"),
+    ):
+        monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(path))
+        found = machine._check_sockets()
+        assert (found.level, says in found.says) == (level, True), found
+        assert ("gloo" in found.advice) == (level == "warn")
+    assert not (folder / "new").exists()
+    monkeypatch.setenv("WEFT_ONE_SIDED_DIR", str(folder / "own"))
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert "(uid 4711)" in machine._check_sockets().says
 
 
 def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

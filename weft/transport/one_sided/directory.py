@@ -42,6 +42,21 @@ def directory() -> Path:
     Raises:
         OneSidedError: It cannot be so; says why.
     """
+    path = named_directory()
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        check_directory(path)
+    except OSError as error:
+        raise OneSidedError(f"{path} cannot be used: {error}") from error
+    return path
+
+
+def named_directory() -> Path:
+    """Where the directory is, or would be made.
+
+    Raises:
+        OneSidedError: It can be nowhere, or not there; says why.
+    """
     if sys.platform != "linux":
         raise OneSidedError("memory files are Linux's")
     given = os.environ.get(DIRECTORY_VARIABLE)
@@ -50,11 +65,17 @@ def directory() -> Path:
         raise OneSidedError(f"{DIRECTORY_VARIABLE}={path} is no absolute path")
     if len(os.fsencode(path)) + 2 + _NAME_CHARS > _MAX_PATH_BYTES:
         raise OneSidedError(f"{path} is too long a path for the sockets in it")
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise OneSidedError(f"{path} cannot be used: {error}") from error
+    return path
+
+
+def check_directory(path: Path) -> None:
+    """Refuse one that others may enter.
+
+    Raises:
+        OneSidedError: It is no directory of this user's alone.
+        OSError: It is not there.
+    """
+    status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise OneSidedError(f"{path} is no directory")
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -62,7 +83,6 @@ def directory() -> Path:
             f"{path} must be this user's (uid {os.geteuid()}) with mode 0700: it is "
             f"{status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}"
         )
-    return path
 
 
 def why_unavailable() -> str:
@@ -76,7 +96,8 @@ def why_unavailable() -> str:
 
 def listen(backlog: int = socket.SOMAXCONN) -> tuple[socket.socket, str]:
     """A socket that listens under a fresh name in the directory, and that name; its owner
-    unlinks it.
+    unlinks it. The name is random, and not the group's: who needs it is told it, a path has room
+    for 107 bytes, and who answers trials has no group.
 
     Raises:
         OneSidedError: There is no such directory, or no socket in it.
