@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", action="store_true", help="start the replica from files, not at random"
     )
+    parser.add_argument("--verbose", action="store_true", help="say what the replica waited for")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -189,7 +190,8 @@ def main() -> None:
             "--max-cpu-loras", "4", "--enforce-eager")  # fmt: skip
     try:
         staging = "host" if args.dry else args.staging
-        options = ("--staging", staging, *(["--log-level", "debug"] if args.weights else []))
+        is_told = args.weights or args.verbose
+        options = ("--staging", staging, *(["--log-level", "debug"] if is_told else []))
         pool.launch("replica-0", args.replica_gpu, model, *vllm, options=options)
         pool.url("replica-0")
         pool.wait_registered(1, 60)
@@ -198,6 +200,9 @@ def main() -> None:
             print(f"RESULT copies were learnt {seconds:.1f} s after it served", flush=True)
         for what in args.what.split(","):
             _ranks(args, pool.target, model, what)
+        if args.verbose:
+            text = pool.replicas["replica-0"].log_path.read_text()
+            print("\n".join(line for line in text.splitlines() if "waited for bytes" in line))
     finally:
         pool.stop()
 
