@@ -167,6 +167,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
             "--gpu-memory-utilization", args.memory,
             "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
             "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS))  # fmt: skip
+    # An engine that starts meanwhile would take the trainer's memory for its own.
+    models = make_models(model_dir) if args.share else None
     began = time.monotonic()
     names = [f"replica-{number}" for number in range(args.replicas)]
     for number, name in enumerate(names):
@@ -176,7 +178,7 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         if args.share and number:  # they would take each other's memory for their own
             pool.url(names[number - 1])
         pool.launch(name, gpus, model_dir, *vllm, options=options)
-    model, peft_model = make_models(model_dir)
+    model, peft_model = models or make_models(model_dir)
     urls = {name: pool.url(name) for name in names}
     took = time.monotonic() - began
     print(f"{len(names)} replicas, staging {args.staging}, running requests "
