@@ -15,7 +15,7 @@ import contextlib
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -313,9 +313,14 @@ _KEPT_TWICE_BYTES = 2**30
 
 class SegmentPool:
     """Free segments of one worker, of two sizes at most: one of each, or two of a size up to
-    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them."""
+    ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: Whether a segment that is free is to be kept now.
+    """
+
+    def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
+        self._keeps = keeps
         self._free: list[Segment] = []
         # By id, while they are sent.
         self._lent: Counter[int] = Counter()
@@ -344,6 +349,8 @@ class SegmentPool:
         """Let segments be reused that their owner needs no more; lent ones are left alone."""
         for segment in segments:
             if segment is None or not segment.owned or self.is_lent(segment):
+                continue
+            if not self._keeps(segment):
                 continue
             alike = [free for free in self._free if free.num_bytes == segment.num_bytes]
             if len(alike) > (segment.num_bytes <= _KEPT_TWICE_BYTES):

@@ -73,11 +73,11 @@ class WorkerStore:
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
     _partial: PartialTransfers = field(default_factory=PartialTransfers)
-    _segments: SegmentPool = field(default_factory=SegmentPool)
     _discarded: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_DISCARDED))
     _last_adapter_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self._segments = SegmentPool(self.memory.keeps_free)
         self._bases = RetainedBases(self.retain_base)
         self._reservations = Reservations(self._lock)
         #: The engine's own weights, as they can be sent from here.

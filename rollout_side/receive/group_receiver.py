@@ -188,6 +188,7 @@ class GroupReceiver:
         return None
 
     def _make_spare(self) -> None:
+        self._store.memory.give_back()
         try:
             self._store.make_spare()
         except (MemoryError, OSError, CapacityError) as error:

@@ -40,6 +40,7 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_discard", (), "TypeError"),
     ("weft_sleep", (), "TypeError"),
     ("weft_wake", (), "TypeError"),
+    ("weft_awake", (1,), "TypeError"),
     ("weft_close", (1,), "TypeError"),
 ]
 

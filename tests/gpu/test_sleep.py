@@ -15,11 +15,22 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.gpu_pool import GpuPool
+from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
 from tests.gpu.conftest import Note
-from tests.gpu.test_pushes import DRY, LORA, VLLM, Pushed, answers, make_model, save
+from tests.gpu.test_pushes import (
+    DEVICE,
+    DRY,
+    LORA,
+    VLLM,
+    Pushed,
+    answers,
+    config_of,
+    make_model,
+    save,
+)
 from tests.models import draw_adapter
 from trainer_side import Publisher
+from weft.contract.errors import CapacityError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -215,3 +226,86 @@ def test_the_end_of_the_lease_wakes_it(place: Place) -> None:
     place.pushed.pool.wait_ready(1, 60)
     assert place.answers() == place.of_one
     assert place.answers("math") == place.of_adapter
+
+
+# Of a model whose buckets, were all of them received first, would leave it no room to wake.
+_WIDE_LAYERS, _BUCKET_BYTES = 16, 2**28
+_SLACK_BYTES = 2 * 2**30
+
+
+def _wide_config() -> dict[str, Any]:
+    if DRY:
+        return {**config_of("dense").to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    return {**QWEN3_8B, "num_hidden_layers": _WIDE_LAYERS, "vocab_size": 4096}
+
+
+@torch.no_grad()
+def _draw(model: Any, seed: int) -> None:
+    """Weights that follow from the seed, where they lie: on the host it takes minutes."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for parameter in model.parameters():
+        mean, width = (0.0, 0.02) if parameter.dim() > 1 else (1.0, 0.1)
+        parameter.normal_(mean, width, generator=generator)
+
+
+def _leave(num_bytes: int) -> torch.Tensor | None:
+    """Take all of the GPU's memory but so much, as a trainer does."""
+    torch.cuda.empty_cache()
+    taken = 0 if DRY else max(0, _free_bytes() - num_bytes)
+    return torch.empty(taken, dtype=torch.uint8, device=DEVICE) if taken else None
+
+
+def test_a_trainer_that_leaves_little_more_than_the_weights_loads_them_in_place(
+    tmp_path: Path, note: Note
+) -> None:
+    """What a replica receives first while it generates, it has no room for asleep; and where
+    there is none for its weights, the push is refused and they are as they were."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = _wide_config()
+    path = write_config(tmp_path / "wide", config)
+    pool = GpuPool(tmp_path / "pool")
+    pool.work.mkdir()
+    pool.start()
+    try:
+        options = ["--staging", "in-place", *([] if DRY else ["--enable-sleep"])]
+        pool.launch("pushed", "0", path, *VLLM, "--load-format", "dummy", options=options)
+        pushed = Pushed(pool, pool.url("pushed"))
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(Qwen3Config(**config), dtype=torch.bfloat16)
+        model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        settings: dict[str, Any] = {} if DRY else {"bucket_bytes": _BUCKET_BYTES}
+        with pushed.publisher(**settings) as publisher:
+            found = []
+            for seed in (2, 1):
+                _draw(model, seed)
+                publisher.push_base(model)
+                found.append(answers(pushed.url, _BASE))
+            of_two, of_one = found
+            assert of_one != of_two
+
+            publisher.sleep_rollouts(when_running="abort")
+            taken = _leave(model_bytes // 2)
+            _draw(model, 2)
+            if not DRY:
+                with pytest.raises(CapacityError, match="weights that sleep"):
+                    publisher.push_base(model)
+            del taken
+            torch.cuda.empty_cache()
+            publisher.wake_rollouts()
+            pool.wait_ready(1, 30)
+            assert answers(pushed.url, _BASE) == of_one
+
+            publisher.sleep_rollouts(when_running="abort")
+            left = model_bytes + 3 * _BUCKET_BYTES + _SLACK_BYTES
+            taken = _leave(left)
+            publisher.push_base(model)
+            del taken
+            torch.cuda.empty_cache()
+            publisher.wake_rollouts()
+            pool.wait_ready(1, 30)
+            assert answers(pushed.url, _BASE) == of_two
+            found_text = f"bitwise as pushed awake, {left / 2**30:.1f} GiB left by the trainer"
+            note("wide, in-place", "a base, asleep beside a full GPU", found_text)
+    finally:
+        pool.stop()

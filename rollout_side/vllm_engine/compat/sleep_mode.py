@@ -27,7 +27,18 @@ def can_sleep_in_part() -> bool:
 
 def weights_memory() -> list[tuple[int, int]]:
     """In a worker: address and bytes of what is discarded with the weights by sleep level 2."""
+    held = _held()
+    return [(address, data.handle[1]) for address, data in held.items() if data.tag == "weights"]
+
+
+def waking_bytes() -> int:
+    """In a worker: what the engine takes of the accelerator as its weights wake, and all else
+    with them but the KV cache."""
+    return sum(data.handle[1] for data in _held().values() if data.tag != "kv_cache")
+
+
+def _held() -> dict[int, Any]:
+    """The allocations that sleep gives back, by address, also while they are given back."""
     device_allocator = importlib.import_module("vllm.device_allocator")
-    allocator = device_allocator.get_mem_allocator_instance()
-    held = allocator.pointer_to_data.items()
-    return [(address, data.handle[1]) for address, data in held if data.tag == "weights"]
+    held: dict[int, Any] = device_allocator.get_mem_allocator_instance().pointer_to_data
+    return held

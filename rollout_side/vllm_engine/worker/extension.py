@@ -317,8 +317,10 @@ class WeftWorker:
         are to be discarded, keep what no base brings."""
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
-        if is_free and level == DISCARDS:
-            state.kept = keep(self.model_runner.get_model(), sleep_mode.weights_memory())
+        if is_free:
+            state.store.memory.fall_asleep(sleep_mode.waking_bytes())
+            if level == DISCARDS:
+                state.kept = keep(self.model_runner.get_model(), sleep_mode.weights_memory())
         return {"is_free": is_free}
 
     @guarded
@@ -331,6 +333,12 @@ class WeftWorker:
                 state.kept.restore()
         state.kept = None
         state.store.served.wake_up(discarded=discarded)
+        state.store.memory.wake_weights()
+
+    @guarded
+    def weft_awake(self: Any) -> None:
+        """The engine's KV cache is there again, too, or the engine has not slept after all."""
+        state_of(self).store.memory.wake_up()
 
     @guarded
     def weft_close(self: Any) -> None:

@@ -132,6 +132,7 @@ class Sleeper:
         await self._workers.call("weft_wake", False)
         if self.asleep is not None:  # it was put to sleep before, and its KV cache still is
             return
+        await self._workers.call("weft_awake")
         self._gate.wake()
         if not self._gate.dirty_reason:
             await self._gate.resume(changed=False)
@@ -165,6 +166,7 @@ class Sleeper:
             return True
         await self.wake_weights()
         await self._wake("kv_cache")
+        await self._workers.call("weft_awake")
         has_base = not self.asleep.base_discarded
         if not has_base:
             self._gate.mark_dirty("its weights were discarded as it slept")

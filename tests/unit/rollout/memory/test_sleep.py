@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rollout_side.memory import placement
+from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.memory.segment import DeviceSegment, HostSegment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion
@@ -141,3 +143,93 @@ def test_a_host_without_room_keeps_no_copy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(HostSegment, "allocate", full)
     assert store.fall_asleep(keep_newest=True)
     assert store.retained_bases() == ()
+
+
+GPU, GIB = torch.device("cuda", 0), 2**30
+
+
+class _Gpu:
+    """As much of an accelerator as is asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_gib: int) -> None:
+        self.free_bytes, self.kept_bytes = free_gib * GIB, 0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.kept_bytes)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
+        monkeypatch.setattr(placement, "DeviceSegment", self)
+
+    def _empty_cache(self) -> None:
+        self.free_bytes, self.kept_bytes = self.free_bytes + self.kept_bytes, 0
+
+    def allocate(self, num_bytes: int, device: torch.device) -> DeviceSegment:
+        """In the place of ``DeviceSegment``'s."""
+        self.free_bytes -= num_bytes
+        return DeviceSegment(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), owned=True)
+
+
+def test_a_load_in_place_leaves_the_weights_what_they_need_to_wake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buffers fill before the weights are woken, and of a model of 40 GiB there are 40."""
+    _Gpu(monkeypatch, 50)
+    memory = Memory(GPU, in_place=True)
+    awake = 50 - MARGIN_BYTES // GIB - 2 - 3
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == awake
+    memory.fall_asleep(40 * GIB)
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
+    memory.wake_weights()  # the KV cache sleeps on, in whose memory others are
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
+    memory.wake_up()
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == awake
+
+
+def test_a_push_without_room_beside_the_sleeping_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _Gpu(monkeypatch, 42)
+    memory = Memory(GPU, in_place=True)
+    memory.fall_asleep(40 * GIB)
+    with pytest.raises(CapacityError, match=r"42.0 GiB free.* 40.0 GiB of weights that sleep"):
+        memory.room_for(GIB, GPU, 64 * GIB, 3)
+    gpu.kept_bytes = GIB  # by torch, of a push before
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
+    assert gpu.kept_bytes == 0
+    assert memory.room_for(GIB, torch.device("cpu"), 64 * GIB, 9) == 0
+    gpu.free_bytes = 0
+    memory.wake_weights()
+    assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
+
+
+def test_a_copy_is_staged_on_the_device_beside_the_sleeping_weights_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _Gpu(monkeypatch, 50)
+    store = WorkerStore(99 * GIB, 99 * GIB, memory=Memory(GPU, base_on_device=True))
+    store.memory.fall_asleep(40 * GIB)
+    with pytest.raises(CapacityError, match="weights that sleep"):
+        store.reserve("t1", 11 * GIB, adapter=False)
+    assert store.usage().staging_bytes == 0
+    store.reserve("t1", 10 * GIB, adapter=False)
+    assert gpu.free_bytes == 40 * GIB
+
+
+def test_what_a_push_leaves_on_the_device_is_given_back_while_it_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = _Gpu(monkeypatch, 50)
+    store = WorkerStore(99 * GIB, 99 * GIB, memory=Memory(GPU, base_on_device=True))
+    for asleep in (True, False):
+        if asleep:
+            store.memory.fall_asleep(GIB)
+        segment = store.reserve("t1", GIB, adapter=False)
+        store.release("t1", segment)
+        assert store.usage().free_bytes == (0 if asleep else GIB)
+        store.memory.wake_up()
+    store.release("t2", host := HostSegment.allocate(SIZE))
+    store.memory.fall_asleep(GIB)
+    store.release("t3", HostSegment.allocate(SIZE))  # on the host there is room
+    assert store.usage().free_bytes == GIB + 2 * host.num_bytes
+    gpu.kept_bytes, free_bytes = GIB, gpu.free_bytes
+    store.memory.give_back()
+    assert gpu.free_bytes == free_bytes + GIB

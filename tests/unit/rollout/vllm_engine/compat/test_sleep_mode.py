@@ -41,3 +41,5 @@ def test_what_is_discarded_is_what_was_allocated_for_weights(
     allocator = SimpleNamespace(pointer_to_data=held)
     _module(monkeypatch, "vllm.device_allocator", get_mem_allocator_instance=lambda: allocator)
     assert sleep_mode.weights_memory() == [(1000, 64), (3000, 8)]
+    held[4000] = data("default", 16)  # which wakes with whatever does
+    assert sleep_mode.waking_bytes() == 64 + 8 + 16

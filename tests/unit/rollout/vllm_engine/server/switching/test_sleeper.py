@@ -41,7 +41,14 @@ async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
         "the replica sleeps by order of trainer 't1': ask another one, or again once it is awake"
     )
     await replica.wake_up()
-    assert engine.calls == [*SLEPT, "wake weights", "weft_wake", "wake kv_cache", "resume"]
+    assert engine.calls == [
+        *SLEPT,
+        "wake weights",
+        "weft_wake",
+        "wake kv_cache",
+        "weft_awake",
+        "resume",
+    ]
     assert (replica.asleep, _refused(replica)) == (None, "")
     await replica.wake_up()
     assert engine.calls[-1] == "resume"
@@ -75,7 +82,7 @@ async def test_woken_weights_are_not_woken_twice() -> None:
     await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
     await replica.wake_up()
     assert engine.calls.count("wake weights") == 1
-    assert engine.calls[-2:] == ["wake kv_cache", "resume"]
+    assert engine.calls[-3:] == ["wake kv_cache", "weft_awake", "resume"]
 
 
 async def test_asleep_no_adapter_is_dropped() -> None:
@@ -110,7 +117,7 @@ async def test_requests_that_do_not_finish_leave_it_awake() -> None:
     replica = make_replica(engine, can_sleep=True)
     with replica.tracker.running(), pytest.raises(TransferTimeoutError, match="1 requests"):
         await replica.fall_asleep(_order(seconds=0.05))
-    assert engine.calls == ["weft_wake", "resume"]
+    assert engine.calls == ["weft_wake", "weft_awake", "resume"]
     assert (replica.asleep, _refused(replica)) == (None, "")
 
 
@@ -131,7 +138,7 @@ async def test_who_reads_the_weights_is_waited_for() -> None:
     replica = make_replica(engine, can_sleep=True)
     with pytest.raises(TransferTimeoutError, match="is being read"):
         await replica.fall_asleep(_order(seconds=0.05))
-    assert engine.calls[-2:] == ["weft_wake", "resume"]
+    assert engine.calls[-3:] == ["weft_wake", "weft_awake", "resume"]
     assert replica.asleep is None
 
 
@@ -186,7 +193,7 @@ async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> Non
     await replica.apply_base("t", BASE, b"")
     assert replica.asleep == Asleep("t1", weights_awake=True, level=2)
     await replica.wake_up()
-    assert engine.calls == [*DISCARDED, *WOKEN, *LOADED, "wake kv_cache", "resume"]
+    assert engine.calls == [*DISCARDED, *WOKEN, *LOADED, "wake kv_cache", "weft_awake", "resume"]
     assert _refused(replica) == ""
 
 
@@ -201,7 +208,7 @@ async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
     assert replica.asleep == Asleep("t1", weights_awake=True, level=2, base_discarded=True)
     engine.calls.clear()
     await replica.wake_up()
-    assert engine.calls == ["wake kv_cache", "pause", "weft_held", *LOADED, "resume"]
+    assert engine.calls == ["wake kv_cache", "weft_awake", "pause", "weft_held", *LOADED, "resume"]
     assert (replica.dirty_reason, _refused(replica)) == ("", "")
 
 
@@ -211,7 +218,7 @@ async def test_what_it_was_started_with_comes_from_its_files() -> None:
     await replica.fall_asleep(_order(level=2))
     await replica.wake_up()
     loaded = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base", "resume"]
-    assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "pause", *loaded]
+    assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "weft_awake", "pause", *loaded]
     assert engine.last_args["weft_apply_base"] == ("", b"")
 
 
@@ -261,7 +268,7 @@ async def test_one_that_stays_awake_has_discarded_nothing() -> None:
     replica = make_replica(engine, can_sleep=True)
     with pytest.raises(TransferTimeoutError):
         await replica.fall_asleep(_order(level=2, seconds=0.05))
-    assert engine.calls[-2:] == ["weft_wake", "resume"]
+    assert engine.calls[-3:] == ["weft_wake", "weft_awake", "resume"]
 
 
 async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
