@@ -11,7 +11,7 @@ from rollout_side.memory import placement
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.memory.segment import DeviceSegment, HostSegment
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import ServedBase, StagedVersion
+from rollout_side.memory.versions import PartialTransfer, ServedBase, StagedVersion
 from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
 from weft.contract.errors import CapacityError, NotFoundError
 from weft.contract.names import PolicyVersion
@@ -233,3 +233,25 @@ def test_what_a_push_leaves_on_the_device_is_given_back_while_it_sleeps(
     gpu.kept_bytes, free_bytes = GIB, gpu.free_bytes
     store.memory.give_back()
     assert gpu.free_bytes == free_bytes + GIB
+
+
+def test_what_is_staged_or_on_its_way_stays_and_can_be_loaded() -> None:
+    store = WorkerStore(9 * SIZE, 9 * SIZE)
+
+    def on_device() -> DeviceSegment:
+        data = torch.empty(SIZE, dtype=torch.uint8, device="meta")
+        return DeviceSegment(data, owned=True)
+
+    for name in ("staged", "interrupted", "under way"):
+        store.reserve(name, SIZE, adapter=False)
+    staged = StagedVersion("staged", PolicyVersion("base", 1), MANIFEST, on_device(), b"d")
+    store.put_staged(staged)
+    segment = on_device()
+    store.put_partial(PartialTransfer("interrupted", "trainer", MANIFEST, segment, []))
+    assert store.fall_asleep(keep_newest=True)
+    assert store.usage().staging_bytes == 3 * SIZE
+    assert store.staged("staged", b"d") is staged
+    store.settle_partial("trainer")
+    partial = store.take_partial("interrupted", "trainer")
+    assert partial is not None
+    assert partial.segment is segment
