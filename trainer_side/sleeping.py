@@ -71,7 +71,12 @@ class RolloutSleep(ABC):
             NotReadyError: ``SLEEP_DISABLED``: one was started without ``--enable-sleep``;
                 nothing changed. Or ``TRANSFER_UNDER_WAY``: one loads a base in place.
             TransferTimeoutError: Requests did not end; that replica takes requests again.
+            RequestConflictError: One was woken meanwhile, by an operator.
             WeftError: As for a push.
+
+            But for ``SLEEP_DISABLED``, an error of one replica leaves the others asleep, or
+            about to be: metadata ``asleep`` and the message name them. Call it again, or
+            ``wake_rollouts``; else they sleep until the lease ends.
         """
         check_choice("when_running", when_running, WhenRunning)
         check_choice("level", level, SleepLevel)

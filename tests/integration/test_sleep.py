@@ -89,6 +89,20 @@ def test_running_requests_finish_or_are_aborted(
     assert engines[0].running == 0
 
 
+def test_one_that_does_not_sleep_leaves_the_others_asleep_and_the_error_names_them(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    other = EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True)
+    pool.add_replica("replica-2", other)
+    engines[0].running = 1
+    with pytest.raises(TransferTimeoutError, match="until they are woken: replica-2") as caught:
+        publisher.sleep_rollouts(timeout_seconds=0.3)
+    assert caught.value.metadata == {"member": "replica-0", "asleep": "replica-2"}
+    assert other.asleep is not None
+    assert publisher.wake_rollouts() == ("replica-2",)
+    assert other.asleep is None
+
+
 def test_the_end_of_the_lease_wakes_the_replica(pool: Pool, engines: list[EngineDouble]) -> None:
     with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
         publisher.sleep_rollouts()

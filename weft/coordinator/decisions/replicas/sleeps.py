@@ -14,6 +14,7 @@ from weft.contract.errors import (
     RequestConflictError,
     TransferTimeoutError,
     WeftError,
+    error_from_reason,
 )
 from weft.contract.names import BASE_POLICY
 from weft.contract.sleep import SWITCH_SECONDS
@@ -29,6 +30,8 @@ from weft.coordinator.decisions.state.values import Failure
 
 #: Between two calls to a replica that does not do as it is told.
 RETRY_SECONDS = 2.0
+# Of the replicas that an error leaves asleep.
+_MAX_NAMED = 8
 # Nobody has refused anything: the call is made again.
 _TRANSIENT = {"PEER_GONE", "EPOCH_FENCED"}
 
@@ -197,20 +200,19 @@ def settle(change: Change) -> None:
         present = [n for n in wait.replica_ids if n in change.state.replicas]
         undone = [n for n in present if wait.asleep is not (n in change.state.sleeps)]
         if undone:
-            _end_wait(change, ticket)
             ordered = "wake" if wait.asleep else "sleep"
             why = f"replica {undone[0]!r} was ordered to {ordered} meanwhile"
-            change.refuse([ticket], RequestConflictError(why))
+            _refuse(change, ticket, wait, RequestConflictError(why))
         elif not pending:
             _end_wait(change, ticket)
             change.reply(ticket, SleepAnswer(tuple(present)))
         elif change.now >= wait.deadline:
-            _end_wait(change, ticket)
-            verb = "sleep" if wait.asleep else "are awake"
-            late = f"it was not known in time whether {', '.join(pending[:8])} {verb}"
-            change.refuse([ticket], TransferTimeoutError(late, metadata={"member": pending[0]}))
             for name in pending if wait.asleep else ():
                 _drop(change, name)
+            verb = "sleep" if wait.asleep else "are awake"
+            late = f"it was not known in time whether {', '.join(pending[:8])} {verb}"
+            error = TransferTimeoutError(late, metadata={"member": pending[0]})
+            _refuse(change, ticket, wait, error)
 
 
 def forget_caller(change: Change, ticket: int) -> bool:
@@ -282,5 +284,17 @@ def _fail(change: Change, name: str, failure: Failure, *, asleep: bool) -> None:
     """Refuse the calls that wait for a replica which says that it cannot."""
     for ticket, wait in list(change.state.sleep_waits.items()):
         if wait.asleep is asleep and name in wait.replica_ids:
-            _end_wait(change, ticket)
-            change.refuse([ticket], failure.error())
+            _refuse(change, ticket, wait, failure.error())
+
+
+def _refuse(change: Change, ticket: int, wait: SleepWait, error: WeftError) -> None:
+    """End a call that cannot be done for all of its replicas; names those that sleep, or are
+    about to, for they are left so."""
+    _end_wait(change, ticket)
+    left = [name for name in wait.replica_ids if wait.asleep and name in change.state.sleeps]
+    if left:
+        more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
+        names = ", ".join(left[:_MAX_NAMED]) + more
+        text = f"{error.message}; asleep until they are woken: {names}"
+        error = error_from_reason(error.reason, text, {**error.metadata, "asleep": names})
+    change.refuse([ticket], error)

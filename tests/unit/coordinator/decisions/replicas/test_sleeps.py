@@ -154,7 +154,10 @@ def test_an_order_that_is_refused_is_told_and_not_repeated() -> None:
     _asleep(m, "r0")
     busy = Failure("DEADLINE", "3 requests have not ended", {"member": "r1"})
     m.do(events.SleepAnswered("r1", "i1", None, busy))
-    assert isinstance(m.error(ticket), TransferTimeoutError)
+    error = m.error(ticket)
+    assert isinstance(error, TransferTimeoutError)
+    assert error.message == "3 requests have not ended; asleep until they are woken: r0"
+    assert error.metadata == {"member": "r1", "asleep": "r0"}
     assert not m.state.replicas["r1"].routed  # nobody knows whether a call came too late
     m.pass_time(1.0)
     assert _called(m, effects.CallWake) == ["r1"]
@@ -163,6 +166,41 @@ def test_an_order_that_is_refused_is_told_and_not_repeated() -> None:
     assert _called(m, effects.CallSleep) == ["r0", "r1"]
     assert _state(m, "r1")[0] is ReplicaState.READY
     assert _state(m, "r0")[0] is ReplicaState.ASLEEP
+
+
+def test_whoever_refuses_first_the_others_are_still_to_sleep_and_are_named() -> None:
+    m = _pool()
+    ticket = _sleep(m)
+    m.do(events.SleepAnswered("r0", "i1", None, Failure("LOAD_FAILED", "no", {"member": "r0"})))
+    assert m.error(ticket).metadata == {"member": "r0", "asleep": "r1"}  # its call is on its way
+    _asleep(m, "r1")
+    ticket = _wake(m)
+    _awake(m, "r1", "r0")
+    assert m.answer(ticket) == effects.SleepAnswer(("r1",))
+
+
+def test_one_that_does_not_answer_in_time_leaves_the_others_asleep_and_named() -> None:
+    m = _pool()
+    ticket = _sleep(m, seconds=9.0)
+    _asleep(m, "r1")
+    m.pass_time(10.0)
+    error = m.error(ticket)
+    assert error.metadata == {"member": "r0", "asleep": "r1"}
+    assert error.message.endswith("whether r0 sleep; asleep until they are woken: r1")
+
+
+def test_one_that_is_woken_meanwhile_leaves_the_others_asleep_and_named() -> None:
+    m = _pool()
+    ticket = _sleep(m)
+    m.do(events.WakeReplica(next(m.ids), "r1", m.now + 9.0))
+    assert m.error(ticket).metadata == {"asleep": "r0"}
+
+
+def test_one_that_refuses_alone_names_nobody() -> None:
+    m = _pool()
+    ticket = _sleep(m, "a")
+    m.do(events.SleepAnswered("r0", "i1", None, Failure("LOAD_FAILED", "no", {"member": "r0"})))
+    assert (m.error(ticket).message, m.error(ticket).metadata) == ("no", {"member": "r0"})
 
 
 def test_a_call_that_is_lost_is_made_again_until_the_deadline() -> None:
