@@ -229,7 +229,8 @@ class PublishServiceServicer(object):
         did not sleep in time: its requests did not end, say; it takes requests again);
         INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-        (no way to end requests is named, or no such level).
+        (no way to end requests is named, or no such level). Where `member` alone is to blame, the others
+        sleep all the same: metadata `asleep` names them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -130,7 +130,8 @@ class PublishServiceStub:
     did not sleep in time: its requests did not end, say; it takes requests again);
     INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-    (no way to end requests is named, or no such level).
+    (no way to end requests is named, or no such level). Where `member` alone is to blame, the others
+    sleep all the same: metadata `asleep` names them.
     """
     WakeRollouts: _grpc.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]
     """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
@@ -242,7 +243,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     did not sleep in time: its requests did not end, say; it takes requests again);
     INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
     ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-    (no way to end requests is named, or no such level).
+    (no way to end requests is named, or no such level). Where `member` alone is to blame, the others
+    sleep all the same: metadata `asleep` names them.
     """
     WakeRollouts: _aio.UnaryUnaryMultiCallable[_publish_pb2.WakeRolloutsRequest, _publish_pb2.WakeRolloutsResponse]  # type: ignore[assignment]
     """Wakes what SleepRollouts has put to sleep under this lease, weights and KV cache. Answers
@@ -411,7 +413,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         did not sleep in time: its requests did not end, say; it takes requests again);
         INTERNAL/LOAD_FAILED (`member`'s engine failed); ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (one was woken meanwhile); INVALID_ARGUMENT/INVALID_REQUEST
-        (no way to end requests is named, or no such level).
+        (no way to end requests is named, or no such level). Where `member` alone is to blame, the others
+        sleep all the same: metadata `asleep` names them.
         """
 
     @_abc_1.abstractmethod

@@ -255,7 +255,7 @@ class ReplicaServiceServicer(object):
     def Sleep(self, request, context):
         """Puts the engine to sleep: new requests are refused (HTTP 503), running ones finish or are
         aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
-        says, and the GPU's memory is free. Copies of bases that lie on the GPU are dropped, unless
+        says, and the GPU's memory is free. Retained bases that lie on the GPU are dropped, unless
         they are pinned; where weights are discarded, that of the served one moves to host memory.
         Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
         Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
