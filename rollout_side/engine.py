@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,15 +144,39 @@ class Engine(Protocol):
         """Set while it sleeps: it answers no requests. A switch wakes the weights, and no
         more; adapters stay until they are awake."""
 
-    async def fall_asleep(self, order: SleepOrder) -> None:
-        """Refuse new requests, let running ones end, reset the prefix cache, and give the
-        accelerator's memory back, also that of copies of bases. Weights that are awake are
-        put to sleep again; asleep, they stay as they are.
+    async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
+        """Before ``fall_asleep``: refuse new requests and let running ones end. Switches may
+        come meanwhile. New ones stay refused until ``wake_up`` or ``take_requests``, unless
+        this fails.
+
+        Args:
+            order: Of which ``timeout_seconds`` bounds this.
+            is_wanted: Asked often; returns early where it is not.
 
         Raises:
-            NotReadyError: ``SLEEP_DISABLED``: it cannot; or ``TRANSFER_UNDER_WAY``: a base
+            NotReadyError: ``SLEEP_DISABLED``: it cannot sleep; or ``TRANSFER_UNDER_WAY``: a base
                 is being loaded in place. Nothing changed.
             TransferTimeoutError: Requests have not ended in time; it takes new ones again.
+        """
+
+    def take_requests(self) -> None:
+        """Take new requests again that ``end_requests`` alone refuses: it is not to sleep. Nothing
+        changes where it sleeps, or falls asleep."""
+
+    async def fall_asleep(self, order: SleepOrder) -> bool:
+        """After ``end_requests``: reset the prefix cache, and give the accelerator's memory back,
+        also that of copies of bases. Weights that are awake are put to sleep again; asleep,
+        they stay as they are.
+
+        Returns:
+            Whether it sleeps. If not, requests run, or the weights are being read (cloned, say):
+            nothing changed, and it is to be tried again.
+
+        Raises:
+            NotReadyError: As ``end_requests``; it takes requests again.
+            TransferTimeoutError: It would be tried again, but no ``timeout_seconds`` are left; it
+                takes requests again.
+            LoadFailedError: Dirty; it may sleep.
         """
 
     async def wake_up(self) -> None:

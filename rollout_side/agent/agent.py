@@ -17,6 +17,7 @@ from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
 from rollout_side.agent.requested import resolve
 from rollout_side.agent.serving import Serving
+from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder, SleepOrder
 from rollout_side.ticks import seconds_to_tick
@@ -52,6 +53,7 @@ class Agent:
         self._last_epoch = 0
         self._heard = asyncio.Event()
         self._probes = ProbeOrders(engine)
+        self._sleeps = SleepOrders(engine, self.serving.turns)
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -89,13 +91,13 @@ class Agent:
         await self.engine.send(order)
 
     async def fall_asleep(self, order: SleepOrder) -> None:
-        """Put the engine to sleep, when its turn has come; see ``Engine``."""
-        await self.serving.turns.take(self.engine.fall_asleep(order))
+        """Put the engine to sleep, by the newest order; see ``SleepOrders``."""
+        await self._sleeps.fall_asleep(order)
         self.hurry()
 
     async def wake_up(self) -> None:
-        """Wake the engine, when its turn has come."""
-        await self.serving.turns.take(self.engine.wake_up())
+        """Wake the engine; see ``SleepOrders``."""
+        await self._sleeps.wake_up()
         self.hurry()
 
     # -- requests for tokens ---------------------------------------------------
@@ -132,6 +134,7 @@ class Agent:
             and not self._drain.under_way
             and not self.refusing
             and self.engine.asleep is None
+            and not self._sleeps.is_falling_asleep
         )
 
     @property

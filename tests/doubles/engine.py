@@ -127,6 +127,8 @@ class EngineDouble:
         self.dirty_reason = ""
         self.load: InPlaceLoad | None = None
         self.asleep: Asleep | None = None
+        #: Whether it refuses requests, to sleep once those that run have ended.
+        self.is_to_sleep = False
         #: What the engine's memory went through.
         self.sleeps: list[str] = []
         #: Called before each bucket that is loaded in place.
@@ -140,7 +142,8 @@ class EngineDouble:
         return self.running + len(self.answers)
 
     def generate(self, order: GenerateOrder) -> AnswerDouble:
-        if reason := self.refuse_reason or ("it sleeps" if self.asleep else ""):
+        is_asleep = self.is_to_sleep or self.asleep is not None
+        if reason := self.refuse_reason or ("it sleeps" if is_asleep else ""):
             raise PeerUnavailableError(reason, reason="REFUSING")
         if order.adapter and self.store.adapter(order.adapter) is None:
             raise NotFoundError(f"{order.adapter} is not here")
@@ -148,25 +151,43 @@ class EngineDouble:
         self.answers.add(answer)
         return answer
 
-    async def fall_asleep(self, order: SleepOrder) -> None:
-        if not self.capabilities.can_sleep:
-            raise NotReadyError("it cannot sleep", reason="SLEEP_DISABLED")
-        if self.load is not None:
-            raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
-        former = self.asleep
-        is_gone = order.level == 2 or (former is not None and former.base_discarded)
-        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_gone)
+    async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
+        self._check_can_sleep()
+        self.is_to_sleep = True
         end = asyncio.get_running_loop().time() + order.timeout_seconds
         if order.aborts:
             self.running = 0
-        while self.num_requests() or not self.store.fall_asleep(keep_newest=order.level == 2):
+        while self.num_requests() and is_wanted():
             if asyncio.get_running_loop().time() >= end:
-                self.asleep = former
+                self.is_to_sleep = False
                 raise TransferTimeoutError("requests have not ended in time")
             await asyncio.sleep(0.005)
+
+    def take_requests(self) -> None:
+        self.is_to_sleep = False
+
+    def _check_can_sleep(self) -> None:
+        if not self.capabilities.can_sleep:
+            raise NotReadyError("it cannot sleep", reason="SLEEP_DISABLED")
+        if self.load is not None:
+            self.take_requests()
+            raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
+
+    async def fall_asleep(self, order: SleepOrder) -> bool:
+        self._check_can_sleep()
+        former, is_free = self.asleep, not self.num_requests()
+        if not is_free or not self.store.fall_asleep(keep_newest=order.level == 2):
+            if order.timeout_seconds <= 0:
+                self.take_requests()
+                raise TransferTimeoutError("the weights are being read, or requests run")
+            return False
+        is_gone = order.level == 2 or (former is not None and former.base_discarded)
+        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_gone)
+        self.is_to_sleep = False
         self.sleeps.append("sleep" if order.level == 1 else "sleep 2")
         if order.level == 2:
             self.base = {name: torch.full_like(t, 9.0) for name, t in self.base.items()}
+        return True
 
     async def wake_up(self) -> None:
         self._wake_weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from weft.contract.errors import (
     InvalidRequestError,
     NotReadyError,
     PeerUnavailableError,
+    RequestConflictError,
     TransferTimeoutError,
 )
 
@@ -87,6 +89,40 @@ def test_running_requests_finish_or_are_aborted(
     assert engines[0].asleep is None
     assert publisher.sleep_rollouts(when_running="abort") == ("replica-0",)
     assert engines[0].running == 0
+
+
+def test_a_commit_of_another_trainer_does_not_wait_for_requests_that_a_sleep_waits_for(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    model = Model()
+    publisher.push_base(model)
+    engines[0].running = 1
+    with ThreadPoolExecutor(1) as calls:
+        sleeping = calls.submit(publisher.sleep_rollouts, timeout_seconds=60.0)
+        until(lambda: engines[0].is_to_sleep)
+        assert not pool.agents["replica-0"].is_ready
+        with Publisher(pool.target, trainer_id="trainer-b", timeout_seconds=20) as other:
+            assert str(other.push_adapter(peft_of(model), "math")) == "math@1"
+        assert engines[0].aliases == {"math": 1}
+        assert not sleeping.done()
+        engines[0].running = 0
+        assert sleeping.result(20) == ("replica-0",)
+    assert engines[0].sleeps == ["sleep"]
+
+
+def test_an_operator_wakes_a_replica_that_still_waits_for_its_requests(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    engines[0].running = 1
+    with ThreadPoolExecutor(1) as calls:
+        sleeping = calls.submit(publisher.sleep_rollouts, timeout_seconds=600.0)
+        until(lambda: engines[0].is_to_sleep)
+        weft(pool, "wake", "replica-0")
+        with pytest.raises(RequestConflictError, match="ordered to wake"):
+            sleeping.result(20)
+    assert not engines[0].is_to_sleep
+    until(lambda: pool.agents["replica-0"].is_ready)
+    assert engines[0].sleeps == []
 
 
 def test_one_that_does_not_sleep_leaves_the_others_asleep_and_the_error_names_them(

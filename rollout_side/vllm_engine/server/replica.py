@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import Asleep, SleepOrder, SwitchTimes
@@ -103,8 +104,14 @@ class VllmReplica(HeldVersions):
         self._in_place = LoadsInPlace(workers, self._gate)
         generate = parts.requests.generate
         self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)
-        enabled = capabilities.can_sleep
-        self._sleeper = Sleeper(parts.engine, workers, self._gate, parts.tracker, enabled=enabled)
+        self._sleeper = Sleeper(
+            parts.engine,
+            workers,
+            self._gate,
+            parts.tracker,
+            self._in_place,
+            enabled=capabilities.can_sleep,
+        )
         self.base_switch = BaseSwitch(
             parts.engine,
             workers,
@@ -214,16 +221,18 @@ class VllmReplica(HeldVersions):
             else:
                 await self._workers.call("weft_discard", transfer_id)
 
-    async def fall_asleep(self, order: SleepOrder) -> None:
+    async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
+        """See ``Engine``."""
+        await self._sleeper.end_requests(order, is_wanted)
+
+    def take_requests(self) -> None:
+        """See ``Engine``."""
+        self._sleeper.take_requests()
+
+    async def fall_asleep(self, order: SleepOrder) -> bool:
         """See ``Engine``."""
         async with self._gate.exclusive():
-            if self.loading:
-                raise NotReadyError(
-                    "a base is being loaded in place: the replica can sleep after it",
-                    reason="TRANSFER_UNDER_WAY",
-                )
-            await self._in_place.end()
-            await self._sleeper.fall_asleep(order)
+            return await self._sleeper.fall_asleep(order)
 
     async def wake_up(self) -> None:
         """See ``Engine``."""

@@ -31,7 +31,8 @@ class RequestGate:
     def __init__(self, engine: Any, workers: WorkerCalls, tracker: RequestTracker) -> None:
         self._engine, self._workers, self._tracker = engine, workers, tracker
         self._lock = asyncio.Lock()
-        self._closed = self._asleep = ""
+        self._closed = self._to_sleep = ""
+        self._is_asleep = False
         #: Why the weights may be mixed; empty when they are not.
         self.dirty_reason = ""
 
@@ -53,7 +54,7 @@ class RequestGate:
     async def resume(self, *, changed: bool = True) -> None:
         """Resume generation, unless the engine sleeps; ``changed``: under other weights than
         before."""
-        if self._asleep:
+        if self._is_asleep:
             return
         resumed = bridges.resume(self._engine)
         await self._workers.bounded(resumed, "resuming", changes_weights=changed)
@@ -86,14 +87,18 @@ class RequestGate:
         self.dirty_reason = ""
         self._notify_tracker()
 
-    def sleep(self, reason: str) -> None:
-        """Refuse new requests, and stay paused once paused, until ``wake``."""
-        self._asleep = reason
+    def expect_sleep(self, reason: str) -> None:
+        """Refuse new requests until ``wake``; running ones continue, after a pause, too."""
+        self._to_sleep = reason
         self._notify_tracker()
 
+    def sleep(self) -> None:
+        """The engine sleeps: stay paused until ``wake``."""
+        self._is_asleep = True
+
     def wake(self) -> None:
-        """The engine does not sleep."""
-        self._asleep = ""
+        """The engine does not sleep, nor is it to."""
+        self._to_sleep, self._is_asleep = "", False
         self._notify_tracker()
 
     def close(self, reason: str) -> None:
@@ -104,4 +109,4 @@ class RequestGate:
     def _notify_tracker(self) -> None:
         dirty = self.dirty_reason
         repair = f"the replica's weights are being repaired: {dirty}" if dirty else ""
-        self._tracker.refuse_reason = repair or self._asleep or self._closed
+        self._tracker.refuse_reason = repair or self._to_sleep or self._closed

@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges, sleep_mode
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft.contract.errors import (
@@ -32,13 +34,15 @@ _LOOK_SECONDS = 0.02
 
 
 class Sleeper:
-    """The sleep of one engine; on its event loop, every coroutine inside ``gate.exclusive``.
+    """The sleep of one engine; on its event loop, every coroutine but ``end_requests`` inside
+    ``gate.exclusive``.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
         workers: Its calls.
         gate: Refuses new requests meanwhile, and stays paused.
         tracker: Knows which run.
+        in_place: What must not be under way.
         enabled: Whether the engine has the allocator for it.
     """
 
@@ -48,50 +52,114 @@ class Sleeper:
         workers: WorkerCalls,
         gate: RequestGate,
         tracker: RequestTracker,
+        in_place: LoadsInPlace,
         *,
         enabled: bool,
     ) -> None:
         self._engine, self._workers, self._gate = engine, workers, gate
-        self._tracker, self._enabled = tracker, enabled
+        self._tracker, self._in_place, self._enabled = tracker, in_place, enabled
         #: Set while the engine sleeps.
         self.asleep: Asleep | None = None
         self._lost = ""
+        self._falls_asleep = False
 
     @property
     def weights_asleep(self) -> bool:
         """Whether the engine's weights must not be touched."""
         return self.asleep is not None and not self.asleep.weights_awake
 
-    async def fall_asleep(self, order: SleepOrder) -> None:
+    async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
         """See ``Engine``."""
+        self._check_can_sleep()
+        deadline = time.monotonic() + order.timeout_seconds
+        self._gate.expect_sleep(
+            f"the replica sleeps by order {_whose(order)}: ask another one, or again once it is "
+            "awake"
+        )
+        try:
+            while self._tracker.num_running and is_wanted():
+                if time.monotonic() >= deadline:
+                    raise self._late()
+                if order.aborts:  # again and again: some are between the server and the engine
+                    await self._abort_requests(is_wanted)
+                await asyncio.sleep(_LOOK_SECONDS)
+        except BaseException:
+            if is_wanted():
+                self.take_requests()
+            raise
+
+    def take_requests(self) -> None:
+        """See ``Engine``."""
+        if self.asleep is None and not self._falls_asleep:
+            self._gate.wake()
+
+    async def _abort_requests(self, is_wanted: Callable[[], bool]) -> None:
+        async with self._gate.exclusive():
+            if not is_wanted():
+                return
+            self._check_can_sleep()
+            aborted = bridges.abort_requests(self._engine)
+            await self._workers.bounded(aborted, "aborting requests", changes_weights=False)
+            if not self._gate.dirty_reason:  # which it has paused for
+                await self._gate.resume(changed=False)
+
+    def _check_can_sleep(self) -> None:
         if not self._enabled:
             raise NotReadyError(
                 "this replica's engine cannot sleep: start it with --enable-sleep",
                 reason="SLEEP_DISABLED",
             )
-        former = self.asleep
-        if former is not None and not former.weights_awake:
-            self.asleep = dataclasses.replace(former, trainer_id=order.trainer_id)
-            return
-        is_discarded = order.level == DISCARDS or (former is not None and former.base_discarded)
-        asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
-        deadline = time.monotonic() + order.timeout_seconds
-        whose = f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"
-        self._gate.sleep(
-            f"the replica sleeps by order {whose}: ask another one, or again once it is awake"
+        if self._in_place.loading:
+            raise NotReadyError(
+                "a base is being loaded in place: the replica can sleep after it",
+                reason="TRANSFER_UNDER_WAY",
+            )
+
+    def _late(self) -> TransferTimeoutError:
+        return TransferTimeoutError(
+            f"{self._tracker.num_running} requests have not ended in time: the replica "
+            "does not sleep, and takes requests again"
         )
+
+    async def fall_asleep(self, order: SleepOrder) -> bool:
+        """See ``Engine``."""
         try:
-            await self._end_requests(order.aborts, deadline)
-            await self._free_memory(order.level, deadline)
+            self._check_can_sleep()
+            await self._in_place.end()
+            if self._tracker.num_running and order.timeout_seconds <= 0:
+                raise self._late()
+        except BaseException:
+            self.take_requests()
+            raise
+        if self.weights_asleep:
+            assert self.asleep is not None
+            self.asleep = dataclasses.replace(self.asleep, trainer_id=order.trainer_id)
+            return True
+        if self._tracker.num_running:
+            return False
+        self._falls_asleep = True
+        try:
+            return await self._give_memory_back(order)
+        finally:
+            self._falls_asleep = False
+
+    async def _give_memory_back(self, order: SleepOrder) -> bool:
+        former = self.asleep
+        try:
+            if not await self._let_go(order):
+                return False
             if former is not None and not sleep_mode.can_sleep_in_part():
                 await self._wake("kv_cache")
         except BaseException:
             await self._stay_awake()
             raise
         # From here on memory may be gone, whatever fails: only waking brings it back.
-        self.asleep = asleep
+        is_discarded = order.level == DISCARDS or (former is not None and former.base_discarded)
+        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
+        self._gate.sleep()
         await self._workers.bounded(self._let_sleep(order.level), "falling asleep")
-        _log.info("asleep at level %d, by order %s", order.level, whose)
+        _log.info("asleep at level %d, by order %s", order.level, _whose(order))
+        return True
 
     async def _let_sleep(self, level: int) -> None:
         try:
@@ -105,37 +173,28 @@ class Sleeper:
             )
             raise self._loss() from error
 
-    async def _end_requests(self, aborts: bool, deadline: float) -> None:
-        while self._tracker.num_running:
-            if time.monotonic() >= deadline:
-                raise TransferTimeoutError(
-                    f"{self._tracker.num_running} requests have not ended in time: the replica "
-                    "does not sleep, and takes requests again"
-                )
-            if aborts:  # again and again: some are between the server and the engine
-                aborted = bridges.abort_requests(self._engine)
-                await self._workers.bounded(aborted, "aborting requests", changes_weights=False)
-            await asyncio.sleep(_LOOK_SECONDS)
+    async def _let_go(self, order: SleepOrder) -> bool:
+        """Whether the workers have let go of all that is Weft's; not while weights are read."""
+        values = await self._workers.call("weft_sleep", order.level)
+        if all(value["is_free"] for value in values):
+            return True
+        if order.timeout_seconds <= 0:
+            raise TransferTimeoutError(
+                "the base is being read (cloned, digested or spilled) and did not end in time"
+            )
+        await self._undo()
+        return False
 
-    async def _free_memory(self, level: int, deadline: float) -> None:
-        while True:
-            values = await self._workers.call("weft_sleep", level)
-            if all(value["is_free"] for value in values):
-                return
-            if time.monotonic() >= deadline:
-                raise TransferTimeoutError(
-                    "the base is being read (cloned, digested or spilled) and did not end in time"
-                )
-            await asyncio.sleep(_LOOK_SECONDS)
+    async def _undo(self) -> None:
+        """Have the workers hold again what was let go of, as far as it is there."""
+        await self._workers.call("weft_wake", False)
+        if self.asleep is None:
+            await self._workers.call("weft_awake")
 
     async def _stay_awake(self) -> None:
-        await self._workers.call("weft_wake", False)
-        if self.asleep is not None:  # it was put to sleep before, and its KV cache still is
-            return
-        await self._workers.call("weft_awake")
-        self._gate.wake()
-        if not self._gate.dirty_reason:
-            await self._gate.resume(changed=False)
+        await self._undo()
+        if self.asleep is None:  # else it was put to sleep before, and its KV cache still is
+            self._gate.wake()
 
     def _loss(self) -> LoadFailedError:
         return LoadFailedError(self._lost, metadata={"dirty": "true"})
@@ -163,6 +222,7 @@ class Sleeper:
         """See ``Engine``; but where the base was discarded, and none has loaded since, the
         engine is dirty: returns whether there is one."""
         if self.asleep is None:
+            self._gate.wake()  # it may have been about to sleep
             return True
         await self.wake_weights()
         await self._wake("kv_cache")
@@ -181,3 +241,7 @@ class Sleeper:
 
     async def _wake(self, tag: str) -> None:
         await self._workers.bounded(sleep_mode.wake_up(self._engine, [tag]), f"waking its {tag}")
+
+
+def _whose(order: SleepOrder) -> str:
+    return f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"

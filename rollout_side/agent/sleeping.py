@@ -1,0 +1,119 @@
+"""Orders to sleep and to wake: the newest one counts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+
+from rollout_side.agent.orders import Turns
+from rollout_side.engine import Engine, SleepOrder
+from weft.contract.errors import StaleEpochError, WeftError
+
+_log = logging.getLogger(__name__)
+
+# Between two attempts: requests, or whoever reads the weights, take longer than that.
+_RETRY_SECONDS = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """An order, and until when it may wait."""
+
+    order: SleepOrder
+    deadline: float
+    """As of ``time.monotonic()``."""
+
+    def left(self) -> SleepOrder:
+        """The order, with the seconds that are left of it."""
+        left = max(0.0, self.deadline - time.monotonic())
+        return dataclasses.replace(self.order, timeout_seconds=left)
+
+
+class SleepOrders:
+    """Puts an engine to sleep, and wakes it; on its event loop.
+
+    What running requests, or readers of the weights, take to end is waited for out of turn:
+    commits, and orders to wake, come meanwhile. Only sleeping and waking take a turn.
+
+    Args:
+        engine: Whose memory it is.
+        turns: In which its orders to switch are carried out.
+    """
+
+    def __init__(self, engine: Engine, turns: Turns) -> None:
+        self._engine, self._turns = engine, turns
+        # The newest order to sleep, until it is carried out, has failed, or the engine is to wake.
+        self._wanted: _Wanted | None = None
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def is_falling_asleep(self) -> bool:
+        """Whether an order to sleep is being carried out."""
+        return self._wanted is not None
+
+    async def fall_asleep(self, order: SleepOrder) -> None:
+        """Put the engine to sleep, as ``Engine.fall_asleep``; in place of what was ordered
+        before, whose callers then wait for this. Carried out to its end, though its caller
+        goes away.
+
+        Raises:
+            StaleEpochError: The engine was told to wake meanwhile.
+            WeftError: As ``Engine``.
+        """
+        self._wanted = _Wanted(order, time.monotonic() + order.timeout_seconds)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._carry_out(), name="fall-asleep")
+            self._work.add_done_callback(_log_failure)
+        await asyncio.shield(self._work)
+
+    async def wake_up(self) -> None:
+        """Wake the engine, when its turn has come; one that only waits to sleep does so no more.
+
+        Raises:
+            StaleEpochError: It was told to sleep meanwhile.
+            WeftError: As ``Engine``.
+        """
+        self._wanted = None
+        self._engine.take_requests()
+        await self._turns.take(self._wake_up())
+
+    async def _wake_up(self) -> None:
+        if self._wanted is not None:
+            raise StaleEpochError("the replica was told to sleep before it was woken")
+        await self._engine.wake_up()
+
+    async def _carry_out(self) -> None:
+        while (wanted := self._wanted) is not None:
+            try:
+                slept = await self._attempt(wanted)
+            except WeftError:
+                if self._wanted is wanted:
+                    self._wanted = None
+                    raise
+                continue
+            if slept and self._wanted is wanted:
+                self._wanted = None
+                return
+        self._engine.take_requests()
+        raise StaleEpochError("the replica was told to wake before it slept")
+
+    async def _attempt(self, wanted: _Wanted) -> bool:
+        await self._engine.end_requests(wanted.left(), lambda: self._wanted is wanted)
+        if self._wanted is not wanted:
+            return False
+        slept = await self._turns.take(self._sleep(wanted))
+        if not slept:
+            await asyncio.sleep(_RETRY_SECONDS)
+        return slept
+
+    async def _sleep(self, wanted: _Wanted) -> bool:
+        return self._wanted is wanted and await self._engine.fall_asleep(wanted.left())
+
+
+def _log_failure(work: asyncio.Task[None]) -> None:
+    """Of what nobody may wait for any more; the heartbeat tells what has become of it."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _log.info("the replica does not sleep: %s", error)
