@@ -22,6 +22,7 @@ from weft.contract.errors import (
     PeerUnavailableError,
     RequestConflictError,
     TransferTimeoutError,
+    WeftError,
 )
 
 
@@ -122,6 +123,24 @@ def test_an_operator_wakes_a_replica_that_still_waits_for_its_requests(
             sleeping.result(20)
     assert not engines[0].is_to_sleep
     until(lambda: pool.agents["replica-0"].is_ready)
+    assert engines[0].sleeps == []
+
+
+def test_the_end_of_the_lease_wakes_a_replica_that_still_waits_for_its_requests(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    engines[0].running = 1
+    with ThreadPoolExecutor(1) as calls:
+        sleeping = calls.submit(publisher.sleep_rollouts, timeout_seconds=600.0)
+        until(lambda: engines[0].is_to_sleep)
+        with Publisher(
+            pool.target, trainer_id="trainer-a", timeout_seconds=20, takeover=True
+        ) as successor:
+            successor.push_base(Model())
+            until(lambda: not engines[0].is_to_sleep)
+            until(lambda: pool.agents["replica-0"].is_ready)
+            with pytest.raises(WeftError):
+                sleeping.result(20)
     assert engines[0].sleeps == []
 
 

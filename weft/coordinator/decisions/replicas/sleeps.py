@@ -147,7 +147,8 @@ def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
             _put(change, event.replica_id, replace(order, confirmed=True))
         return
     if event.failure.reason in _TRANSIENT:
-        _call_again(change, replica)
+        if order is not None:  # else it is being woken, by a call of its own
+            _call_again(change, replica)
     else:
         # Whether the call came too late or was refused: it is told to wake, to be sure.
         change.put_replica(replace(replica, sleep_call_until=change.now))
@@ -266,7 +267,12 @@ def _put(change: Change, name: str, order: SleepOrder) -> None:
 
 
 def _drop(change: Change, name: str) -> None:
+    """End an order. A replica that is about to sleep by it is woken at the next look, not once
+    its call has ended."""
     change.touched.add(name)
+    replica = change.state.replicas.get(name)
+    if replica is not None and replica.sleep_call_until > change.now:
+        change.put_replica(replace(replica, sleep_call_until=change.now))
     sleeps = {known: order for known, order in change.state.sleeps.items() if known != name}
     change.state = replace(change.state, sleeps=sleeps)
 

@@ -211,8 +211,24 @@ def test_a_call_that_is_lost_is_made_again_until_the_deadline() -> None:
     assert _called(m, effects.CallSleep) == ["r0", "r0"]
     m.pass_time(7.0)
     assert m.error(ticket).metadata == {"member": "r0"}
+    m.pass_time(1.0)
+    assert _called(m, effects.CallWake) == ["r0"]  # which ends its wait for requests
     _asleep(m, "r0")  # too late: it is to serve
     m.pass_time(1.0)
+    assert _called(m, effects.CallWake) == ["r0", "r0"]
+
+
+def test_the_end_of_the_lease_wakes_one_that_still_waits_for_its_requests() -> None:
+    m = _pool()
+    _sleep(m, "a", seconds=600.0)
+    m.do(events.ReleasePolicy(0, "base", m.tokens["base"], "s1"))
+    m.pass_time(1.0)
+    assert _called(m, effects.CallWake) == ["r0"]
+    woken = Failure("EPOCH_FENCED", "told to wake before it slept", {"member": "r0"})
+    m.do(events.SleepAnswered("r0", "i1", None, woken))
+    _awake(m, "r0")
+    assert _state(m, "r0")[0] is ReplicaState.READY
+    m.pass_time(10.0)
     assert _called(m, effects.CallWake) == ["r0"]
 
 
