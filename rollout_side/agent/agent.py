@@ -134,7 +134,7 @@ class Agent:
             and not self._drain.under_way
             and not self.refusing
             and self.engine.asleep is None
-            and not self._sleeps.is_falling_asleep
+            and self._sleeps.to_sleep is None
         )
 
     @property
@@ -169,6 +169,7 @@ class Agent:
             held=frozenset(now.held()),
             last_epoch=self._last_epoch,
             asleep=self.engine.asleep,
+            to_sleep=self._sleeps.to_sleep,
         )
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:

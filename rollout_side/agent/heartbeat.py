@@ -53,6 +53,8 @@ class Holdings:
     """The highest epoch of a side group that it was told."""
     asleep: Asleep | None = None
     """Set while the engine sleeps."""
+    to_sleep: Asleep | None = None
+    """Set while it waits to sleep, refusing new requests."""
 
 
 @dataclass(frozen=True, order=True)

@@ -282,7 +282,7 @@ class Registration:
             held_versions_complete=self._held_wanted,
             refusing=now.refusing,
             order_number=now.order_number,
-            sleep=sleep_to_proto(now.asleep),
+            sleep=sleep_to_proto(now.asleep or now.to_sleep),
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted

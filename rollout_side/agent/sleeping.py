@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from rollout_side.agent.orders import Turns
-from rollout_side.engine import Engine, SleepOrder
+from rollout_side.engine import Asleep, Engine, SleepOrder
 from weft.contract.errors import StaleEpochError, WeftError
 
 _log = logging.getLogger(__name__)
@@ -50,9 +50,12 @@ class SleepOrders:
         self._work: asyncio.Task[None] | None = None
 
     @property
-    def is_falling_asleep(self) -> bool:
-        """Whether an order to sleep is being carried out."""
-        return self._wanted is not None
+    def to_sleep(self) -> Asleep | None:
+        """How the engine is to sleep, as long as it does not yet. Heartbeats tell it: a coordinator
+        that has not ordered it, or not any more, has the replica wake."""
+        if (wanted := self._wanted) is None:
+            return None
+        return Asleep(wanted.order.trainer_id, level=wanted.order.level)
 
     async def fall_asleep(self, order: SleepOrder) -> None:
         """Put the engine to sleep, as ``Engine.fall_asleep``; in place of what was ordered

@@ -50,7 +50,11 @@ class Pool:
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run on the pool's loop and wait."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_WAIT_SECONDS)
+        return self.start(coroutine).result(_WAIT_SECONDS)
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run on the pool's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start_coordinator(self) -> None:
         """Start (again, on the same port and catalog); once it answers, if it was away.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout_side.engine import SleepOrder
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
@@ -21,6 +22,7 @@ from weft.contract.errors import (
     NotReadyError,
     PeerUnavailableError,
     RequestConflictError,
+    StaleEpochError,
     TransferTimeoutError,
     WeftError,
 )
@@ -142,6 +144,21 @@ def test_the_end_of_the_lease_wakes_a_replica_that_still_waits_for_its_requests(
             with pytest.raises(WeftError):
                 sleeping.result(20)
     assert engines[0].sleeps == []
+
+
+def test_what_waits_for_its_requests_is_woken_by_a_coordinator_that_has_not_ordered_it(
+    pool: Pool, engines: list[EngineDouble]
+) -> None:
+    """One that was restarted, say: it would route requests to who refuses them."""
+    engines[0].running = 1
+    agent = pool.agents["replica-0"]
+    order = SleepOrder(trainer_id="trainer-a", aborts=False, timeout_seconds=600.0)
+    former = pool.start(agent.fall_asleep(order))
+    until(lambda: engines[0].is_to_sleep)
+    with pytest.raises(StaleEpochError, match="told to wake"):
+        former.result(20)
+    until(lambda: agent.is_ready)
+    assert not engines[0].is_to_sleep
 
 
 def test_one_that_does_not_sleep_leaves_the_others_asleep_and_the_error_names_them(

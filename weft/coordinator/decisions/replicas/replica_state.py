@@ -121,9 +121,12 @@ def _sleep(state: PoolState, replica: Replica) -> str:
     if order is None:
         return "it is being woken"
     whose = f"for trainer {order.trainer_id}" if order.trainer_id else "by an operator"
-    if replica.asleep is None:
-        return f"{whose}, once its requests have ended"
-    return f"{whose}{', its weights awake' if replica.asleep.weights_awake else ''}"
+    said = replica.asleep
+    if said is not None and said.weights_awake:
+        return f"{whose}, its weights awake"
+    return (
+        whose if said is not None and order.confirmed else f"{whose}, once its requests have ended"
+    )
 
 
 def _by_operator(order: OutOfService) -> str:

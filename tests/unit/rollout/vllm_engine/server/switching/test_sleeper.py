@@ -183,7 +183,7 @@ async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None
         sleeping = asyncio.create_task(orders.fall_asleep(_order()))
         await asyncio.sleep(0.05)
         assert _refused(replica)
-        assert orders.is_falling_asleep
+        assert orders.to_sleep == Asleep("t1")
         switch = asyncio.create_task(turns.take(loading.wait()))
         waking = asyncio.create_task(orders.wake_up())
         with pytest.raises(StaleEpochError, match="told to wake"):
@@ -194,7 +194,7 @@ async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None
         await asyncio.gather(switch, waking)
         assert not _refused(replica)
     assert engine.calls == []
-    assert not orders.is_falling_asleep
+    assert orders.to_sleep is None
 
 
 async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
