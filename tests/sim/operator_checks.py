@@ -68,7 +68,8 @@ class OperatorChecks:
             if is_it and is_routable(state, replica) and process.refusing:
                 fail(f"{replica.replica_id} is ready and refuses requests: {process.refusing}")
             key = (replica.replica_id, replica.incarnation)
-            if not (is_it and is_routable(state, replica) and process.asleep is not None):
+            sleeps = is_it and (process.asleep is not None or process.sleep.refuses)
+            if not (sleeps and is_routable(state, replica)):
                 self._sleeps_since.pop(key, None)
             # An order that was given up, and came late, is heard of with a heartbeat: till then
             # the replica refuses.

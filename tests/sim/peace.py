@@ -36,7 +36,9 @@ def left_over(world: World) -> Iterator[str]:
         "describers": list(state.target_tickets),
         "preflights": list(state.fits_under_way),
         "look-ups": list(state.lookups),
-        "sleeping replicas": [name for name, r in world.replicas.items() if r.asleep],
+        "sleeping replicas": [
+            name for name, r in world.replicas.items() if r.asleep or r.sleep.refuses
+        ],
         "orders to sleep": [*state.sleeps, *state.sleep_waits],
         "calls to replicas": [None] * coordinator.num_calls_out,
         "staged bytes": [

@@ -49,7 +49,7 @@ class SimRegistration:
                     held_complete=complete,
                     refusing=replica.refusing,
                     order_number=replica.order[1],
-                    asleep=replica.asleep,
+                    asleep=replica.asleep or replica.sleep.to_sleep,
                 )
                 self._told, self._held_wanted = held, answer.held_wanted
                 replica.ready = answer.ready

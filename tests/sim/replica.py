@@ -18,6 +18,7 @@ from tests.sim.in_place import InPlace
 from tests.sim.probes import Probes
 from tests.sim.receiver import Receiver
 from tests.sim.registration import SimRegistration
+from tests.sim.sleep import SimSleep
 from tests.sim.store import Copy, Store
 from tests.unit.coordinator.decisions.machine import SPEC
 from weft.contract.errors import (
@@ -79,6 +80,7 @@ class SimReplica(Process):
         self.asleep: Asleep | None = None
         #: Whether it sleeps, or slept, at level 2, and no base has loaded since.
         self.base_discarded = False
+        self.sleep = SimSleep(self)
         self.drain = SimDrain(self)
         # Looked at now and then, since a heartbeat does not wait for the engine.
         self.memory: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
@@ -161,15 +163,15 @@ class SimReplica(Process):
                 if order.incarnation != self.incarnation:
                     future.set(error=StaleEpochError("another process of it is meant"))
                     return future, None
-                future = self.spawn(self._sleep_in_turn(order))
+                future = self.spawn(self.sleep.carry_out(order))
             case effects.CallRetire():
                 self._drop_mistaken(order.mistaken)
                 self._retire(order.versions)
                 future.set(self.vector)
             case effects.CallCommit():
-                future = self.spawn(self._in_turn(self._commit(order)))
+                future = self.spawn(self.in_turn(self._commit(order)))
             case effects.CallSwitch():
-                future = self.spawn(self._in_turn(self._switch(order)))
+                future = self.spawn(self.in_turn(self._switch(order)))
         return future, None
 
     def _facts(self, version: PolicyVersion, digest: bytes, answer: Future) -> None:
@@ -231,7 +233,8 @@ class SimReplica(Process):
 
     # -- switching: one at a time -------------------------------------------------
 
-    def _in_turn(self, work: Generator[Any, Any, None]) -> Generator[Any, Any, Any]:
+    def in_turn(self, work: Generator[Any, Any, None]) -> Generator[Any, Any, Any]:
+        """Carry out an order once those before it are."""
         mine = Future()
         self._switching.append(mine)
         if self._switching[0] is not mine:
@@ -247,35 +250,14 @@ class SimReplica(Process):
                 self._switching[0].set()
         return self.vector, self.memory[0]
 
-    def _sleep_in_turn(
-        self, order: effects.CallSleep | effects.CallWake
-    ) -> Generator[Any, Any, Asleep | str | None]:
-        def sleep_or_wake() -> Generator[Any, Any, None]:
-            yield self.world.random.uniform(0.01, 0.5)
-            former, self.asleep = self.asleep, None
-            if isinstance(order, effects.CallSleep):
-                if self.in_place.loading:
-                    raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
-                self._fall_asleep(order, former)
-            elif self.base_discarded:
-                self._load_own_base()
-            self.world.trace(self.name, f"sleeps: {self.asleep}")
+    def discard_weights(self) -> None:
+        """As it sleeps at level 2."""
+        self.base_discarded = True
+        if self.kind.in_place:  # its copy is what the engine served
+            self.store.bases.clear()
+            self._look_at_memory()
 
-        yield from self._in_turn(sleep_or_wake())
-        return self.asleep if isinstance(order, effects.CallSleep) else self.dirty_reason
-
-    def _fall_asleep(self, order: effects.CallSleep, former: Asleep | None) -> None:
-        """At level 2 without its weights, unless they sleep at level 1 already."""
-        sleeps_on = former is not None and not former.weights_awake
-        level = former.level if former is not None and sleeps_on else order.level
-        self.asleep = Asleep(order.trainer_id, level=level)
-        if level == 2:
-            self.base_discarded = True
-            if self.kind.in_place:  # its copy is what the engine served
-                self.store.bases.clear()
-                self._look_at_memory()
-
-    def _load_own_base(self) -> None:
+    def load_own_base(self) -> None:
         """From a copy of its own, or from its files; else it is dirty."""
         base = PolicyVersion(BASE_POLICY, self.vector.base)
         if base.version and self.store.held(base) is None:
@@ -292,7 +274,7 @@ class SimReplica(Process):
             self.store.discard(transfer_id)
             self.in_place.discard(transfer_id)
 
-        yield from self._in_turn(drop())
+        yield from self.in_turn(drop())
         return self.incarnation, self.vector
 
     def _commit(self, call: effects.CallCommit) -> Generator[Any, Any, None]:
