@@ -642,7 +642,7 @@ class HeartbeatRequest(_message.Message):
 
     @_builtins.property
     def sleep(self) -> Global___Sleep:
-        """See RegisterRequest.sleep."""
+        """See RegisterRequest.sleep. Set, too, while it is about to sleep and refuses new requests."""
 
     def __init__(
         self,

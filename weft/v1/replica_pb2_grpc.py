@@ -257,12 +257,14 @@ class ReplicaServiceServicer(object):
         aborted, the prefix cache is reset, weights go to host memory or are discarded, as `level`
         says, and the GPU's memory is free. Retained bases that lie on the GPU are dropped, unless
         they are pinned; where weights are discarded, that of the served one moves to host memory.
-        Answers when it sleeps. Until WakeUp, a commit wakes the weights and no more.
+        Answers when it sleeps. Until running requests have ended, commits are as always, and a newer
+        order takes this one's place; then, until WakeUp, a commit wakes the weights and no more.
         Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
         Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
         TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
         did not end in time, and it takes new ones again; or see above);
-        INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED.
+        INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED (also
+        where WakeUp came first).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
