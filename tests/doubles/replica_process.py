@@ -3,7 +3,8 @@
 ``python -m tests.doubles.replica_process COORDINATOR REPLICA_ID NUM_TENSORS ELEMENTS``: its
 base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of its
 standard input with a line of JSON about what it serves, and ends when that closes.
-With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process;
+With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process; with
+``--ranks`` a second process is a further rank;
 with ``--in-place`` it loads bases as they come, and others can clone what it serves; with
 ``--traces`` it exports spans.
 """
@@ -21,6 +22,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
+from tests.doubles.ranks import TwoRankDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
 from weft.rpc.security.credentials import Credentials
@@ -41,7 +43,11 @@ async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[st
 
 async def main(coordinator: str, replica_id: str, num_tensors: int, elements: int) -> None:
     """Serve until standard input closes, or the worker ends."""
-    make = WorkerDouble if "--worker" in sys.argv else EngineDouble
+    make: type[EngineDouble] | type[WorkerDouble] = EngineDouble
+    if "--worker" in sys.argv:
+        make = WorkerDouble
+    elif "--ranks" in sys.argv:
+        make = TwoRankDouble
     settings: dict[str, Any] = (
         {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
     )
@@ -60,13 +66,13 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     await wait_registered(agent, running)
     print("ready", flush=True)
     tasks = {asyncio.create_task(_answer(agent, engine))}
-    if isinstance(engine, WorkerDouble):
+    if isinstance(engine, WorkerDouble | TwoRankDouble):
         tasks.add(asyncio.create_task(engine.wait_ended()))
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(None)
-    if isinstance(engine, WorkerDouble):
+    if isinstance(engine, WorkerDouble | TwoRankDouble):
         engine.close()
         os._exit(0)  # threads wait for the other of the two: input, or the worker
 

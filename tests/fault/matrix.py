@@ -87,6 +87,8 @@ class Case:
         args = [self.listen, name, str(NUM_TENSORS), str(ELEMENTS), "--keep"]
         if self.strike.role.startswith("replica worker"):
             args.append("--worker")
+        if self.strike.role.startswith("replica rank") and name == VICTIM:
+            args.append("--ranks")
         if self.strike.in_place:
             args.append("--in-place")
         process = self._start(name, "tests.doubles.replica_process", *args, armed=armed)

@@ -36,6 +36,7 @@ VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
 BUCKET = 4
 _ENV = "WEFT_TEST_STRIKE"
+_STOPPED_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Strike:
                 time.sleep(HANG_SECONDS)
             else:
                 os.kill(pid, getattr(signal, name))
+                # Another thread may take the signal: this one is not to pass the point before.
+                time.sleep(_STOPPED_SECONDS)
 
     def await_struck(self, timeout_seconds: float) -> tuple[float, int]:
         """When it struck (``time.time()``), and whom."""
@@ -300,6 +303,22 @@ def _loading(strike: Strike) -> None:
             _after(EngineDouble, "_commit_in_place", strike)
 
 
+def _rank(strike: Strike) -> None:
+    """Points of a rank that loads in place what another one receives."""
+    from rollout_side.memory.rank_handoff import RankHandoff
+    from tests.doubles.ranks import LoadingRank
+
+    match strike.point:
+        case "at a bucket":
+            _before(LoadingRank, "load_bucket", strike, _count(BUCKET, strike))
+        case "before commit":
+            _before(RankHandoff, "complete", strike)
+        case "inside commit":
+            _before(LoadingRank, "confirm", strike)
+        case "after commit":
+            _after(LoadingRank, "confirm", strike)
+
+
 def _vllm_replica(strike: Strike) -> None:
     from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
 
@@ -369,6 +388,7 @@ ROLES = {
     "replica, in place": Role(
         VICTIM, _loading, _FROM_A_BUCKET, signals=(*SIGNALS, HANG), in_place=True
     ),
+    "replica rank, in place": Role(VICTIM, _rank, _FROM_A_BUCKET, in_place=True),
     "replica, copying": Role(VICTIM, _copying, ("at a bucket",)),
     "trainer rank, over gloo": Role(
         "rank-1", _sending_rank, ("at a bucket",), over_gloo=True, num_ranks=2
